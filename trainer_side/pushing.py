@@ -321,7 +321,11 @@ class Pushing:
             led: Source | RunSource = source
             if not isinstance(source, RunSource) and source.is_collective:
                 led = LedSource(source, ranks)
-            ended.append(self._client.carry_out(begun, led, manifest, plan.finite, deadline))
+            try:
+                ended.append(self._client.carry_out(begun, led, manifest, plan.finite, deadline))
+            finally:
+                if not isinstance(source, RunSource):
+                    source.end_reading()
             return ended[0].SerializeToString()
 
         if ranks.rank != SENDER and begun.HasField("group"):

@@ -99,6 +99,9 @@ class CheckpointSource:
         for name, view in zip(self._names[first:], views, strict=False):
             copy_into([view], [self._by_name[name].get_tensor(name)])
 
+    def end_reading(self) -> None:
+        """See ``Source.end_reading``: nothing is kept."""
+
 
 def _meta(piece: Any) -> torch.Tensor:
     dtype = DataType.of_safetensors(piece.get_dtype())

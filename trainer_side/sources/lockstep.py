@@ -35,6 +35,10 @@ class LedSource:
             self._ranks.abandon()  # others may wait for us inside a gather
             raise
 
+    def end_reading(self) -> None:
+        """See ``Source.end_reading``."""
+        self._source.end_reading()
+
 
 def follow(source: Source, ranks: Ranks, manifest: Manifest) -> None:
     """Give what a rank other than the sender holds, bucket by bucket of a push.
@@ -44,6 +48,9 @@ def follow(source: Source, ranks: Ranks, manifest: Manifest) -> None:
     """
     led = LedSource(source, ranks)
     first = 0
-    for bucket in manifest.buckets:
-        led.read(first, bucket.num_tensors, None)
-        first += bucket.num_tensors
+    try:
+        for bucket in manifest.buckets:
+            led.read(first, bucket.num_tensors, None)
+            first += bucket.num_tensors
+    finally:
+        led.end_reading()

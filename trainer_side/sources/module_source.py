@@ -100,8 +100,6 @@ class ModuleSource:
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         run: list[int] = []
-        if first == 0:  # of a push that failed, with values as they were then
-            self._converted = None
         for index in range(first, first + count):
             group, position = self._index[index]
             if group.is_identity:
@@ -117,7 +115,12 @@ class ModuleSource:
                 None if views is None else [views[index - first] for index in run],
             )
         if first + count == len(self._index):
-            self._converted = None
+            self.end_reading()
+
+    def end_reading(self) -> None:
+        """See ``Source.end_reading``: the source outlives the push, what it has converted must
+        not."""
+        self._converted = None
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
         """See ``LyingSource``."""

@@ -200,6 +200,9 @@ class OrderedSource:
             self._next(None)
             self._tied.finish()
 
+    def end_reading(self) -> None:
+        """See ``Source.end_reading``: what is kept is this push's alone."""
+
     def _next(self, wanted: str | None) -> torch.Tensor | None:
         """The tensor of a name, duplicates before it dropped; None where all must have come,
         and have."""

@@ -77,13 +77,16 @@ class ShardSource:
         """Bring together what must be: collective, blocks; it is kept at the sender, on the
         host."""
         self._source.prepare()
-        for index in self.gathered:
-            meta = self.metas[index]
-            out = None
-            if self._rank == SENDER:
-                out = [torch.empty(meta.shape, dtype=self._dtypes[index])]
-                self._whole[index] = out[0]
-            self._source.read(index, 1, out)
+        try:
+            for index in self.gathered:
+                meta = self.metas[index]
+                out = None
+                if self._rank == SENDER:
+                    out = [torch.empty(meta.shape, dtype=self._dtypes[index])]
+                    self._whole[index] = out[0]
+                self._source.read(index, 1, out)
+        finally:
+            self._source.end_reading()
 
     def release(self) -> None:
         """Free what was brought together, once a push has ended."""

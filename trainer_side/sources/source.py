@@ -47,6 +47,10 @@ class Source(Protocol):
         Blocks for the copies.
         """
 
+    def end_reading(self) -> None:
+        """Free what was kept from one range to the next: a push has read its last one, or has
+        failed. The next push may find other values. Not collective."""
+
 
 @runtime_checkable
 class LyingSource(Source, Protocol):
@@ -127,6 +131,9 @@ class ParamsSource:
         """See ``Source.read``."""
         wanted = slice(first, first + count)
         self._params.fetch(self._names[wanted], self._dtypes[wanted], views)
+
+    def end_reading(self) -> None:
+        """See ``Source.end_reading``: nothing is kept."""
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
         """See ``LyingSource``."""

@@ -53,6 +53,9 @@ class _Source:
     def release(self) -> None:
         self.told.append("release")
 
+    def end_reading(self) -> None:
+        pass
+
 
 def _shards(source: _Source) -> ShardSource:
     found = shard_source(source, _Half())

@@ -45,6 +45,9 @@ class _Whole:
     def prepare(self) -> None:
         pass
 
+    def end_reading(self) -> None:
+        pass
+
 
 def _rank_elements(
     tensors: dict[str, torch.Tensor], runs: Sequence[Sequence[HeldRun]], rank: int
