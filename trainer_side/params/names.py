@@ -244,7 +244,7 @@ def _try(revert: Revert, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {}
 
 
-_Signature = tuple[tuple[str, torch.Size], ...]
+_Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
 _Planned = tuple[list[Conversion], dict[str, torch.Tensor]]
 _PLANNED: WeakKeyDictionary[torch.nn.Module, tuple[_Signature, _Planned]] = WeakKeyDictionary()
 
@@ -253,7 +253,7 @@ def cached_conversions(
     model: torch.nn.Module, params: Mapping[str, torch.Tensor], revert: Revert | None
 ) -> _Planned:
     """``plan_conversions``, made once a model: it costs milliseconds a layer."""
-    signature = tuple((name, param.shape) for name, param in params.items())
+    signature = tuple((name, param.shape, param.dtype) for name, param in params.items())
     kept = _PLANNED.get(model)
     if kept is None or kept[0] != signature:
         kept = _PLANNED[model] = (signature, plan_conversions(params, revert))

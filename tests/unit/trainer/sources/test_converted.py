@@ -11,6 +11,7 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from tests.doubles.shards import sharded
+from trainer_side.params.names import cached_conversions
 from trainer_side.params.params import WholeParams
 from trainer_side.params.sharding.sharded import Sharded, ShardedParams
 from trainer_side.ranks.torch_ranks import TorchRanks
@@ -130,3 +131,10 @@ def test_a_group_is_computed_once_and_is_gone_after_the_last_tensor() -> None:
     assert calls == [["w"]]
     assert torch.equal(torch.cat(outs), params.whole("w").t())
     assert source._converted is None
+
+
+def test_names_in_a_checkpoint_are_kept_for_tensors_of_the_same_dtype() -> None:
+    model = torch.nn.Module()
+    for dtype in (torch.float32, torch.bfloat16):
+        _, outputs = cached_conversions(model, {"t": torch.empty(4, 6, dtype=dtype)}, _revert)
+        assert outputs["t.saved"].dtype == dtype
