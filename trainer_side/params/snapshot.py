@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER
+from weft.contract.errors import UnsupportedError
 
 
 class HostMemory:
@@ -100,26 +102,46 @@ class _Overlaid:
         yield from ((n, t) for n, t in self._params.local() if n not in self._copies.metas)
 
 
+def gathered_names(params: Params) -> set[str]:
+    """Of parameters that only their framework can put together: nobody can read them while it
+    trains, since its collectives would come between those of the training."""
+    if not isinstance(params, ShardedParams):
+        return set()
+    return {name for name, param in params.placed.items() if isinstance(param, Gathered)}
+
+
 def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> Params:
     """Parameters of which those called ``names`` are copies, in ``memory``, of what this rank
-    holds; the others are still read in place.
+    holds; the others are still read in place, but for ``gathered_names``, which are refused.
 
-    Collective only where the framework alone can gather a parameter: it is then
-    gathered now, and kept whole at the sender.
+    Collective only where the framework alone can gather a parameter of ``names``: it is then
+    gathered now, on the calling thread, and kept whole at the sender.
     """
     if not isinstance(params, ShardedParams):
         copies = {name: memory.copy(params.whole(name)) for name in params.metas if name in names}
         return _Overlaid(params, copies)
     kept: dict[str, Sharded | Gathered] = {}
     for name, param in params.placed.items():
-        if name not in names:
-            kept[name] = param
-        elif isinstance(param, Sharded):
-            local = None if param.local is None else memory.copy(param.local)
-            kept[name] = replace(param, local=local)
-        else:
+        if isinstance(param, Sharded):
+            is_copied = name in names and param.local is not None
+            kept[name] = _copied(param, memory) if is_copied else param
+        elif name in names:
             whole = param.gather()
             runs = (HeldRun(SENDER, 0, param.shape.numel()),)
             own = memory.copy(whole) if params.ranks.rank == SENDER else None
             kept[name] = Sharded(param.shape, param.dtype, runs, own)
+        else:
+            kept[name] = replace(param, gather=partial(_refuse, name))
     return ShardedParams(kept, params.kind, params.ranks)
+
+
+def _copied(param: Sharded, memory: SnapshotMemory) -> Sharded:
+    assert param.local is not None
+    return replace(param, local=memory.copy(param.local))
+
+
+def _refuse(name: str) -> torch.Tensor:
+    raise UnsupportedError(
+        f"parameter {name!r} was not copied, and its framework alone could gather it: that cannot "
+        "be done beside the training"
+    )

@@ -10,9 +10,9 @@ import torch
 
 from trainer_side.params.choose import Kind, Opened, open_model
 from trainer_side.params.merged import MergedParams, merge_settings
-from trainer_side.params.names import adapter_tensor_name, unwrapped_name
+from trainer_side.params.names import adapter_tensor_name, base_name_in_peft, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
-from trainer_side.params.snapshot import SnapshotMemory, snapshot
+from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.adapter_source import (
     Adapter,
@@ -115,13 +115,20 @@ class ModelBase:
         return source, None
 
     def kept(self, memory: SnapshotMemory) -> ModelBase:
-        """See ``Content.kept``. Of a PEFT model only what is trained: its base is not."""
+        """See ``Content.kept``. Of a PEFT model only what is trained: its base is not; and what
+        of its base could not be read later."""
         names = set(self.opened.params.metas)
         if self.merged is not None:
             names = {
                 unwrapped_name(name)
                 for name, param in self.opened.module.named_parameters()
                 if param.requires_grad or adapter_tensor_name(name, self.merged) is not None
+            }
+            names |= {
+                name
+                for name in gathered_names(self.opened.params)
+                if base_name_in_peft(name) is not None
+                or base_name_in_peft(name, self.merged) is not None
             }
         params = snapshot(self.opened.params, names, memory)
         return replace(self, opened=replace(self.opened, params=params))
