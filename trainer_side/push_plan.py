@@ -13,7 +13,7 @@ from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import DESCRIPTION, NamedBase, RunSource
-from trainer_side.sources.shard_source import shard_source
+from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import Source
 from weft.containers.lru import Lru
 from weft.contract.layout.manifest import Manifest, plan_buckets
@@ -40,6 +40,8 @@ class PushPlan:
     """What each rank is to send of what it holds; None where rank 0 sends all."""
     finite: bool
     """Whether NaN and infinities end the push."""
+    remarks: tuple[str, ...] = ()
+    """On what is gathered that a sharded trainer's ranks would send, and why."""
 
     @property
     def backend(self) -> str:
@@ -95,9 +97,9 @@ class Planner:
             source = what.over(reference())
         backend = target.backends[0]
         manifest = self._manifest(backend, source) if source else None
-        shards = self._shards(source, manifest)
+        shards, remarks = self._shards(source, manifest)
         finite = checks_finite(request.check_finite, backend, is_adapter=adapter is not None)
-        return PushPlan(target, what, source, adapter, manifest, shards, finite)
+        return PushPlan(target, what, source, adapter, manifest, shards, finite, remarks)
 
     def _manifest(self, backend: str, source: Source | RunSource) -> Manifest:
         """The manifest of a source's tensors, which is kept: the next push has the same."""
@@ -114,15 +116,19 @@ class Planner:
 
     def _shards(
         self, source: Source | RunSource | None, manifest: Manifest | None
-    ) -> ShardPush | None:
-        """What the ranks hold, where each is to send it."""
+    ) -> tuple[ShardPush | None, tuple[str, ...]]:
+        """What the ranks hold, where each is to send it; and what is gathered in its place."""
         ranks = self._ranks
         sends_alone = ranks.size == 1 or self._max_senders == 1
         if sends_alone or manifest is None or isinstance(source, RunSource | None):
-            return None
+            return None, ()
         shards = shard_source(source, ranks)
-        plan = self._shard_plans.plan(manifest, shards.held) if shards else None
-        return None if shards is None or plan is None else ShardPush(shards, plan, ranks)
+        if not isinstance(shards, ShardSource):
+            return None, () if shards is None else shards.remarks
+        plan = self._shard_plans.plan(manifest, shards.held)
+        if isinstance(plan, str):
+            return None, (f"rank 0 gathered all: {plan}",)
+        return ShardPush(shards, plan, ranks), shards.remarks
 
 
 def checks_finite(wanted: bool | None, backend: str, *, is_adapter: bool) -> bool:

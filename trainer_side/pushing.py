@@ -156,7 +156,6 @@ class Pushing:
             self._origins.pushed(plan.what.base, version.version)
         elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
             about_base = origin.remarks(transfer.served_over_base_version)
-        gathered = shards.source.remarks if shards else ()
         report = report_of(
             version,
             transfer,
@@ -164,10 +163,10 @@ class Pushing:
             seconds=time.monotonic() - began,
             source=plan.description,
             backend=plan.backend,
-            remarks=(*plan.what.remarks, *gathered, *about_base),
+            remarks=(*plan.what.remarks, *plan.remarks, *about_base),
         )
         span.set(replicas=report.num_replicas, backend=report.backend)
-        self._warn(version, report.remarks, about_base)
+        self._warn(version, report.remarks, (*plan.remarks, *about_base))
         _log.info(
             "pushed %s in %.3f s: %d bytes to %d replicas, epoch %d",
             version,
@@ -179,12 +178,12 @@ class Pushing:
         return report
 
     def _warn(
-        self, version: PolicyVersion, remarks: tuple[str, ...], about_base: tuple[str, ...]
+        self, version: PolicyVersion, remarks: tuple[str, ...], lasting: tuple[str, ...]
     ) -> None:
-        """Log remarks; what is the same for each push of a policy only when it changes."""
-        known, self._said[version.policy] = self._said.get(version.policy), about_base
+        """Log remarks; those that are the same for each push of a policy only when they change."""
+        known, self._said[version.policy] = self._said.get(version.policy), lasting
         for remark in remarks:
-            if remark not in about_base or known != about_base:
+            if remark not in lasting or known != lasting:
                 _log.warning("%s: %s", version, remark)
 
     @property

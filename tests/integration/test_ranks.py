@@ -19,7 +19,11 @@ from weft.contract.errors import TransferTimeoutError
 def is_merged(engine, whole):
     """Whether the base is what PEFT's own merge makes of a PEFT model's whole weights, but for the
     order that a processor sums in: it is another for a part of a row, and by processor."""
-    reference = peft_of(Model(0), use_rslora=True)
+    return is_merge_of(peft_of(Model(0), use_rslora=True), engine, whole)
+
+
+def is_merge_of(reference, engine, whole):
+    """``is_merged``, of a PEFT model that is made so."""
     reference.load_state_dict(whole, strict=True)
     expected = weights(reference.merge_and_unload())
     return engine.base.keys() == expected.keys() and all(
@@ -174,6 +178,34 @@ def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
     whole = torch.load(tmp_path / "whole.pt")
     assert same(whole, torch.load(tmp_path / "before.pt"))  # only read
     assert is_merged(engine, whole)
+
+
+# Of most layers: rank 0 gathers all. Of one: it gathers that one, and each rank sends the others.
+@pytest.mark.parametrize(
+    ("targets", "remark"),
+    [
+        (
+            ["q_proj", "v_proj"],
+            "rank 0 gathered all: 6 of 13 tensors could not be sent by the ranks that hold them, "
+            "'layers.0.q_proj.weight' first: DoRA needs whole rows, and is merged at rank 0",
+        ),
+        (
+            ["layers.1.v_proj"],
+            "layers.1.v_proj.weight could not be sent as the ranks hold them, and were brought "
+            "together at rank 0 first",
+        ),
+    ],
+)
+def test_dora_is_gathered_and_merged_with_a_remark(targets, remark, engine, trainer, tmp_path):
+    settings = {"use_dora": True, "target_modules": targets}
+    trainer.do("make", kind="fsdp2", peft={"seed": 1, **settings})
+    for _ in range(2):
+        trainer.do("train", steps=1)
+        answers = trainer.do("push", what="merged")
+        assert [answer.get("remarks") for answer in answers] == [[remark]] * 2, answers
+        trainer.do("save", path=str(tmp_path / "whole.pt"))
+        reference = peft_of(Model(0), **settings)
+        assert is_merge_of(reference, engine, torch.load(tmp_path / "whole.pt"))
 
 
 def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):

@@ -30,7 +30,12 @@ from trainer_side.params.merged_elements import (
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
 from trainer_side.params.products import are_exact, product
-from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
+from trainer_side.params.sharding.elements import (
+    Elements,
+    HeldElements,
+    held_elements,
+    why_not_held,
+)
 from trainer_side.params.sharding.sharded import ShardedParams
 from trainer_side.params.walk import walk
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
@@ -147,6 +152,18 @@ class MergedParams:
         rank = self._params.ranks.rank
         in_place = merges_in_place(base, delta.width)
         return MergedElements(base, delta, rank) if in_place else None
+
+    def why_gathered(self, name: str) -> str:
+        """Why ``elements`` is None, for people."""
+        if why := why_not_held(self._params, self._raw[name]):
+            return why
+        merge = self._merges[name]
+        if merge.form in _WHY_WHOLE:
+            return _WHY_WHOLE[merge.form]
+        for factor in (merge.a, merge.b):
+            if why := why_not_held(self._params, factor):
+                return f"LoRA's factors: {why}"
+        return "its ranks hold neither rows nor columns of it, which LoRA is merged into"
 
     def prepare(self) -> None:
         """Bring the factors to every rank: collective, before any of ``elements`` is read."""
@@ -368,3 +385,8 @@ def _bias(
 
 
 _FORMS = {"product": _product, "dora": _dora, "bias": _bias}
+# Why a form is not merged where the shards lie.
+_WHY_WHOLE = {
+    "dora": "DoRA needs whole rows, and is merged at rank 0",
+    "bias": "lora_bias is merged at rank 0",
+}

@@ -12,7 +12,12 @@ from trainer_side.params.merged import MergedParams
 from trainer_side.params.merged_elements import MergedElements
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
 from trainer_side.params.params import Params, copy_into, lying_param, whole_tensors
-from trainer_side.params.sharding.elements import Elements, HeldElements, held_elements
+from trainer_side.params.sharding.elements import (
+    Elements,
+    HeldElements,
+    held_elements,
+    why_not_held,
+)
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft.contract.errors import InvalidManifestError
 
@@ -86,6 +91,18 @@ class ModuleSource:
                 for (_, _, position), part in zip(blocks, parts, strict=True):
                     found[position] = part
         return found
+
+    def why_gathered(self, index: int) -> str:
+        """See ``HeldSource``."""
+        group, position = self._index[index]
+        for name in group.sources:
+            if self._held(name) is None:
+                if isinstance(self._params, MergedParams):
+                    return self._params.why_gathered(name)
+                return why_not_held(self._params, name)
+        if position >= len(group.blocks) or group.blocks[position] is None:
+            return "the checkpoint's form of it is computed"
+        return "the checkpoint cuts it otherwise than into whole rows"
 
     def prepare(self) -> None:
         """See ``HeldSource``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,6 +30,9 @@ class HeldSource(Source, Protocol):
 
     def elements(self, index: int) -> Elements | None:
         """Tensor ``index`` as the ranks hold it; None where it must be brought together."""
+
+    def why_gathered(self, index: int) -> str:
+        """Why ``elements`` is None, for people."""
 
     def prepare(self) -> None:
         """Before any of ``elements`` is read: bring to every rank what it computes with;
@@ -121,9 +125,31 @@ class ShardSource:
         return self._whole[run.tensor].view(-1) if each is None else each.held(self._numbers[run])
 
 
-def shard_source(source: Source, ranks: Ranks) -> ShardSource | None:
-    """The tensors of ``source`` as the ranks hold them; None where it is read whole: in a trainer
-    of one rank, or where most must be brought together anyhow. The same on every rank."""
+@dataclass(frozen=True)
+class GatheredWhole:
+    """Tensors of one push that rank 0 gathers all, bucket by bucket, since most must be brought
+    together anyhow."""
+
+    num_gathered: int
+    """Those that must be."""
+    num_tensors: int
+    first: str
+    """The first of those that must be."""
+    why: str
+    """Why that must be."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the push's success does not tell."""
+        return (
+            f"rank 0 gathered all: {self.num_gathered} of {self.num_tensors} tensors could not be "
+            f"sent by the ranks that hold them, {self.first!r} first: {self.why}",
+        )
+
+
+def shard_source(source: Source, ranks: Ranks) -> ShardSource | GatheredWhole | None:
+    """The tensors of ``source`` as the ranks hold them, or why rank 0 gathers all; None where it
+    has all: in a trainer of one rank, or of whole ones. The same on every rank."""
     if ranks.size == 1 or not source.is_collective:
         return None
     if not isinstance(source, HeldSource):
@@ -131,17 +157,28 @@ def shard_source(source: Source, ranks: Ranks) -> ShardSource | None:
     # Of a source that is kept, parameters have not moved.
     if source.shards is None or source.shards[0] is not ranks:
         source.shards = ranks, _shards_of(source, ranks)
-    found: ShardSource | None = source.shards[1]
+    found: ShardSource | GatheredWhole = source.shards[1]
     return found
 
 
-def _shards_of(source: HeldSource, ranks: Ranks) -> ShardSource | None:
+def _shards_of(source: HeldSource, ranks: Ranks) -> ShardSource | GatheredWhole:
     found = [_sendable(i, source.elements(i), source) for i in range(len(source.metas))]
     left = sum(m.num_bytes for m, each in zip(source.metas, found, strict=True) if each is None)
     total = sum(meta.num_bytes for meta in source.metas)
     if left > MAX_GATHERED_BYTES or 2 * left > total:
-        return None
+        missing = [i for i, each in enumerate(found) if each is None]
+        first = source.metas[missing[0]].name
+        why = _why_gathered(missing[0], source)
+        return GatheredWhole(len(missing), len(found), first, why)
     return ShardSource(source, found, ranks.rank)
+
+
+def _why_gathered(index: int, source: HeldSource) -> str:
+    elements, meta = source.elements(index), source.metas[index]
+    if elements is None:
+        return source.why_gathered(index)
+    found = (why_not(_run(index, run), meta) for run in elements.runs)
+    return f"it cannot travel as it is cut: {next(filter(None, found), 'into nothing')}"
 
 
 def _sendable(index: int, elements: Elements | None, source: Source) -> Elements | None:

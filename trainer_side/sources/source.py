@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from trainer_side.params.params import Params, WholeParams, lying_param
-from trainer_side.params.sharding.elements import Elements, held_elements
+from trainer_side.params.sharding.elements import Elements, held_elements, why_not_held
 from weft.contract.errors import InvalidManifestError
 from weft.contract.layout.tensors import DataType, TensorMeta
 
@@ -120,6 +120,10 @@ class ParamsSource:
     def elements(self, index: int) -> Elements | None:
         """See ``HeldSource``."""
         return held_elements(self._params, self._names[index])
+
+    def why_gathered(self, index: int) -> str:
+        """See ``HeldSource``."""
+        return why_not_held(self._params, self._names[index])
 
     def prepare(self) -> None:
         """See ``HeldSource``: nothing is computed."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from trainer_side.push_plan import Planner, checks_finite
+from tests.doubles.shards import sharded
+from trainer_side.push_plan import Planner, PushPlan, checks_finite
 from trainer_side.push_request import PushSettings
 from trainer_side.ranks.ranks import OneRank
+from trainer_side.sources.source import CastRule, ParamsSource
+from weft.contract.layout import send_plan
 from weft.contract.layout.tensors import Reference
 from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE
 from weft.v1 import publish_pb2 as pb
@@ -45,6 +49,43 @@ def test_a_layout_is_made_once_and_cut_as_told() -> None:
     assert [bucket.payload_bytes for bucket in plan.manifest.buckets] == [1024, 1024]
     assert (plan.adapter, plan.shards, plan.finite, plan.backend) == (None, None, False, "gloo")
     assert planner.plan(request, target, _no_reference).manifest is plan.manifest
+
+
+class _Content:
+    """Weights that two ranks hold columns of, cut so that they cannot travel."""
+
+    remarks = ()
+
+    def __init__(self, columns: int) -> None:
+        params = sharded({"a": torch.zeros(8, columns)}, 1, 0, 2)
+        self.ranks = params.ranks
+        self._source = ParamsSource(params, {"a": "a"}, CastRule(enabled=False), "test")
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[ParamsSource, None]:
+        return self._source, None
+
+
+def _plan(content: _Content, max_senders: int = 64) -> PushPlan:
+    request: Any = SimpleNamespace(content=lambda: content, check_finite=False)
+    target = pb.DescribeTargetResponse(backends=["gloo"])
+    planner = Planner(content.ranks, None, max_senders)
+    return planner.plan(request, target, _no_reference)
+
+
+def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _plan(_Content(8)).shards is not None
+    assert _plan(_Content(8)).remarks == ()
+    gathered = _plan(_Content(6))
+    assert gathered.shards is None
+    assert "rank 0 gathered all: 1 of 1 tensors" in gathered.remarks[0]
+    assert _plan(_Content(6), max_senders=1).remarks == ()
+    monkeypatch.setattr(send_plan, "MAX_WIRE_BUCKETS", 0)
+    crowded = _plan(_Content(8))
+    assert crowded.shards is None
+    (remark,) = crowded.remarks
+    assert remark.startswith("rank 0 gathered all: a send plan of ")
 
 
 @pytest.mark.parametrize(

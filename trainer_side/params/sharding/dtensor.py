@@ -81,7 +81,10 @@ class DTensorPlaces:
             self._layouts[key] = self._layout(*key)
         layout, local = self._layouts[key], local_of(param)
         if layout is None:
-            return Gathered(param.shape, param.dtype, param.full_tensor, local)
+            is_known = _splits(param.placements) is not None
+            lies = "in too many pieces" if is_known else f"as {param.placements}"
+            why = f"it lies {lies}, which only DTensor can put together"
+            return Gathered(param.shape, param.dtype, param.full_tensor, local, why)
         if local.numel() != layout.own_numel:
             # Whoever makes DTensors may cut them as placements cannot say.
             raise UnsupportedError(

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from trainer_side.params.params import Params
-from trainer_side.params.sharding.sharded import HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 
 
 class Elements(Protocol):
@@ -119,3 +119,11 @@ def held_elements(params: Params, name: str) -> HeldElements | None:
         return None
     param = params.placed[name]
     return held_by(param, params.ranks.rank) if isinstance(param, Sharded) else None
+
+
+def why_not_held(params: Params, name: str) -> str:
+    """Why ``held_elements`` is None, for people; empty if it is not."""
+    if not isinstance(params, ShardedParams):
+        return "it is not sharded"
+    param = params.placed[name]
+    return param.why if isinstance(param, Gathered) else ""

@@ -87,6 +87,8 @@ class Gathered:
     gather: Callable[[], torch.Tensor]
     """Collective: the whole tensor, at least at the sender; not to be kept."""
     local: torch.Tensor
+    why: str = "only its framework can put it together"
+    """Why its elements are not known, for people."""
 
 
 class ShardedParams:

@@ -28,7 +28,8 @@ def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
             "with ranks='all', or with the group of all of them"
         )
     if _is_special(param):
-        return Gathered(shape, shard.dtype, lambda: _gather(param), shard)
+        why = "only DeepSpeed can put it together (NVMe offload, hpZ, MiCS or quantised shards)"
+        return Gathered(shape, shard.dtype, lambda: _gather(param), shard, why)
     numel, size = shape.numel(), shard.numel()
     runs = tuple(
         HeldRun(rank_of[rank], begin, min(size, numel - begin))

@@ -143,16 +143,17 @@ class ShardPlans:
 
     def __init__(self, max_senders: int = DEFAULT_MAX_SENDERS) -> None:
         self._max_senders = max_senders
-        self._kept: Lru[bytes, tuple[Sequence[Sequence[Held]], ShardPlan | None]] = Lru(_MAX_PLANS)
+        self._kept: Lru[bytes, tuple[Sequence[Sequence[Held]], ShardPlan | str]] = Lru(_MAX_PLANS)
 
-    def plan(self, manifest: Manifest, held: Sequence[Sequence[Held]]) -> ShardPlan | None:
-        """``plan_shards``; None where there would be more buckets than may be."""
+    def plan(self, manifest: Manifest, held: Sequence[Sequence[Held]]) -> ShardPlan | str:
+        """``plan_shards``; where there would be more buckets than may be, what it says of that."""
         kept = self._kept.get(manifest.layout_digest)
         if kept is None or kept[0] != held:
+            made: ShardPlan | str
             try:
                 made = plan_shards(manifest, held, self._max_senders)
-            except InvalidRequestError:
-                made = None
+            except InvalidRequestError as error:
+                made = error.message
             kept = (held, made)
             self._kept.put(manifest.layout_digest, kept)
         return kept[1]

@@ -7,11 +7,13 @@ from collections.abc import Collection, Sequence
 import pytest
 import torch
 
+from tests.doubles.shards import sharded
 from trainer_side.params.sharding.elements import HeldElements
 from trainer_side.params.sharding.sharded import HeldRun
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources import shard_source as module
-from trainer_side.sources.shard_source import ShardSource, shard_source
+from trainer_side.sources.shard_source import GatheredWhole, ShardSource, shard_source
+from trainer_side.sources.source import CastRule, ParamsSource
 from weft.contract.layout.runs import Run
 from weft.contract.layout.tensors import DataType, TensorMeta
 
@@ -41,6 +43,9 @@ class _Source:
         outs[0].fill_(first)
         self.told.append(self.metas[first].name)
 
+    def why_gathered(self, index: int) -> str:
+        return f"nobody knows {self.metas[index].name}"
+
     def elements(self, index: int) -> HeldElements | None:
         if self.metas[index].name in self.unknown:
             return None
@@ -59,7 +64,7 @@ class _Source:
 
 def _shards(source: _Source) -> ShardSource:
     found = shard_source(source, _Half())
-    assert found is not None
+    assert isinstance(found, ShardSource)
     return found
 
 
@@ -89,12 +94,28 @@ def test_what_only_its_framework_can_put_together_comes_first_and_is_named() -> 
     assert source.told[-1] == "release"
 
 
-def test_where_most_must_be_brought_together_rank_0_reads_all(
+def test_where_most_must_be_brought_together_rank_0_reads_all_and_it_is_said_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert shard_source(_Source("abc", unknown="ab"), _Half()) is None
+    found = shard_source(_Source("abc", unknown="bc"), _Half())
+    assert isinstance(found, GatheredWhole)
+    assert found.remarks == (
+        "rank 0 gathered all: 2 of 3 tensors could not be sent by the ranks that hold them, 'b' "
+        "first: nobody knows b",
+    )
     monkeypatch.setattr(module, "MAX_GATHERED_BYTES", _NUMEL)
-    assert shard_source(_Source("abc", unknown="a"), _Half()) is None
+    found = shard_source(_Source("abc", unknown="a"), _Half())
+    assert isinstance(found, GatheredWhole)
+    assert "1 of 3 tensors" in found.remarks[0]
+
+
+def test_columns_that_are_no_multiples_of_8_bytes_are_gathered() -> None:
+    weights = {"o": torch.zeros(16, 18, dtype=torch.bfloat16)}
+    params = sharded(weights, 1, 0, 3)
+    source = ParamsSource(params, {"o": "o"}, CastRule(enabled=False), "test")
+    found = shard_source(source, params.ranks)
+    assert isinstance(found, GatheredWhole)
+    assert found.remarks[0].endswith("in multiples of 8 bytes")
 
 
 def test_a_source_that_is_kept_is_looked_at_once() -> None:

@@ -92,10 +92,10 @@ def test_a_plan_is_kept_while_ranks_hold_the_same() -> None:
     manifest, plans = plan_buckets(_metas(16)), ShardPlans()
     halves = [[(0, Run(0, 0, 8)), (1, Run(0, 8, 8))]]
     first = plans.plan(manifest, halves)
-    assert first is not None
+    assert isinstance(first, ShardPlan)
     assert plans.plan(manifest, [list(tensor) for tensor in halves]) is first
     other = plans.plan(manifest, [[(0, Run(0, 0, 4)), (1, Run(0, 4, 12))]])
-    assert other is not None
+    assert isinstance(other, ShardPlan)
     assert other.digest != first.digest
 
 
