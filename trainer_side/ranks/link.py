@@ -26,8 +26,15 @@ _HEAD: Final = struct.Struct("<IQ")
 # Whatever says that the other side is gone; none has to be asked for but the first, which is
 # Linux's.
 _HANGS_UP: Final = getattr(select, "POLLRDHUP", select.POLLHUP)
+# In a call's place: whoever sends this leaves, and what follows is why.
+_LEAVES: Final = 2**32 - 1
+# Before the reason: the rank that had it, if it is not who sends it.
+_WHO: Final = struct.Struct("<i")
+_SELF: Final = -1
 #: A message whose length its receiver does not know has at most so many bytes.
 MAX_BYTES: Final = 2**30
+#: Why a rank leaves is said in at most so many bytes.
+MAX_REASON_BYTES: Final = 2**13
 
 
 class Channel(IntEnum):
@@ -44,7 +51,17 @@ class Channel(IntEnum):
 
 class LinkError(Exception):
     """The link cannot be used any more: a rank is gone, says what was not asked for, or was
-    silent until the deadline; or this rank has left."""
+    silent until the deadline; or this rank has left.
+
+    Args:
+        message: What has happened.
+        rank: Who has left and said why; -1 if nobody has.
+        reason: What it has said.
+    """
+
+    def __init__(self, message: str, rank: int = -1, reason: bytes = b"") -> None:
+        super().__init__(message)
+        self.rank, self.reason = rank, reason
 
 
 class RankLink:
@@ -62,9 +79,10 @@ class RankLink:
         for each in self._sockets.values():
             each.setblocking(False)
             close_in_children(each)
-        self._lock = threading.Lock()  # guards the two below
-        self._num_inside = 0
+        self._lock = threading.Lock()  # guards the three below
+        self._inside_of = dict.fromkeys(Channel, 0)
         self._why_closed = ""
+        self._left: tuple[int, bytes] = (-1, b"")
 
     @property
     def closed(self) -> bool:
@@ -98,7 +116,7 @@ class RankLink:
         Raises:
             LinkError: The link is closed.
         """
-        with self._inside():
+        with self._inside(channel):
             sends = [
                 _Send(self._sockets[channel, rank], rank, call, content, whoever_is_there)
                 for rank, content in outgoing.items()
@@ -107,7 +125,12 @@ class RankLink:
                 _Receive(self._sockets[channel, rank], rank, call, out)
                 for rank, out in incoming.items()
             ]
-            _finish([*sends, *receives], deadline)
+            try:
+                _finish([*sends, *receives], deadline)
+            except LinkError as error:
+                begun = {each.sock for each in receives if each.has_begun}
+                self._note_who_left(error, channel, begun)
+                raise
             return {each.rank: each.content for each in receives}
 
     def check(self, channel: Channel) -> None:
@@ -116,49 +139,91 @@ class RankLink:
         Raises:
             LinkError: Names one that is gone. The link is closed.
         """
-        with self._inside():
+        with self._inside(channel):
             poll, ranks = select.poll(), {}
             for (each, rank), sock in self._sockets.items():
                 if each is channel:
                     poll.register(sock, _HANGS_UP)
                     ranks[sock.fileno()] = rank
             for number, _ in poll.poll(0):
-                raise LinkError(f"rank {ranks[number]} has left")
+                error = LinkError(f"rank {ranks[number]} has left")
+                self._note_who_left(error, channel, set())
+                raise error
 
-    def close(self, why: str = "this rank has left the push") -> None:
+    def close(
+        self, why: str = "this rank has left the push", reason: bytes = b"", rank: int = _SELF
+    ) -> None:
         """Leave: whoever waits for this rank is told, and so are threads of its own. From any
-        thread, never blocks."""
+        thread, never blocks.
+
+        Args:
+            why: What later calls of this rank fail with.
+            reason: What the other ranks' calls fail with, as far as they hear it: it is said where
+                no message is under way, and at once or not at all.
+            rank: Whose reason it is, if this rank only heard of it.
+        """
         with self._lock:
             if self.closed:
                 return
             self._why_closed = why
-            for each in self._sockets.values():
+            said = _WHO.pack(rank) + reason
+            for (channel, _), each in self._sockets.items():
+                if reason and channel is not Channel.SUM and not self._inside_of[channel]:
+                    with contextlib.suppress(OSError):
+                        each.sendmsg([_HEAD.pack(_LEAVES, len(said)), said])
+            for each in self._sockets.values():  # once all were told: it is noticed first
                 with contextlib.suppress(OSError):  # the other side was first
                     each.shutdown(socket.SHUT_RDWR)  # wakes who waits for it, also here
             self._close_sockets()
 
+    def _note_who_left(self, error: LinkError, channel: Channel, begun: set[socket.socket]) -> None:
+        """Look whether a rank has said why it left: to whoever noticed first that another one had,
+        or that waits for another.
+
+        Args:
+            channel: Whose use has ended with ``error``.
+            begun: Connections in the middle of a message.
+        """
+        if error.reason:
+            self._left = error.rank, error.reason
+            return
+        with self._lock:  # nobody begins to use what is read here
+            for (each, rank), sock in self._sockets.items():
+                is_idle = self._inside_of[each] == (1 if each is channel else 0)
+                if each is Channel.SUM or not is_idle or sock in begun:
+                    continue
+                try:
+                    _Receive(sock, rank, _LEAVES, None).advance()
+                except LinkError as said:
+                    if said.reason:
+                        self._left = said.rank, said.reason
+                        return
+                except OSError:
+                    continue
+
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _inside(self, channel: Channel) -> Iterator[None]:
         with self._lock:
             if self.closed:
-                raise LinkError(self._why_closed)
-            self._num_inside += 1
+                raise LinkError(self._why_closed, *self._left)
+            self._inside_of[channel] += 1
         try:
             yield
         except LinkError as error:
-            self.close(str(error))
-            raise LinkError(self._why_closed) from error  # perhaps another thread's
+            rank, reason = self._left
+            self.close(str(error), reason, rank)
+            raise LinkError(self._why_closed, *self._left) from error  # perhaps another thread's
         except BaseException as error:
             self.close(f"this rank was interrupted: {error!r}")
             raise
         finally:
             with self._lock:
-                self._num_inside -= 1
+                self._inside_of[channel] -= 1
                 self._close_sockets()
 
     def _close_sockets(self) -> None:
         """Once nobody uses them: their numbers may be those of other files at once."""
-        if self.closed and not self._num_inside:
+        if self.closed and not any(self._inside_of.values()):
             for each in self._sockets.values():
                 each.close()
 
@@ -203,7 +268,13 @@ class _Receive:
         self._call, self._out = call, out
         self._head: memoryview | None = memoryview(bytearray(_HEAD.size))
         self._left = self._head
+        self._leaves = False
         self.content = memoryview(b"")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of it has come."""
+        return self._head is None or len(self._left or b"") < _HEAD.size
 
     def advance(self) -> bool:
         """Whether all has come; as much as there is without waiting."""
@@ -216,13 +287,22 @@ class _Receive:
                 if not num_bytes:
                     raise ConnectionResetError("it has left")
                 self._left = self._left[num_bytes:]
+            if self._leaves:
+                (who,) = _WHO.unpack_from(self.content)
+                who = self.rank if who == _SELF else who
+                raise LinkError(f"rank {who} has left", who, bytes(self.content[_WHO.size :]))
             if self._head is None:
                 return True
             self._begin(*_HEAD.unpack(self._head))
 
     def _begin(self, call: int, num_bytes: int) -> None:
+        self._leaves = call == _LEAVES and _WHO.size < num_bytes <= _WHO.size + MAX_REASON_BYTES
+        if self._leaves:
+            self._out = None
         wanted = MAX_BYTES if self._out is None else len(self._out)
-        if call != self._call or num_bytes > wanted or (self._out and num_bytes < wanted):
+        if not self._leaves and (
+            call != self._call or num_bytes > wanted or (self._out and num_bytes < wanted)
+        ):
             raise LinkError(
                 f"rank {self.rank} takes part in something else: {num_bytes} bytes of call {call}, "
                 f"where call {self._call} was awaited"

@@ -141,8 +141,13 @@ class Ranks(Protocol):
     def take(self, rank: int, out: torch.Tensor) -> None:
         """Take what another rank gives to this one; as ``give``."""
 
-    def abandon(self) -> None:
-        """Leave, so that whoever waits for this rank fails at once; not collective."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Leave, so that whoever waits for this rank fails at once; not collective.
+
+        Args:
+            error: Why. Whoever hears of it raises the same type if it is a WeftError, else
+                ``RANK_GONE``; this rank's own ``agree`` raises it.
+        """
 
 
 @dataclass
@@ -219,7 +224,7 @@ class OneRank:
         """See ``Ranks.take``: there is nobody."""
         raise ValueError("a trainer of one rank has no other")
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""
 
 

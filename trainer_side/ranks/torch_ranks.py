@@ -32,6 +32,7 @@ from weft.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
     PeerUnavailableError,
+    WeftError,
 )
 
 _T = TypeVar("_T")
@@ -95,19 +96,21 @@ class TorchRanks:
         self._link: RankLink | None = None
         self._sum: _LinkSum | None = None
         self._over = False
+        #: What a rank has left with, this one or another that has said so.
+        self._ended_by: BaseException | None = None
         # None once it was found that not all can.
         self._mapped: MappedExchange | None = None
 
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
-        self._deadline, self._over = deadline, False
+        self._deadline, self._over, self._ended_by = deadline, False, None
         if self._link is not None:
             try:
                 self.agree()
                 return
-            except PeerUnavailableError as error:
+            except WeftError as error:  # one has left, with an error of the former push or not
                 _log.info("forming the link between the trainer's ranks anew: %s", error)
-        self._over = False
+        self._over, self._ended_by = False, None
         self._num_links += 1
         self._sum = None
         self._mapped = MappedExchange(self)
@@ -204,13 +207,14 @@ class TorchRanks:
         """See ``Ranks.take``."""
         self._swap(Channel.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""
         link, self._link, self._over = self._link, None, True
+        self._ended_by = self._ended_by or error
         if self._mapped is not None:
             self._mapped.close()
         if link is not None:
-            link.close()
+            link.close(reason=b"" if error is None else encode_error(error))
 
     @property
     def _others(self) -> list[int]:
@@ -222,6 +226,8 @@ class TorchRanks:
 
     def _check_goes_on(self, error: BaseException | None) -> None:
         if self._over:
+            if self._ended_by is not None:
+                raise self._ended_by from (None if error is self._ended_by else error)
             if error is None or (self._link is None and not _is_gone(error)):
                 raise PeerUnavailableError(
                     "the push has ended at the other ranks", reason="RANK_GONE"
@@ -268,7 +274,8 @@ class TorchRanks:
             return use(self._linked)
         except LinkError as error:
             self.abandon()
-            raise self._gone(error) from error
+            self._ended_by = self._gone(error)
+            raise self._ended_by from error
 
     @property
     def _linked(self) -> RankLink:
@@ -276,7 +283,9 @@ class TorchRanks:
             raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
         return self._link
 
-    def _gone(self, error: LinkError) -> PeerUnavailableError:
+    def _gone(self, error: LinkError) -> WeftError:
+        if error.reason:
+            return decode_error(error.reason, error.rank)
         return PeerUnavailableError(
             f"another of this trainer's {self.size} ranks is gone or did not take part in the "
             "push in time: every rank must call it (or none but one, with "

@@ -31,8 +31,8 @@ class LedSource:
         self._ranks.agree()
         try:
             self._source.read(first, count, views)
-        except BaseException:
-            self._ranks.abandon()  # others may wait for us inside a gather
+        except BaseException as error:
+            self._ranks.abandon(error)  # others may wait for us inside a gather
             raise
 
     def end_reading(self) -> None:

@@ -180,3 +180,38 @@ def test_a_rank_that_went_after_it_spoke_is_found_out(links):
     with pytest.raises(LinkError, match="rank 2 has left"):
         links[0].check(Channel.STAR)
     assert links[0].closed
+
+
+@pytest.mark.parametrize("waits_for", ["it", "another", "room"])
+def test_whoever_leaves_says_why_to_all_whatever_they_wait_for(links, beside, waits_for):
+    """Also to one that waits for a rank which is there, or that only sends."""
+
+    def wait(rank: int) -> None:
+        if rank == 0 and waits_for == "room":
+            links[0].swap(Channel.STAR, _CALL, {1: memoryview(_LARGE)}, {}, _soon())
+        elif rank == 0 or waits_for == "it":
+            links[rank].swap(Channel.PAIRS, _CALL, {}, {1: None}, _soon())
+        else:
+            links[rank].swap(Channel.STAR, _CALL, {}, {0: None}, _soon())
+
+    waiting = [beside(wait, rank) for rank in (0, 2)]
+    time.sleep(0.1)
+    links[1].close(reason=b"out of memory")
+    for error in [each.exception(5) for each in waiting]:
+        assert isinstance(error, LinkError)
+        assert (error.rank, error.reason) == (1, b"out of memory")
+    with pytest.raises(LinkError) as caught:
+        links[0].swap(Channel.PAIRS, _CALL, {}, {2: None}, _soon())
+    assert caught.value.reason == b"out of memory"
+
+
+def test_why_a_rank_leaves_is_no_part_of_a_message_that_it_was_sending(links, beside):
+    message = memoryview(bytearray(len(_LARGE)))
+    sends = beside(links[1].swap, Channel.PAIRS, _CALL, {0: memoryview(_LARGE)}, {}, _soon())
+    time.sleep(0.1)
+    links[1].close(reason=b"out of memory")
+    with pytest.raises(LinkError) as caught:
+        links[0].swap(Channel.PAIRS, _CALL, {}, {1: message}, _soon())
+    assert caught.value.reason == b"out of memory"  # of another channel
+    assert isinstance(sends.exception(5), LinkError)
+    assert b"out of memory" not in bytes(message)

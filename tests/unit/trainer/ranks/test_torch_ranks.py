@@ -153,6 +153,43 @@ def test_a_rank_that_leaves_is_gone_for_all_at_once(pool, ranks, gone):
     assert _all(pool, ranks, lambda each: each.agree(flags=1)) == [1] * _SIZE
 
 
+@pytest.mark.parametrize("fails", [0, 2])
+@pytest.mark.parametrize("waits_in", ["agree", "exchange", "collect"])
+def test_a_rank_that_leaves_for_an_error_is_everybodys_error(pool, ranks, fails, waits_in):
+    """In the middle of what all must take part in."""
+
+    def take_part(each: TorchRanks) -> None:
+        try:
+            if each.rank == fails:
+                time.sleep(0.2)
+                raise CapacityError("no room")
+            if waits_in == "exchange":
+                each.exchange([torch.zeros(1000, dtype=torch.uint8) for _ in range(_SIZE)])
+            elif waits_in == "collect":
+                theirs = {rank: torch.zeros(10, dtype=torch.uint8) for rank in range(1, _SIZE)}
+                mine = torch.zeros(10, dtype=torch.uint8)
+                each.collect(mine if each.rank else None, theirs if not each.rank else {})
+        except CapacityError as error:
+            each.abandon(error)
+            each.agree(error)
+        each.agree()
+
+    began = time.monotonic()
+    found = _all(pool, ranks, take_part)
+    assert time.monotonic() - began < 5
+    assert [(type(error), error.message) for error in found] == [(CapacityError, "no room")] * _SIZE
+    for each in ranks:
+        with pytest.raises(CapacityError):
+            each.agree(RuntimeError("and this"))
+    assert _all(pool, ranks, lambda each: each.open(time.monotonic() + 20)) == [None] * _SIZE
+    assert _all(pool, ranks, lambda each: each.agree(flags=1)) == [1] * _SIZE
+
+
+def test_an_error_that_nobody_waited_for_is_not_that_of_the_next_push(pool, ranks):
+    ranks[2].abandon(CapacityError("no room"))
+    assert _all(pool, ranks, lambda each: each.open(time.monotonic() + 20)) == [None] * _SIZE
+
+
 def test_a_rank_that_died_after_it_agreed_is_gone_for_all(pool, ranks):
     """What it said was read; the others would be told that all is well."""
     claim = pool.submit(ranks[2].agree)
