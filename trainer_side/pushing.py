@@ -22,6 +22,7 @@ from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.named_source import NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
+from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import Source
 from weft import tracing
 from weft.contract.errors import (
@@ -123,12 +124,6 @@ class Pushing:
         self._ranks.open(deadline)
         plan = self._agree(request, is_replaced, deadline)
         manifest, shards = plan.manifest, plan.shards
-        if shards is not None:
-            try:
-                shards.source.gather()
-            except BaseException:
-                self._ranks.abandon()  # others may wait for us inside it
-                raise
         span.set(
             kind="base" if plan.adapter is None else "adapter",
             bytes=manifest.total_bytes if manifest else 0,
@@ -279,16 +274,6 @@ class Pushing:
         ranks, number = self._ranks, push.sender
         is_under_way = begun.HasField("group")
         is_peer = is_under_way and ranks.rank != SENDER and number is not None
-        try:
-            with agreeing(ranks):
-                if is_peer and number is not None:
-                    self._peer.join(begun, number)
-        except BaseException as error:
-            if ranks.rank == SENDER:
-                self._client.give_up(begun, error)
-            else:  # a member that sends nothing would be waited for, where others agreed
-                self._peer.close()
-            raise
 
         def send() -> bytes:
             try:
@@ -299,12 +284,39 @@ class Pushing:
 
         with contextlib.ExitStack() as beside:
             beside.callback(push.source.release)  # last, once this rank's thread has ended
+            try:
+                with agreeing(ranks):
+                    if is_under_way:  # the pool takes it: only now is anything held for it
+                        self._gather(push.source)
+                    if is_peer and number is not None:
+                        self._peer.join(begun, number)
+            except BaseException as error:
+                if ranks.rank == SENDER:
+                    self._client.give_up(begun, error, has_begun=False)
+                else:  # a member that sends nothing would be waited for, where others agreed
+                    self._peer.close()
+                raise
             if is_peer:
                 beside.enter_context(self._peer.sending(begun, push, manifest, finite, deadline))
             elif ranks.rank != SENDER:
                 push.add_up()
             push.hand_over()
             return pb.Transfer.FromString(ranks.share(send))
+
+    def _gather(self, source: ShardSource) -> None:
+        """Bring together what cannot be sent as the ranks hold it; collective."""
+        if source.gathered:
+            # A rank that is gone since they planned would be waited for in the framework's
+            # collectives. What LoRA's factors are brought by notices it itself.
+            self._ranks.agree()
+        try:
+            source.gather()
+        except BaseException as error:
+            # Others may wait for us inside it: over our own link they are told, and raise the
+            # same. Inside a collective of the framework's nobody can tell them: they learn of it
+            # when that ends, by the framework's own timeout.
+            self._ranks.abandon(error)
+            raise
 
     def _carry_out(
         self, begun: pb.BeginTransferResponse, plan: PushPlan, deadline: float

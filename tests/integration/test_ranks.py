@@ -13,7 +13,7 @@ from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.models import load_hf, make_model
 from tests.trainers.launch import running_ranks
-from weft.contract.errors import TransferTimeoutError
+from weft.contract.errors import CapacityError, TransferTimeoutError
 
 
 def is_merged(engine, whole):
@@ -321,6 +321,19 @@ def test_a_failing_rank_fails_all_with_its_reason(engine, trainer):
     found = errors(trainer.do("push", what="base", check_finite=True))
     assert [(kind, reason) for kind, reason, _ in found] == [("NotFiniteError", "NOT_FINITE")]
     assert "NaN" in next(iter(found))[2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("targets", [["layers.1.v_proj"], ["q_proj", "v_proj"]])
+def test_a_gather_that_fails_fails_all_and_frees_the_version(rank, targets, engine, trainer):
+    """Of one tensor, before each rank sends the others; and of all, bucket by bucket."""
+    trainer.do("make", kind="fsdp2", peft={"use_dora": True, "target_modules": targets})
+    version = trainer.push("merged")
+    trainer.do("fail_gather", rank=rank)
+    answers = trainer.do("push", what="merged", timeout=30.0)
+    assert errors(answers) == {("CapacityError", CapacityError("").reason, "no room")}
+    assert all(answer["ended"] - answer["began"] < 10 for answer in answers)
+    assert trainer.push("merged", timeout=10.0) > version
 
 
 def test_ranks_that_push_unlike_models_are_refused(engine, trainer):

@@ -30,7 +30,7 @@ from trainer_side.pool.shards import push as shard_push
 from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import Handed
 from trainer_side.pool.shards.push import ShardPush
-from weft.contract.errors import PeerUnavailableError, WeftError
+from weft.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft.contract.layout.runs import Run
 
 #: Where a saved model is trained: of several GPUs, each rank has its own.
@@ -211,6 +211,20 @@ class Rank:
     def _peer(self) -> Peer | None:
         assert self._publisher is not None
         return self._publisher._pushing._peer if dist.get_rank() else None
+
+    def fail_gather(self, rank: int) -> None:
+        """One rank has no room as it next gives, or takes, what is gathered."""
+        if dist.get_rank() != rank:
+            return
+        from trainer_side.params.sharding.sharded import ShardedParams
+
+        original = ShardedParams.fetch
+
+        def fetch(*rest: Any) -> None:
+            ShardedParams.fetch = original  # type: ignore[method-assign]
+            raise CapacityError("no room")
+
+        ShardedParams.fetch = fetch  # type: ignore[assignment, method-assign]
 
     def forward(self) -> None:
         """Without gradients."""

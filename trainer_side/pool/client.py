@@ -372,11 +372,18 @@ class PoolClient:
         self.coordinator.leases.published(begun.version.policy)
         return transfer
 
-    def give_up(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
-        """Tell the coordinator, best effort, and leave the group."""
+    def give_up(
+        self, begun: pb.BeginTransferResponse, error: BaseException, *, has_begun: bool = True
+    ) -> None:
+        """Tell the coordinator, best effort, and leave the group.
+
+        Args:
+            has_begun: Whether rank 0 had begun to send: of what is found before nobody is told.
+        """
         # Of what this trainer found, rank 0's stream may not have got to tell, if it has one.
         is_own = isinstance(error, TransferTimeoutError | InvalidRequestError)
-        is_told = self._sender is not None and self._sender.ticket.epoch >= begun.group.epoch
+        sender = self._sender if has_begun else None
+        is_told = sender is not None and sender.ticket.epoch >= begun.group.epoch
         if not is_told or is_own or not isinstance(error, WeftError) or type(error) is WeftError:
             self.coordinator.abort(begun, error)
         self.leave_group()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.doubles.linked_ranks import linked_ranks
+from trainer_side.pool.shards.plan import plan_shards
+from trainer_side.pool.shards.push import ShardPush
 from trainer_side.push_plan import Planner
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, OneRank
+from trainer_side.ranks.torch_ranks import TorchRanks
+from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
-from weft.contract.errors import CapacityError
+from weft.contract.errors import CapacityError, InvalidManifestError
 from weft.contract.layout.manifest import plan_buckets
 from weft.v1 import publish_pb2 as pb
 
@@ -69,3 +75,143 @@ def test_the_reading_of_a_push_that_fails_has_ended_at_every_rank(rank: int) -> 
             begun, plan, time.monotonic() + 5
         )
     assert source.told == ["read", "end"]
+
+
+class _Shards(_Source):
+    """One tensor, that must be brought together; ``fails`` in it."""
+
+    shards = None
+
+    def __init__(self, fails: BaseException | None = None) -> None:
+        super().__init__()
+        self._fails = fails
+
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
+        super().read(first, count, views)
+        if self._fails is not None:
+            raise self._fails
+
+    def prepare(self) -> None:
+        self.told.append("prepare")
+
+    def release(self) -> None:
+        self.told.append("release")
+
+    def elements(self, index: int) -> None:
+        return None
+
+    def why_gathered(self, index: int) -> str:
+        return "it must be"
+
+
+def _shard_push(ranks: Any, source: _Shards) -> ShardPush:
+    shards = ShardSource(source, [None], ranks.rank)
+    return ShardPush(shards, plan_shards(plan_buckets(source.metas), shards.held), ranks)
+
+
+def test_a_push_that_is_refused_brings_nothing_together() -> None:
+    def refuse(*rest: Any) -> bytes:
+        raise InvalidManifestError("refused at begin")
+
+    ranks, source = _Ranks(SENDER), _Shards()
+    push, pushing = _shard_push(ranks, source), _pushing(ranks)
+    plan = SimpleNamespace(
+        manifest=plan_buckets(source.metas), shards=push, adapter=None, backend="gloo"
+    )
+    pushing._agree = lambda *rest: plan  # type: ignore[assignment, return-value]
+    pushing._begin = refuse  # type: ignore[method-assign]
+    request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
+    span: Any = SimpleNamespace(set=lambda **values: None)
+    with pytest.raises(InvalidManifestError):
+        pushing._push(request, 0.0, lambda: False, span)
+    assert source.told == []
+
+
+class _Client:
+    """Notes what is given up."""
+
+    def __init__(self) -> None:
+        self.given_up: list[tuple[BaseException, bool]] = []
+
+    def give_up(
+        self, begun: pb.BeginTransferResponse, error: BaseException, *, has_begun: bool = True
+    ) -> None:
+        self.given_up.append((error, has_begun))
+
+
+@pytest.fixture
+def linked() -> Iterator[list[TorchRanks]]:
+    with linked_ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_gather_that_fails_at_one_rank_ends_the_push_at_all(
+    linked: list[TorchRanks], fails: int
+) -> None:
+    client = _Client()
+    sources = [_Shards(CapacityError("no room") if r == fails else None) for r in range(2)]
+    pushings = [_pushing(ranks, None if ranks.rank else client) for ranks in linked]
+    left: list[int] = []
+    begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
+
+    def push(rank: int) -> None:
+        pushings[rank]._peer = SimpleNamespace(close=lambda: left.append(rank))  # type: ignore[assignment]
+        own = _shard_push(linked[rank], sources[rank])
+        manifest = plan_buckets(sources[rank].metas)
+        pushings[rank]._send_shards(begun, own, manifest, False, time.monotonic() + 5)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [each.exception(10) for each in [pool.submit(push, rank) for rank in range(2)]]
+    assert [(type(error), str(error)) for error in found] == [
+        (CapacityError, str(CapacityError("no room")))
+    ] * 2
+    assert client.given_up == [(found[0], False)]
+    assert left == [1]
+    for source in sources:
+        assert source.told == ["prepare", "read", "end", "release"]
+
+
+def test_a_push_that_has_ended_already_brings_nothing_together(linked: list[TorchRanks]) -> None:
+    """Its begin was asked again."""
+    sources = [_Shards(), _Shards()]
+    client = SimpleNamespace(carry_out=lambda *rest: pb.Transfer())
+
+    def push(rank: int) -> pb.Transfer:
+        pushing = _pushing(linked[rank], None if rank else client)
+        own = _shard_push(linked[rank], sources[rank])
+        manifest = plan_buckets(sources[rank].metas)
+        return pushing._send_shards(
+            pb.BeginTransferResponse(), own, manifest, False, time.monotonic() + 5
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(push, range(2))) == [pb.Transfer()] * 2
+    assert [source.told for source in sources] == [["release"]] * 2
+
+
+class _Counted(_Ranks):
+    """Counts agreements."""
+
+    def __init__(self) -> None:
+        super().__init__(SENDER)
+        self.num_agreed = 0
+
+    def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
+        self.num_agreed += 1
+        return super().agree(error, flags, same)
+
+
+@pytest.mark.parametrize(("gathers", "num_agreed"), [(False, 1), (True, 2)])
+def test_a_push_that_gathers_nothing_agrees_once_before_it_is_sent(
+    gathers: bool, num_agreed: int
+) -> None:
+    ranks, source = _Counted(), _Shards()
+    push = _shard_push(ranks, source)
+    if not gathers:
+        push.source.gathered.clear()
+    client = SimpleNamespace(carry_out=lambda *rest: pb.Transfer())
+    begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
+    manifest = plan_buckets(source.metas)
+    _pushing(ranks, client)._send_shards(begun, push, manifest, False, time.monotonic() + 5)
+    assert ranks.num_agreed == num_agreed

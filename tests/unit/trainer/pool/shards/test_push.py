@@ -126,6 +126,7 @@ def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
 
     push = _push(_Gone())
     push.plan = replace(push.plan, senders=(0, 1))
+    push.source.gathered.clear()
     pushing = Pushing(_Gone(), None, Planner(_Gone(), None), Joined())  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     manifest = plan_buckets(push.source.metas)
