@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from typing import Any
 
@@ -246,16 +247,27 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
     # -- its receivers ---------------------------------------------------------
 
     async def _receive(self, rank: FakeRank) -> None:
+        """Hear all that is said at once: what was not read when a stream ends is lost."""
+        heard: asyncio.Queue[Any] = asyncio.Queue()
+        following = asyncio.create_task(self._follow(rank, heard))
         try:
             await rank.hello()
             while True:
-                message = await rank.hear()
+                heard.put_nowait(await rank.hear())
+        except (EOFError, grpc.RpcError, asyncio.InvalidStateError):
+            return
+        finally:
+            heard.put_nowait(None)
+            await following
+
+    async def _follow(self, rank: FakeRank, heard: asyncio.Queue[Any]) -> None:
+        while (message := await heard.get()) is not None:
+            # What it says may come too late.
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 if message.HasField("prepare") and self.prepares:
                     await self._prepare(rank, message.prepare)
                 elif message.HasField("start"):
                     await self._stage(rank, message.start.transfer_id)
-        except (EOFError, grpc.RpcError, asyncio.InvalidStateError):
-            return
 
     async def _prepare(self, rank: FakeRank, prepare: Any) -> None:
         if prepare.layout_digest not in self.manifests:
