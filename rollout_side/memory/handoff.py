@@ -1,5 +1,5 @@
 """The hand-off queue from the thread that receives a base to those that load it: one of each
-rank of the replica (``rank_handoff`` is how the others are reached).
+rank of the replica (``ranks`` is how the others are reached).
 
 Where a base is loaded in place there is no copy that waits for a commit: each bucket is
 loaded from the memory it was received in, which is then received into again. Nothing

@@ -14,7 +14,7 @@ import torch
 
 from rollout_side.engine import SwitchTimes
 from rollout_side.memory.handoff import Handoff
-from rollout_side.memory.rank_handoff import RankHandoff, RankServer
+from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
 from rollout_side.memory.versions import tensor_in
 from rollout_side.receive.in_place import InPlaceLoad
 from tests.doubles.engine import EngineDouble

@@ -305,7 +305,7 @@ def _loading(strike: Strike) -> None:
 
 def _rank(strike: Strike) -> None:
     """Points of a rank that loads in place what another one receives."""
-    from rollout_side.memory.rank_handoff import RankHandoff
+    from rollout_side.memory.ranks.handoff import RankHandoff
     from tests.doubles.ranks import LoadingRank
 
     match strike.point:

@@ -21,7 +21,7 @@ from typing import Any
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import Handoff
-from rollout_side.memory.rank_handoff import RankHandoff
+from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.memory.versions import StagedHandle
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode

@@ -7,7 +7,7 @@ import pkgutil
 from functools import partial
 from typing import Any
 
-from rollout_side.memory.rank_handoff import RankServer
+from rollout_side.memory.ranks.handoff import RankServer
 from rollout_side.memory.store import WorkerStore
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.spill.folder import SpillFolder, SpillSettings

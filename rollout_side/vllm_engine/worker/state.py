@@ -11,7 +11,7 @@ import torch
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import Handoff
-from rollout_side.memory.rank_handoff import RankServer
+from rollout_side.memory.ranks.handoff import RankServer
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.receive.clone_source import Cloner

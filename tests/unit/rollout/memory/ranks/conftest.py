@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.rollout.memory.ranks import Replica
+from tests.unit.rollout.memory.ranks.members import Replica
 from weft.contract.errors import (
     TransferAbortedError,
 )

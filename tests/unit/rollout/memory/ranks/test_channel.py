@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollout_side.memory import rank_channel, rank_handoff
-from rollout_side.memory.rank_channel import connect_channel
-from rollout_side.memory.rank_handoff import RankHandoff
-from rollout_side.memory.rank_messages import (
+from rollout_side.memory.ranks import channel as rank_channel
+from rollout_side.memory.ranks import handoff as rank_handoff
+from rollout_side.memory.ranks.channel import connect_channel
+from rollout_side.memory.ranks.handoff import RankHandoff
+from rollout_side.memory.ranks.messages import (
     HEAD,
     Arrived,
     Layout,
@@ -27,7 +28,7 @@ from rollout_side.memory.rank_messages import (
     pack,
 )
 from rollout_side.receive.in_place import InPlaceLoad
-from tests.unit.rollout.memory.ranks import (
+from tests.unit.rollout.memory.ranks.members import (
     BASE,
     MANIFEST,
     WAIT_SECONDS,

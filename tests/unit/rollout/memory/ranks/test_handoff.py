@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from rollout_side.memory import rank_handoff
 from rollout_side.memory.handoff import HandoffQueue
-from rollout_side.memory.rank_handoff import RankHandoff
+from rollout_side.memory.ranks import handoff as rank_handoff
+from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.receive.in_place import InPlaceLoad
-from tests.unit.rollout.memory.ranks import (
+from tests.unit.rollout.memory.ranks.members import (
     BASE,
     COUNT,
     MANIFEST,

@@ -21,7 +21,7 @@ import time
 import weakref
 from typing import Final, TypeVar
 
-from rollout_side.memory.rank_messages import HEAD, Failed, Message, pack, read_head, unpack
+from rollout_side.memory.ranks.messages import HEAD, Failed, Message, pack, read_head, unpack
 from weft.contract.errors import PeerUnavailableError, WeftError
 from weft.transport.forked import close_in_children
 from weft.transport.unix_connect import connect_unix

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rollout_side.memory.handoff import Handoff, HandoffQueue
-from rollout_side.memory.rank_handoff import RankHandoff, RankServer
+from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
 from rollout_side.receive.in_place_buffers import InPlaceBuffers
 from tests.doubles.wire import seal_wire
 from weft.contract.errors import (

@@ -19,13 +19,13 @@ from typing import TypeVar
 import torch
 
 from rollout_side.memory.handoff import HandoffQueue, copy_error, synchronize
-from rollout_side.memory.rank_channel import (
+from rollout_side.memory.ranks.channel import (
     Channel,
     accept_channel,
     address_of,
     connect_channel,
 )
-from rollout_side.memory.rank_messages import (
+from rollout_side.memory.ranks.messages import (
     Arrived,
     Buffers,
     Complete,
