@@ -131,7 +131,7 @@ def test_adapter_push_then_merged_push(dense, kind):
     dense.expect(MODEL_NAME, peft, merged=True)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_shards_are_served_bit_by_bit_as_whole_weights(dense, kind):
     """What follows a push of whole weights is a fresh engine's (test_vllm_engine_base.py)."""
     peft = {"seed": 3, "scale": SCALE, "target_modules": TARGETS}
