@@ -84,8 +84,11 @@ def test_what_lies_elsewhere_is_left_alone() -> None:
 
 def test_a_storage_in_the_midst_of_an_allocation_is_found() -> None:
     """Allocators cut one allocation into the memory of many tensors."""
-    model = _Adapted()
-    (address, size), *_ = _memory(model.lora_a_stacked[0])
+    model, allocation = _Adapted(), bytearray(256)  # of which nothing else is a part
+    slot = torch.frombuffer(allocation, dtype=torch.float32, offset=64, count=6)
+    slot.copy_(torch.arange(6.0))
+    model.lora_a_stacked = (slot.view(2, 3), torch.ones(2))
+    (address, size), *_ = _memory(slot)
     (kept,) = keep(model, [(address - 64, size + 64)]).pairs
     assert kept[1].view(torch.float32).tolist() == [0, 1, 2, 3, 4, 5]
 
