@@ -10,7 +10,7 @@ pool has decided so. tests/sim/README.md says more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import LeaseChecks, fail
@@ -25,6 +25,7 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import (
     ContentDigest,
     ReplicaState,
+    VersionRecord,
     VersionState,
 )
 from weft.coordinator.decisions.transfers.in_place import is_loading
@@ -183,9 +184,11 @@ class Checks:
         """Before a transaction is durable."""
         self.orders.saving(saves)
         again: set[PolicyVersion] = set()  # what the same transaction makes COMMITTED before
+        records: dict[PolicyVersion, VersionRecord] = {}  # and what it has written before
         for save in saves:
             if isinstance(save, effects.SaveVersion):
-                self._saving_version(save, again)
+                self._saving_version(save, again, records)
+                records[save.record.version] = save.record
             elif isinstance(save, effects.SavePolicy):
                 policy = save.policy
                 if policy.last_version < self._newest.get(policy.name, 0):
@@ -229,7 +232,12 @@ class Checks:
         if version not in since:
             fail(f"{answer.version} was said to be served again; since then: {since}")
 
-    def _saving_version(self, save: effects.SaveVersion, again: set[PolicyVersion]) -> None:
+    def _saving_version(
+        self,
+        save: effects.SaveVersion,
+        again: set[PolicyVersion],
+        records: Mapping[PolicyVersion, VersionRecord],
+    ) -> None:
         record, version = save.record, save.record.version
         owner = self._owners.setdefault(version, record.transfer_id)
         is_adopted = record.transfer_id == f"adopted:{version}"
@@ -238,7 +246,7 @@ class Checks:
         other = self._world.catalog.find_request(record.trainer_id, record.request_id)
         if other is not None and other.version != version:
             fail(f"request {record.request_id} burnt {other.version} and {version}")
-        old = self._world.catalog.versions.get(version)
+        old = records.get(version) or self._world.catalog.versions.get(version)
         before = old.state if old else VersionState.STAGING
         if version in again:  # a rollback from it that nobody could follow
             before = VersionState.COMMITTED

@@ -25,9 +25,15 @@ class StallChecks:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        #: By transfer and replica, since when its worker hangs while it is waited for, in one
+        #: group after the other.
+        self._held_since: dict[tuple[str, str], float] = {}
 
     def ticked(self, state: PoolState) -> None:
         """Nobody who hangs holds a transfer."""
+        self._held_since = {
+            key: since for key, since in self._held_since.items() if key[0] in state.transfers
+        }
         for transfer in state.transfers.values():
             if transfer.phase in (Phase.FORMING, Phase.STAGING):
                 self._check_members(transfer, state.groups[transfer.group_id])
@@ -37,11 +43,16 @@ class StallChecks:
         if transfer.loading:
             return  # they may have until the deadline
         longest = self._world.settings.stall_seconds + _SLACK_SECONDS
+        now = self._world.clock.now
         for name in transfer.occupied:
-            hangs_for = self._world.replicas[name].worker.frozen_for()
-            is_late = min(hangs_for, self._age(transfer)) > longest
-            if is_late and self._is_waited_for(transfer, group, name):
+            key, hangs_for = (transfer.transfer_id, name), self._hangs_for(name)
+            if not hangs_for or not self._is_waited_for(transfer, group, name):
+                self._held_since.pop(key, None)
+            elif min(hangs_for, now - self._held_since.setdefault(key, now)) > longest:
                 fail(f"{transfer.transfer_id} goes on with {name}, whose worker hangs")
+
+    def _hangs_for(self, name: str) -> float:
+        return self._world.replicas[name].worker.frozen_for()
 
     def _is_waited_for(self, transfer: Transfer, group: Group, name: str) -> bool:
         """Whether a replica has yet to do what was asked of it. One that has verified all
@@ -84,7 +95,8 @@ class StallChecks:
             and self._world.clock.now - other.begin_at > _SLACK_SECONDS
         ]
         longest = self._world.settings.sender_stall_seconds + _SLACK_SECONDS
-        hangs_for = max(rank.frozen_for() for rank in (trainer.worker, *trainer.others))
+        ranks = (trainer.worker, *trainer.others)[: transfer.num_senders]
+        hangs_for = max(rank.frozen_for() for rank in ranks)
         if others_wait and min(hangs_for, self._age(transfer)) > longest:
             fail(f"{transfer.transfer_id} of a trainer that hangs is waited for by {others_wait}")
 

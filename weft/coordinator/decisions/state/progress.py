@@ -50,6 +50,10 @@ class Word:
         return "working"
 
 
+#: What every rank of a new group owes first.
+FIRST_STEP = "join the group"
+
+
 @dataclass(frozen=True)
 class Debt:
     """The next step of a transfer, which waits for one rank."""
@@ -87,6 +91,21 @@ class Watch:
             for rank, step in steps.items()
         }
         return self if debts == self.debts else replace(self, debts=debts)
+
+    def carried(self, ranks: Mapping[int, int], step: str, now: float) -> Watch:
+        """What a transfer's next epoch begins with: whoever was silent then has been so long
+        silent already, until it has done its first step.
+
+        Args:
+            ranks: The former rank of each new one.
+            step: What each owes first.
+        """
+        debts = {
+            rank: Debt(step, now - silence)
+            for rank, former in ranks.items()
+            if (silence := self.silence(former, now)) > 0
+        }
+        return Watch(debts=debts)
 
     def silence(self, rank: int, now: float) -> float:
         """How long a rank has owed its step without a word; 0 if it owes nothing."""

@@ -19,6 +19,7 @@ from weft.coordinator.decisions.effects import (
     SendReform,
 )
 from weft.coordinator.decisions.state.group import Group, members_of
+from weft.coordinator.decisions.state.progress import FIRST_STEP, Watch
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Attempt, Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
@@ -76,7 +77,7 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
         targets=tuple(member.replica_id for member in survivors),
         lost=(*transfer.lost, *lost),
         losses={**transfer.losses, **lost},
-        attempt=Attempt(),
+        attempt=Attempt(watch=_carried(change, transfer, group, renewed)),
     )
     change.put_group(renewed)
     change.put_transfer(transfer)
@@ -92,6 +93,17 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
         f"{transfer.policy_version} continues with {len(survivors)} replicas without {who}, "
         f"epoch {epoch}: {why}",
     )
+
+
+def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) -> Watch:
+    """How long the survivors have been silent: what they may take is counted over the whole
+    transfer, however often it is formed anew."""
+    first_ranks = {member.replica_id: member.first_rank for member in former.members}
+    ranks = {rank: rank for rank in renewed.senders}
+    for member in renewed.members:
+        for index in range(member.num_receivers):
+            ranks[member.first_rank + index] = first_ranks[member.replica_id] + index
+    return transfer.attempt.watch.carried(ranks, FIRST_STEP, change.now)
 
 
 def _discard_at(change: Change, transfer: Transfer, replica: Replica | None) -> None:

@@ -35,7 +35,7 @@ from weft.coordinator.decisions.replicas import suspects
 from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.progress import Watch
+from weft.coordinator.decisions.state.progress import FIRST_STEP, Watch
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import reform
@@ -45,7 +45,7 @@ def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
     """The ranks that owe the next step, and that step for people."""
     ranks = range(group.size)
     if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
-        return {rank: "join the group" for rank in ranks if rank not in group.attending}
+        return {rank: FIRST_STEP for rank in ranks if rank not in group.attending}
     if transfer.phase is Phase.FORMING:
         prepared = transfer.attempt.prepared
         return {rank: "get ready" for rank in group.receivers if rank not in prepared}

@@ -54,6 +54,31 @@ def test_the_survivors_of_stalls_go_on_in_one_new_group() -> None:
     assert suspects_of(m) == ["r0", "r2"]
 
 
+def test_silence_is_counted_over_the_groups_of_a_transfer() -> None:
+    m, ticket, _ = push(Phase.FORMING, min_replicas=1)
+    for rank in (0, 2, 3):
+        m.do(events.RankAttends(m.transfer(ticket).group_id, rank))
+    m.pass_time(8.0)
+    m.do(events.RankGone(m.transfer(ticket).group_id, 3, "it died"))
+    for rank in (0, 2):
+        m.do(events.RankAttends(m.transfer(ticket).group_id, rank))
+    m.pass_time(2.5)
+    assert m.transfer(ticket).targets == ("r1",)
+    assert suspects_of(m) == ["r0"]
+
+
+def test_who_joins_the_next_group_has_its_whole_time_again() -> None:
+    m, ticket, _ = push(Phase.FORMING, min_replicas=1)
+    for rank in (0, 2, 3):
+        m.do(events.RankAttends(m.transfer(ticket).group_id, rank))
+    m.pass_time(8.0)
+    m.do(events.RankGone(m.transfer(ticket).group_id, 3, "it died"))
+    m.attend_all(ticket)
+    m.pass_time(9.0)
+    assert m.transfer(ticket).targets == ("r0", "r1")
+    assert not suspects_of(m)
+
+
 def test_a_receiver_that_does_not_get_ready_is_given_up() -> None:
     m, ticket, _ = push(Phase.FORMING, min_replicas=1)
     m.attend_all(ticket)
