@@ -26,7 +26,7 @@ PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak tenants bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart chart-run images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak tenants bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -146,6 +146,10 @@ wheel-test: install  ## Build the sdist and the wheel, install them into empty e
 
 chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.30 to 1.36, what is rendered (1 min; needs npm).
 	$(CHART)/python -m pytest -c tests/chart/pytest.ini --rootdir . tests/chart
+
+# Needs root: the pods have mount, PID and network namespaces, and a memory cgroup each.
+chart-run: install .venv-chart/.installed  ## What `helm install -f values-cpu.yaml` starts, as processes within the pods' limits (3 min; root).
+	$(CHART)/python -m tests.chart.laptop --replica $(BIN)
 
 # The schemas of other people's resources are on npm alone; nothing of it is committed.
 .venv-chart/.installed: Makefile pyproject.toml

@@ -116,3 +116,19 @@ def test_the_rules_are_ones_that_servers_take(profile):
 def test_the_schema_has_the_roles_that_there_are():
     identity = SCHEMA["properties"]["access"]["properties"]["identities"]["items"]
     assert set(identity["properties"]["roles"]["items"]["enum"]) == {str(role) for role in Role}
+
+
+def test_the_doctor_needs_no_more_than_the_coordinators_install():
+    """This environment is such a one: without torch, vLLM, and what these bring along."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weft_cli", "doctor", "--json", "--coordinator=127.0.0.1:1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr  # nobody listens there
+    findings = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+    assert {"tcp", "interfaces", "backends", "vllm", "memory"} <= findings.keys()
+    assert "not installed" in findings["vllm"]["says"]
+    assert "shm" not in findings

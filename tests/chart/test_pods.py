@@ -2,8 +2,18 @@
 
 import pytest
 
-from tests.chart.rendering import CHART, NAMESPACE, PROFILES, ROOT, args, containers, render
+from tests.chart.rendering import (
+    CHART,
+    NAMESPACE,
+    PROFILES,
+    ROOT,
+    RefusedError,
+    args,
+    containers,
+    render,
+)
 from weft import __version__
+from weft_cli.doctor.machine import _SHM_BYTES as SHM_BYTES
 
 
 @pytest.fixture(params=PROFILES)
@@ -202,17 +212,47 @@ def test_an_eviction_waits_for_ready_replicas_only(rendered):
 
 def test_the_memory_limit_is_the_sum_of_what_a_replica_may_take():
     limits = replica(render("cpu"))["resources"]["limits"]
-    assert limits["memory"] == f"{3 * 1024 + 4 * 128}Mi"
+    assert limits["memory"] == f"{3 * 1024 + 3 * 128 + 256}Mi"
     options = args(replica(render("cpu")))
     assert options["--staging-memory-gib"] == "0.25"
     assert options["--adapter-memory-gib"] == "0.125"
     shm = next(v for v in render("cpu").pod("-replicas")["volumes"] if v["name"] == "shm")
-    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "128Mi"}
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
     # On the device: not of the host's memory, but for what is read from the spill directory.
     with_spill = replica(render("gpu", "replicas.staging=device"))["resources"]["limits"]
     assert with_spill["memory"] == f"{(24 + 4 + 2 + 16) * 1024}Mi"
     without = replica(render("gpu", "replicas.staging=device", "replicas.spill.kind=none"))
     assert without["resources"]["limits"]["memory"] == f"{(24 + 4 + 2) * 1024}Mi"
+
+
+@pytest.mark.parametrize(
+    ("sets", "least"),
+    [
+        ([], SHM_BYTES[0] // 2**20),  # one worker process
+        (["replicas.tensorParallelSize=4"], 256 + 4 * 4 * 1),  # OMP_NUM_THREADS is 1
+        (['replicas.env=[{"name": "VLLM_MQ_MAX_CHUNK_BYTES_MB", "value": "32"}]'], 336),
+        (
+            [
+                "replicas.tensorParallelSize=2",
+                "replicas.env=[]",
+                "replicas.resources.requests.cpu=8",
+            ],
+            256 + 4 * 2 * 4,
+        ),
+        (["replicas.gpus=2", "replicas.tensorParallelSize=2"], 256),
+        (["replicas.gpus=1"], 1),  # no worker processes
+    ],
+)
+def test_less_shared_memory_than_vllm_checks_is_refused(sets, least):
+    def shm(mebibytes):
+        rendered = render("cpu", *sets, f"replicas.memory.shmGib={mebibytes / 1024:.10f}")
+        volume = next(v for v in rendered.pod("-replicas")["volumes"] if v["name"] == "shm")
+        return volume["emptyDir"]["sizeLimit"]
+
+    assert shm(least) == f"{least}Mi"
+    if least > 1:
+        with pytest.raises(RefusedError, match=f"does not start with less than {least} in /dev/sh"):
+            shm(least - 1)
 
 
 def test_one_that_may_sleep_is_told_so_and_has_room_for_its_weights():

@@ -47,7 +47,8 @@ REFUSED = [
     ("gpu", ["replicas.retainBase=0", "replicas.memory.retainedGib=0"], "it needs 1 or more"),
     ("cpu", ["replicas.spill.kind=existingClaim"], "needs replicas.spill.existingClaim"),
     ("gpu", ["replicas.spill.existingClaim=a"], "is not used with replicas.spill.kind"),
-    ("cpu", ["replicas.resources.limits.memory=1Gi"], "is 1.0 GiB, and a replica may take 3.5"),
+    ("cpu", ["replicas.resources.limits.memory=1Gi"], "is 1.0 GiB, and a replica may take 3.6"),
+    ("cpu", ["replicas.memory.shmGib=0.125"], "is 128 MiB, and vLLM does not start with less than"),
     ("gpu", ["replicas.resources.limits.nvidia\\.com/gpu=2"], "say replicas.gpus"),
     ("gpu", ["replicas.vllmArgs={--pipeline-parallel-size=2}"], "one engine in one pod"),
     ("gpu", ['replicas.vllmArgs=["--data_parallel_size", "2"]'], "one engine in one pod"),
@@ -101,6 +102,42 @@ def test_the_schema_refuses_what_it_does_not_know(value, said):
     assert said in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "worse"),
+    [
+        ("replicas.memory.shmGib", "0.25", "0.0"),
+        ("replicas.memory.modelLoadGib", "3.5", "0.0"),
+        ("replicas.memory.stagingGib", "0.5", "-0.5"),
+        ("replicas.memory.retainedGib", "0.5", "-0.5"),
+        ("replicas.memory.adaptersGib", "0.001", "0.0001"),
+        ("replicas.spill.gib", "1.5", "0.0001"),
+        ("replicas.contactSeconds", "1.5", "0.5"),
+        ("model.cacheGib", "0.5", "0.0"),
+        ("coordinator.leaseSeconds", "0.01", "0.001"),
+        ("coordinator.heartbeatSeconds", "0.5", "86401.5"),
+        ("coordinator.lostAfterSeconds", "9.5", "a.b"),
+        ("coordinator.stallSeconds", "86399.5", "1.5s"),
+        ("coordinator.senderStallSeconds", "1.25", "1e3"),
+        ("metrics.prometheusRule.pauseSeconds", "2.5", "0.0"),
+    ],
+)
+def test_a_fraction_may_be_set_on_the_command_line(name, value, worse):
+    """Helm's `--set` makes text of it; in a file it is a number. Both render the same."""
+    whole = float(value)
+    for key in reversed(name.split(".")):
+        whole = {key: whole}
+    more = ["metrics.prometheusRule.enabled=true"]
+    assert render("cpu", f"{name}={value}", *more) == render("cpu", *more, **whole)
+    with pytest.raises(RefusedError, match=name):
+        render("cpu", f"{name}={worse}", *more)
+
+
+def test_every_number_with_a_fraction_may_be_set_on_the_command_line():
+    schema = (CHART / "values.schema.json").read_text()
+    properties = schema[schema.index('"properties": {\n    "') :]
+    assert '"type": "number"' not in properties  # but a definition that is text, too
+
+
 def refusal_of(profile, sets):
     try:
         render(profile, *sets)
@@ -114,7 +151,7 @@ def test_every_refusal_of_the_chart_is_provoked_here():
     sentences = re.findall(r'append \$no (?:\(printf )?"([^"]+)"', text)
     assert len(sentences) == text.count("append $no") > 40
     said = "".join(refusal_of(profile, sets) for profile, sets, _ in REFUSED)
-    fill_in = re.compile(r"%s|%v|%\\\.1f")
+    fill_in = re.compile(r"%s|%v|%d|%\\\.[13]f")
     patterns = [fill_in.sub(".+", re.escape(sentence)) for sentence in sentences]
     assert [pattern for pattern in patterns if not re.search(f"- {pattern}", said)] == []
 

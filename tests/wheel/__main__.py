@@ -106,6 +106,7 @@ def check_coordinator(environment: Environment, coordinator: Running) -> None:
     assert not environment.has("torch", "vllm", "xxhash")
     assert "coordinator" in environment.call("weft", "--help")
     assert "grpcio" in environment.call("weft", "version")
+    assert "pool" in environment.call("weft", "doctor", "--json", "-c", coordinator.said)
     status = environment.call("weft", "status", "-c", coordinator.said)
     assert "0 of 0 replicas ready" in status, status
     for command, extra in (("push . --policy math", "trainer"), ("rollout -- model", "rollout")):

@@ -29,7 +29,9 @@ _GIB = 2**30
 #: Room below which something will fail, and below which it may.
 _CATALOG_BYTES = (64 * 2**20, _GIB)
 _SPILL_BYTES = (_GIB, 20 * _GIB)
-_SHM_BYTES = (32 * 2**20, _GIB)
+#: vLLM does not start with less than the first; with several GPUs NCCL may want the second.
+#: Computed, and refused by the chart, in helm/weft/templates/_memory.tpl.
+_SHM_BYTES = (256 * 2**20, _GIB)
 _MEMORY_BYTES = (_GIB, 8 * _GIB)
 
 
@@ -100,13 +102,17 @@ def _interfaces() -> dict[str, str]:
 
 def check_engine() -> Iterator[Finding]:
     """Backends, GPUs and vLLM, as far as they are installed here."""
-    if importlib.util.find_spec("torch") is None:
+    if not _is_installed("torch"):
         says = "torch is not installed: enough for a coordinator and this command line"
         yield ok("backends", says)
     else:
         yield from _check_torch()
         yield _check_sockets()
     yield _check_vllm()
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -185,8 +191,9 @@ def check_room(catalog: Path | None, spill_dir: Path | None) -> Iterator[Finding
         advice = "free some, or lower --spill-gib: what finds no room is not spilled"
         yield _check_disk("spill_disk", spill_dir.absolute(), _SPILL_BYTES, advice)
     shm = Path("/dev/shm")
-    if shm.is_dir():
-        advice = "vLLM's processes speak through it: docker --shm-size, an emptyDir of Memory"
+    if shm.is_dir() and _is_installed("vllm"):
+        least = f"vLLM needs {_SHM_BYTES[0] // 2**20} MiB of it to start"
+        advice = f"{least}: docker --shm-size, an emptyDir of Memory (the chart's shmGib)"
         yield _judge("shm", "/dev/shm", shutil.disk_usage(shm).free, _SHM_BYTES, advice)
     advice = "adapters and staged bases lie in memory: --adapter-memory-gib, --staging-memory-gib"
     free, says = _free_memory()
@@ -202,7 +209,8 @@ def _check_disk(check: str, folder: Path, bounds: tuple[int, int], advice: str) 
 
 def _judge(check: str, what: str, free: int, bounds: tuple[int, int], advice: str) -> Finding:
     too_little, little = bounds
-    says = f"{what}: {free / _GIB:.1f} GiB free"
+    room = f"{free / _GIB:.1f} GiB" if free >= _GIB else f"{free // 2**20} MiB"
+    says = f"{what}: {room} free"
     if free < too_little:
         return fail(check, says, advice)
     return warn(check, says, advice) if free < little else ok(check, says)

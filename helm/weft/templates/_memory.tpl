@@ -49,6 +49,34 @@ modelLoadGib {{ $memory.modelLoadGib }}
 {{- end }} + adaptersGib {{ $memory.adaptersGib }} + shmGib {{ $memory.shmGib }}
 {{- end }}
 
+{{/*
+What /dev/shm has to have for vLLM to start, in MiB; `weft doctor` asks for as much. Each of its
+worker processes makes a queue of 10 messages of 24 MiB, after one of 10 of
+VLLM_MQ_MAX_CHUNK_BYTES_MB, and wants as much to be free as the queue may hold. 16 MiB are for
+what is in others by then. On a CPU, ranks that reduce with each other map 4 MiB for each thread
+before. On one GPU there are no worker processes.
+*/}}
+{{- define "weft.leastShmMebibytes" -}}
+{{- $values := .Values.replicas -}}
+{{- $ranks := int $values.tensorParallelSize -}}
+{{- $chunk := 16 -}}
+{{- $cpus := include "weft.mebibytes" (dig "requests" "cpu" "1" ($values.resources | default dict)) | float64 -}}
+{{- $threads := ceil (round (divf (mulf $cpus 1048576.0) $ranks) 3) | int -}}
+{{- range $values.env -}}
+{{- if and (eq .name "VLLM_MQ_MAX_CHUNK_BYTES_MB") .value -}}{{- $chunk = int .value -}}{{- end -}}
+{{- if and (eq .name "OMP_NUM_THREADS") .value -}}{{- $threads = int .value -}}{{- end -}}
+{{- end -}}
+{{- if and $values.gpus (eq $ranks 1) -}}
+0
+{{- else if or $values.gpus (eq $ranks 1) -}}
+{{- add (max 240 (mul 10 $chunk)) 16 -}}
+{{- else -}}
+{{- add (max 240 (mul 10 $chunk)) 16 (mul 4 $ranks (max 1 $threads)) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "weft.shmMebibytes" -}}{{ ceil (mulf .Values.replicas.memory.shmGib 1024.0) | int64 }}{{- end }}
+
 {{/* A container's resources with its memory, GPUs and RDMA devices filled in. */}}
 {{- define "weft.replicaResources" -}}
 {{- $values := .Values.replicas -}}

@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from weft.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -33,6 +31,9 @@ OLDEST = (0, 26)
 TOO_NEW = (0, 33)
 SUPPORTED_RANGE = ">=0.26,<0.33"
 
+# Of a package: "0.32.0+cpu", "0.26rc1.dev3". `packaging` is no dependency of the coordinator's
+# install, where `weft doctor` asks, too.
+_VERSION = re.compile(r"v?(?:\d+!)?(?P<release>\d+(?:\.\d+)*)(?:[-_.]?[a-zA-Z+-].*)?")
 # A parameter of one expert: "...experts.3.gate_proj.weight".
 _EXPERT = re.compile(r"(?:^|.*\.)(?P<group>[^.]+)\.\d+\.[^.]+$")
 
@@ -45,12 +46,12 @@ def check_version(version: str) -> None:
     Raises:
         UnsupportedError: Names the version found and the range.
     """
-    try:
-        release = (*Version(version).release, 0)[:2]
-    except InvalidVersion:
+    match = _VERSION.fullmatch(version)
+    if match is None:
         raise UnsupportedError(
             f"vLLM's version {version!r} cannot be read; Weft needs vllm{SUPPORTED_RANGE}"
-        ) from None
+        )
+    release = (*map(int, match["release"].split(".")), 0)[:2]
     if not OLDEST <= release < TOO_NEW:
         raise UnsupportedError(
             f"vLLM {version} is installed, Weft needs vllm{SUPPORTED_RANGE}: "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -131,7 +134,34 @@ def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         free = 2**20
 
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Disk)
+    monkeypatch.setattr(machine, "_is_installed", lambda name: name == "vllm")
     levels = {f.check: f.level for f in machine.check_room(tmp_path / "weft.db", tmp_path)}
     assert {name: levels[name] for name in ("catalog_disk", "spill_disk", "shm")} == dict.fromkeys(
         ("catalog_disk", "spill_disk", "shm"), "fail"
     )
+    monkeypatch.setattr(machine, "_is_installed", lambda _: False)
+    assert "shm" not in {f.check for f in machine.check_room(None, None)}  # nobody needs it
+
+
+def test_the_doctor_asks_for_the_shared_memory_that_vllm_checks() -> None:
+    """Read from vLLM's source: its queues' messages, and how many of them each holds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.origin).parent
+    tree = ast.parse((source / "distributed/device_communicators/shm_broadcast.py").read_text())
+    (queue,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "MessageQueue")
+    (init,) = (n for n in queue.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    named = init.args.args[len(init.args.args) - len(init.args.defaults) :]
+    defaults = {
+        argument.arg: eval(ast.unparse(value))
+        for argument, value in zip(named, init.args.defaults, strict=True)
+    }
+    (own,) = re.findall(
+        r"VLLM_MQ_MAX_CHUNK_BYTES_MB: int = (\d+)", (source / "envs.py").read_text()
+    )
+    message = max(defaults["max_chunk_bytes"], int(own) * 2**20)
+    ranks = 8
+    needed = defaults["max_chunks"] * (message + 1 + ranks)
+    assert needed == 10 * (24 * 2**20 + 9)
+    assert machine._SHM_BYTES[0] - 16 * 2**20 <= needed <= machine._SHM_BYTES[0]
