@@ -787,6 +787,7 @@ class GetPoolResponse(_message.Message):
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     NUM_MORE_OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
+    UNUSED_FILES_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -845,6 +846,12 @@ class GetPoolResponse(_message.Message):
     def time(self) -> _timestamp_pb2.Timestamp:
         """The coordinator's clock, when it answered."""
 
+    @_builtins.property
+    def unused_files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Files of the coordinator's (rules of access, certificates, tokens) that have changed and
+        are not used, each with the reason: what they said before is in force.
+        """
+
     def __init__(
         self,
         *,
@@ -866,10 +873,11 @@ class GetPoolResponse(_message.Message):
         protocol_revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         num_more_out_of_service: _builtins.int = ...,
+        unused_files: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
