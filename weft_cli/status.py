@@ -85,11 +85,18 @@ def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """The pool for people: replicas, policies, transfers."""
     return Group(
-        _headline(pool), _replicas(pool), *_out_of_service_elsewhere(pool), _policies(pool),
+        _headline(pool), *_unused(pool), _replicas(pool),
+        *_out_of_service_elsewhere(pool), _policies(pool),
         *_conflicts(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
+
+
+def _unused(pool: pb.GetPoolResponse) -> list[Text]:
+    """Files of the coordinator's that somebody should mend."""
+    said = "the coordinator does not use this file, what it said before is in force: "
+    return [Text(said + line, "red") for line in pool.unused_files]
 
 
 def _headline(pool: pb.GetPoolResponse) -> Text:

@@ -141,8 +141,11 @@ class Agent:
     def refusing(self) -> str:
         """Why new requests are refused now, by what the engine was told; empty while they
         are taken. What mixed weights refuse is not in it."""
+        if self._closed or self._ordered or not self._aliases_hidden:
+            return self._closed or self._ordered
+        why = self.registration.trouble if self.registration else ""
         hidden = "bare names are refused: it was out of contact with the coordinator"
-        return self._closed or self._ordered or (hidden if self._aliases_hidden else "")
+        return f"{hidden} ({why})" if why else hidden
 
     @property
     def order_number(self) -> int:
@@ -247,10 +250,7 @@ class Agent:
         await self.engine.hide_aliases(self._aliases_hidden)
         if not self._aliases_hidden:
             registration.hurry()
-        _log.warning(
-            "bare names are %s",
-            "refused: no contact with the coordinator" if self._aliases_hidden else "taken again",
-        )
+        _log.warning("%s", self.refusing or "bare names are taken again")
 
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.

@@ -27,6 +27,7 @@ from rollout_side.config import AgentConfig
 from weft.contract.checkpoint import READING, Checkpoint
 from weft.contract.errors import (
     CapacityError,
+    InvalidRequestError,
     NotFoundError,
     PeerUnavailableError,
     RequestConflictError,
@@ -43,7 +44,9 @@ from weft.rpc.codec import (
     vector_to_proto,
     version_to_proto,
 )
+from weft.rpc.handshake import why_refused
 from weft.rpc.manifest_codec import reference_to_chunks
+from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.v1 import registry_pb2 as pb
 from weft.v1.registry_pb2_grpc import RegistryServiceStub
@@ -56,6 +59,10 @@ _RETRY_SECONDS = 1.0
 #: Between heartbeats of a replica that drains: it waits for the word that it may go.
 _DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
+#: Between two looks at why there is no contact.
+_LOOK_AGAIN_SECONDS = 30.0
+#: Refusals for what a replica is, beside requests that are malformed.
+_FINAL_REASONS = frozenset({"BASE_MISMATCH", "BACKEND_MISMATCH"})
 #: Between two looks at whether the checkpoint was read.
 _LOOK_SECONDS = 0.1
 
@@ -68,9 +75,9 @@ class Registration:
         identity: What the replica says of itself at registration.
         current: Says what is served and held now; called on this object's thread,
             must be quick and thread-safe.
-        on_failed: Called once, on this object's thread, if the pool refuses the
-            replica for good (another base model, no backend in common, or its id
-            stays taken).
+        on_failed: Called once, on this object's thread, if a replica that the pool never
+            took in is refused for what it is: another base model, no backend in common, or
+            an id that stays taken. One that was taken in serves, and stays whatever it hears.
         on_answer: Called on this object's thread with the answer to each heartbeat.
         on_ordered: Called on it with what was said at registration of refusing requests.
     """
@@ -100,11 +107,13 @@ class Registration:
         # What the coordinator knows of, and whether it wants to hear all of it.
         self._held_told: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
         self._held_wanted = False
-        # Why the coordinator could not answer; empty since it did.
-        self._trouble = ""
+        #: Why the coordinator does not answer, or refuses, for people; empty since it answered.
+        self.trouble = ""
+        self._was_taken_in = False
         self._coordinator_id = ""
         self._conflict_since: float | None = None
         self._away = False
+        self._looked_at, self._why = float("-inf"), ""
         self._heard_at = time.monotonic()
         self._stopping = False
         self._told_checkpoint: Checkpoint | None = None
@@ -140,29 +149,38 @@ class Registration:
     def _run(self) -> None:
         wait = 0.0
         while True:
-            self._pause(wait)
-            self._wake.clear()
-            if self._stopping:
-                return
             try:
-                if not self.registered.is_set():
-                    self._register()
-                self._report_checkpoint()
-                draining = self._heartbeat()
-                wait = _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
-            except grpc.RpcError as rpc_error:
+                self._pause(wait)
+                self._wake.clear()
                 if self._stopping:
                     return
+                wait = self._speak()
+                continue
+            except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
                 if isinstance(error, NotFoundError):
                     _log.info("the coordinator does not know this replica: registering again")
                     self.registered.clear()
                     wait = 0.0
-                elif self._worth_waiting(error):
-                    wait = _RETRY_SECONDS
-                else:
-                    self._on_failed(error)
+                    continue
+                if self._is_final(error):
+                    if not self._stopping:
+                        self._on_failed(error)
                     return
+                self._note(error)
+            except WeftError as error:  # of a file of its own credentials
+                self._note_trouble(f"the replica could not ask the coordinator: {error.message}")
+            except Exception as error:  # noqa: BLE001 (it would end the thread in silence)
+                self._note_trouble(f"the replica could not say what it serves: {error!r}", error)
+            wait = _RETRY_SECONDS
+
+    def _speak(self) -> float:
+        """Register if need be, and send a heartbeat; returns the seconds until the next."""
+        if not self.registered.is_set():
+            self._register()
+        self._report_checkpoint()
+        draining = self._heartbeat()
+        return _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
 
     def _pause(self, seconds: float) -> None:
         """Wait for the next heartbeat, or until there is news of the checkpoint: readiness
@@ -188,31 +206,50 @@ class Registration:
         self._stub.ReportCheckpoint(request, timeout=_CALL_SECONDS)
         self._told_checkpoint = checkpoint
 
-    def _worth_waiting(self, error: WeftError) -> bool:
-        """An absent coordinator comes back, one that failed may be mended; a former process
-        of this id is forgotten after some missed heartbeats. Any other refusal is for
-        good: what the coordinator says of this replica will not change."""
-        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
-            if not self._away:
-                _log.warning("no contact with the coordinator: %s", error.message)
-            self._away = True
-            return True
-        if type(error) is WeftError or isinstance(error, CapacityError):
-            # A replica that ended for it would take the weights with it.
-            if self._trouble != error.message:
-                _log.warning(
-                    "the coordinator could not answer, this replica asks again every %g s: %s",
-                    _RETRY_SECONDS,
-                    error,
-                )
-            self._trouble = error.message
-            return True
-        if not isinstance(error, RequestConflictError):
+    def _is_final(self, error: WeftError) -> bool:
+        """Whether a replica that was never taken in is refused for what it is itself. Rules of
+        access, tokens and revisions are mended by others; a former process of this id is
+        forgotten after some missed heartbeats."""
+        if self._was_taken_in:
             return False
-        if self._conflict_since is None:
-            _log.warning("waiting for a former process to be forgotten: %s", error.message)
-            self._conflict_since = time.monotonic()
-        return time.monotonic() - self._conflict_since < self._config.conflict_patience_seconds
+        if isinstance(error, RequestConflictError):
+            now = time.monotonic()
+            self._conflict_since = self._conflict_since or now
+            return now - self._conflict_since >= self._config.conflict_patience_seconds
+        return isinstance(error, InvalidRequestError) or error.reason in _FINAL_REASONS
+
+    def _note(self, error: WeftError) -> None:
+        """Take in that there was no answer, or a refusal."""
+        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+            self._note_trouble(self._why_away(error))
+        elif type(error) is WeftError or isinstance(error, CapacityError):
+            self._note_trouble(f"the coordinator could not answer: {error}")
+        else:
+            self._note_trouble(f"the coordinator refuses this replica: {error}")
+
+    def _note_trouble(self, trouble: str, cause: Exception | None = None) -> None:
+        """Keep why there is no contact, and say so once for each cause. Being refused is no
+        contact either: the replica is not ready once that has lasted (``in_contact``)."""
+        if trouble != self.trouble and not self._stopping:
+            _log.warning(
+                "%s; this replica serves what it has and asks again every %g s",
+                trouble,
+                _RETRY_SECONDS,
+                exc_info=cause,
+            )
+        self.trouble, self._away = trouble, True
+
+    def _why_away(self, error: WeftError) -> str:
+        """Why there is no answer. gRPC says of a TLS handshake that fails only that the
+        connection was lost, so one is made now and then to learn more."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_AGAIN_SECONDS and self._why:
+            return self._why
+        self._looked_at = now
+        target = self._config.coordinator
+        why = why_refused(target, Credentials.from_environment()) or error.message
+        self._why = f"no contact with the coordinator at {target}: {why}"
+        return self._why
 
     def _register(self) -> None:
         config, identity = self._config, self._identity
@@ -241,7 +278,7 @@ class Registration:
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
         self._told_checkpoint = now.checkpoint
-        self._held_told, self._trouble = now.held, ""
+        self._held_told, self._was_taken_in = now.held, True
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
@@ -290,11 +327,10 @@ class Registration:
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
-        self._trouble = ""
         self._heard_at = time.monotonic()
         if self._away:
             _log.info("in contact with the coordinator again")
-            self._away = False
+        self._away, self.trouble, self._why = False, "", ""
         if response.ready:
             self.ready.set()
         else:
@@ -321,5 +357,6 @@ class Registration:
         )
         try:
             self._stub.Leave(request, timeout=2.0)
-        except grpc.RpcError as error:
-            _log.info("could not say goodbye to the coordinator: %s", error_from_rpc(error))
+        except (grpc.RpcError, WeftError) as error:
+            why = error if isinstance(error, WeftError) else error_from_rpc(error)
+            _log.info("could not say goodbye to the coordinator: %s", why)

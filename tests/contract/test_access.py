@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
 from tests.doubles.attacks import identities
 from tests.doubles.certificates import Authority
@@ -23,6 +25,7 @@ from weft.rpc import server
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.security import guard
 from weft.rpc.security.credentials import Credentials
+from weft.rpc.security.unused_files import UNUSED_FILES
 from weft.rpc.status import error_from_rpc
 from weft.v1 import (
     admin_pb2,
@@ -33,6 +36,7 @@ from weft.v1 import (
     publish_pb2_grpc,
     types_pb2,
 )
+from weft_cli.status import render
 
 _SECONDS = 5.0
 ACCESS = """
@@ -237,6 +241,7 @@ async def test_rules_that_change_are_used_at_the_next_call_and_end_streams(
     stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
     stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=_SECONDS)
     await secured.get_pool(viewer)
+    await secured.acquire(secured.authority.credentials("trainer.test"), "math")
     secured.access.write_text("no toml [")
     await asyncio.sleep(0.1)
     await secured.get_pool(viewer)  # a bad file changes nothing
@@ -249,6 +254,99 @@ async def test_rules_that_change_are_used_at_the_next_call_and_end_streams(
             pass
 
     assert await _reason(_typed(drain())) == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("", "nobody could call"),
+        ("no toml [", "not TOML"),
+        (ACCESS.replace("viewer.test", "other.test"), "would lock out everybody"),
+        (ACCESS.replace('["inspect"]', '["coordinator"]'), "would lock out everybody"),
+    ],
+    ids=["gone", "empty", "spoilt", "another name", "another role"],
+)
+async def test_rules_that_nobody_could_call_under_are_not_used_and_said(
+    secured: Secured,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    text: str | None,
+    says: str,
+) -> None:
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.0)
+    viewer = secured.authority.credentials("viewer.test")
+    stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
+    watch = lambda: _typed(anext(aiter(stub.WatchRoutes(inspect_pb2.WatchRoutesRequest()))))  # noqa: E731
+    await watch()
+    if text is None:
+        secured.access.unlink()
+    else:
+        secured.access.write_text(text)
+    await watch()
+    (line,) = UNUSED_FILES.list()
+    assert str(secured.access) in line
+    assert says in line
+    assert sum(says in record.message for record in caplog.records) == 1
+    seen = await secured.get_pool(viewer)
+    assert list(seen.unused_files) == [line]
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(render(seen))
+    assert says in capture.get()
+    secured.access.write_text(ACCESS)
+    assert not (await secured.get_pool(viewer)).unused_files
+
+
+async def test_a_lockout_that_is_meant_is_used(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.0)
+    viewer = secured.authority.credentials("viewer.test")
+    await secured.get_pool(viewer)
+    secured.access.write_text("lock_out = true\n" + ACCESS.replace("viewer.test", "other.test"))
+    assert await _reason(secured.get_pool(viewer)) == "UNAUTHENTICATED"
+
+
+async def test_rules_that_spare_one_who_calls_are_used(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "LOOK_SECONDS", 0.0)
+    viewer = secured.authority.credentials("viewer.test")
+    await secured.get_pool(viewer)
+    await secured.acquire(secured.authority.credentials("trainer.test"), "math")
+    secured.access.write_text(ACCESS.replace("viewer.test", "other.test"))
+    assert await _reason(secured.get_pool(viewer)) == "UNAUTHENTICATED"
+
+
+async def test_certificates_that_cannot_be_used_leave_those_before_them_in_force(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the server, of channels that are open, and of new ones."""
+    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    viewer = secured.authority.credentials("viewer.test")
+    await secured.get_pool(viewer)
+    for own in (secured.credentials, viewer):
+        Path(own.tls_key).write_text("spoilt")
+    assert (await secured.get_pool(viewer)).coordinator_generation == 1  # over a new channel
+    assert [line.partition(":")[0] for line in UNUSED_FILES.list()] == sorted(
+        [secured.credentials.tls_cert, viewer.tls_cert]
+    )
+    secured.authority.issue(secured.credentials.tls_cert, secured.credentials.tls_key, "127.0.0.1")
+    secured.authority.issue(viewer.tls_cert, viewer.tls_key, "viewer.test")
+    await secured.get_pool(viewer)
+    assert not UNUSED_FILES.list()
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "{}", "fifo"])
+def test_a_file_without_end_is_no_file_of_credentials(tmp_path: Path, path: str) -> None:
+    if path == "fifo":
+        path = str(tmp_path / "fifo")
+        os.mkfifo(path)
+    with pytest.raises(InvalidRequestError, match=r"regular file|Is a directory"):
+        Credentials(token_file=path.format(tmp_path)).metadata("127.0.0.1:1")
+    with pytest.raises(InvalidRequestError, match=r"regular file|Is a directory"):
+        Credentials(tls_ca=path.format(tmp_path)).channel_credentials()
 
 
 async def test_rules_of_the_other_kind_need_a_restart(

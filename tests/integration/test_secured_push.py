@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,32 @@ def test_a_stranger_is_told_why(
     assert refused.value.reason in ("UNAUTHENTICATED", "COORDINATOR_UNREACHABLE")
     if refused.value.reason == "COORDINATOR_UNREACHABLE":
         assert "certificate" in refused.value.message
+
+
+def test_a_mistake_that_refuses_every_replica_ends_none(
+    secured: tuple[Pool, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the access file, or a token that is rotated first: they serve on, and are back."""
+    monkeypatch.setattr("weft.rpc.security.guard.LOOK_SECONDS", 0.05)
+    pool, known = secured
+    file = tmp_path / ("token" if "token" in known else "coordinator.toml")
+    right = file.read_text()
+    agents = list(pool.agents.values())
+    model = peft_of(Model())
+    with Publisher(pool.target, trainer_id="t", timeout_seconds=20, **known) as publisher:
+        publisher.push_adapter(model, "math")
+        file.write_text(right.replace("127.0.0.1", "elsewhere").replace("replica-", "replaced-"))
+        _eventually(lambda: not any(agent.is_ready for agent in agents))
+        _eventually(lambda: all("UNAUTHENTICATED" in agent.refusing for agent in agents))
+        assert all(str(agent.requested("math@1")) == "math@1" for agent in agents)
+        file.write_text(right)
+        _eventually(lambda: all(agent.is_ready for agent in agents))
+        assert str(publisher.push_adapter(model, "math")) == "math@2"
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    clock = threading.Event()
+    assert any(condition() or clock.wait(0.02) for _ in range(1000))
 
 
 @pytest.mark.parametrize("secured", ["certificates"], indirect=True)

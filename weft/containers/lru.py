@@ -42,6 +42,10 @@ class Lru(Generic[_K, _V]):
         while len(self._kept) > self._max_size:
             self.drop_oldest()
 
+    def items(self) -> list[tuple[_K, _V]]:
+        """All of them, the least recently used first."""
+        return list(self._kept.items())
+
     def drop_oldest(self) -> None:
         """Drop the least recently used.
 

@@ -12,7 +12,9 @@ from typing import Final
 from weft.rpc.channel import split_target
 from weft.rpc.security.credentials import Credentials
 
-_NOT_TAKEN: Final = "it does not take the certificate that it was shown, or was shown none"
+_SIDES: Final = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+#: Of one handshake, at most, either way.
+_MAX_FLIGHTS: Final = 4
 
 
 def why_refused(target: str, credentials: Credentials, seconds: float = 2.0) -> str:
@@ -61,15 +63,57 @@ def _why_not_tls(plain: socket.socket, host: str, credentials: Credentials, seco
             secured.settimeout(min(0.5, seconds))
             if secured.recv(1):
                 return ""  # its settings: it takes us
-            return _NOT_TAKEN
+            return _why_not_taken(credentials)
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not trusted here: {error.verify_message}"
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).replace("_", " ").lower()
         if "alert" in reason:
-            return f"{_NOT_TAKEN} ({reason})"
+            return _why_not_taken(credentials, f" ({reason})")
         return f"it does not speak TLS ({reason}): is it started with --tls-cert?"
     except TimeoutError:
         return ""
     except OSError:  # some servers close without saying why
-        return _NOT_TAKEN
+        return _why_not_taken(credentials)
+
+
+def _why_not_taken(credentials: Credentials, said: str = "") -> str:
+    """Why a server does not take the certificate of ``credentials``: most close without a word,
+    so it is checked here as the server does it."""
+    if not credentials.tls_cert:
+        return "it asks for a certificate, and was shown none: give --tls-cert and --tls-key"
+    try:
+        message = _fault_of_own(credentials)
+    except (OSError, ssl.SSLError):
+        message = ""
+    if message:
+        return f"it does not take the certificate {credentials.tls_cert}: {message}"
+    return f"it does not take the certificate {credentials.tls_cert}{said}"
+
+
+def _fault_of_own(credentials: Credentials) -> str:
+    """What a server that trusts ``tls_ca`` says of the own certificate ("certificate has
+    expired"); empty if nothing. A handshake in memory, of both sides."""
+    server, client = (ssl.SSLContext(side) for side in _SIDES)
+    server.verify_mode = ssl.CERT_REQUIRED
+    if credentials.tls_ca:
+        server.load_verify_locations(cafile=credentials.tls_ca)
+    else:
+        server.load_default_certs(ssl.Purpose.CLIENT_AUTH)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    for context in (server, client):
+        context.load_cert_chain(credentials.tls_cert, credentials.tls_key)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(_MAX_FLIGHTS):
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return str(error.verify_message)
+    return ""

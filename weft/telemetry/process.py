@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 
 from weft import __version__
 from weft.contract.errors import REASONS
+from weft.rpc.security.unused_files import UNUSED_FILES
 
 #: Of refusals with a reason that another version of Weft may have.
 _OTHER: Final = "OTHER"
@@ -20,6 +21,12 @@ def process_registry() -> CollectorRegistry:
     ProcessCollector(registry=registry)
     build = Gauge("weft_build_info", "The version of Weft.", ["version"], registry=registry)
     build.labels(__version__).set(1)
+    unused = Gauge(
+        "weft_unused_files",
+        "Files of access rules, certificates and tokens that changed and are not used.",
+        registry=registry,
+    )
+    unused.set_function(lambda: len(UNUSED_FILES.list()))
     return registry
 
 

@@ -62,9 +62,10 @@ def test_the_manual_names_every_metric(
     }
     shared = {"weft_refusals_total": ("counter", frozenset({"reason"}))}
     shared["weft_build_info"] = ("gauge", frozenset({"version"}))
+    shared["weft_unused_files"] = ("gauge", frozenset())
     assert coordinators | replicas == listed | shared
-    for name, (_, (label,)) in shared.items():
-        assert f"`{name}{{{label}}}`" in text
+    for name, (_, labels) in shared.items():
+        assert f"`{name}{''.join(f'{{{label}}}' for label in labels)}`" in text
 
 
 def queries() -> list[str]:
@@ -83,7 +84,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are(
     asked = {name for query in queries() for name in USED.findall(query)}
     assert asked <= series
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
-    assert set(known) - shown == {"weft_replica_ready", "weft_build_info"}, "all are looked at"
+    others = {"weft_replica_ready", "weft_build_info", "weft_unused_files"}
+    assert set(known) - shown == others, "all are looked at"
     assert all('{job=~"$job"' in query for query in queries())
 
 

@@ -39,6 +39,7 @@ from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.watchers import Feed
 from weft.rpc.codec import vector_to_proto, version_from_proto, version_to_proto
 from weft.rpc.inbound import on_call_end
+from weft.rpc.security.unused_files import UNUSED_FILES
 from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -84,6 +85,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_replica_page_token=replicas.last or "",
             next_policy_page_token=policies.last or "",
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
+            unused_files=UNUSED_FILES.list(),
         )
         known.MergeFrom(pool_to_proto(state, time.time()))
         return known

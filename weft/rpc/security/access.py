@@ -12,6 +12,9 @@ both: a server that takes tokens does not ask for certificates::
     token_sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     roles = ["publish", "inspect"]
     policies = ["math", "code-*"]
+
+Rules under which nobody who calls now could call any more are taken for a mistake, and not used,
+unless the file begins with ``lock_out = true``.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import enum
 import hashlib
 import hmac
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -119,6 +122,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What a caller shows of itself; holds no secret."""
+
+    names: tuple[str, ...]
+    """The subject alternative names of its certificate, in lower case."""
+    token_sha256: str
+    """The digest of its bearer token; empty where it sends none."""
+
+
+def digest_of(token: str | None) -> str:
+    """The digest by which the rules know a token; empty where there is none."""
+    return hashlib.sha256(token.encode()).hexdigest() if token is not None else ""
+
+
+@dataclass(frozen=True)
 class _Rule:
     identity: Identity
     san: str = ""
@@ -131,6 +149,8 @@ class Access:
 
     _rules: tuple[_Rule, ...]
     limits: Limits = field(default_factory=Limits)
+    may_lock_out: bool = False
+    """Whether they are meant even if nobody who calls now could call under them."""
 
     @property
     def by_certificate(self) -> bool:
@@ -147,29 +167,34 @@ class Access:
         Raises:
             UnauthenticatedError: It shows nothing, or nothing that the rules name.
         """
-        known = [name.lower() for name in names]
+        known = tuple(name.lower() for name in names)
+        identity = self.find(Shown(known, digest_of(token)))
+        if identity is None:
+            raise UnauthenticatedError(self._why_unknown(known, token))
+        return identity
+
+    def find(self, shown: Shown) -> Identity | None:
+        """Who shows these credentials; None where no rule names them."""
         roles: set[Role] = set()
         policies: list[str] = []
         named = ""
-        digest = hashlib.sha256(token.encode()).hexdigest() if token is not None else ""
         for rule in self._rules:
             if rule.token_sha256:
+                digest = shown.token_sha256
                 if not digest or not hmac.compare_digest(digest, rule.token_sha256):
                     continue
                 name = rule.identity.name
             else:
-                matching = [name for name in known if fnmatchcase(name, rule.san)]
+                matching = [name for name in shown.names if fnmatchcase(name, rule.san)]
                 if not matching:
                     continue
                 name = matching[0]
             named = named or name
             roles |= rule.identity.roles
             policies += rule.identity.policies
-        if named:
-            return Identity(named, frozenset(roles), tuple(policies))
-        raise UnauthenticatedError(self._why_unknown(known, token))
+        return Identity(named, frozenset(roles), tuple(policies)) if named else None
 
-    def _why_unknown(self, names: list[str], token: str | None) -> str:
+    def _why_unknown(self, names: Sequence[str], token: str | None) -> str:
         if self.by_certificate:
             shown = ", ".join(names[:4]) or "no subject alternative name"
             return f"no identity of the access file has this certificate ({shown})"
@@ -217,11 +242,14 @@ def parse_access(text: str) -> Access:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidRequestError(f"the access file is not TOML: {error}") from None
-    unknown = sorted(table.keys() - {"identity", "limits"})
+    unknown = sorted(table.keys() - {"identity", "limits", "lock_out"})
     if unknown:
         raise InvalidRequestError(
-            f"the access file has {unknown[0]!r}, which is neither identity nor limits"
+            f"the access file has {unknown[0]!r}, which is none of identity, limits and lock_out"
         )
+    may_lock_out = table.get("lock_out", False)
+    if not isinstance(may_lock_out, bool):
+        raise InvalidRequestError("lock_out of the access file must be true or false")
     entries = table.get("identity", [])
     if not isinstance(entries, list) or not entries:
         raise InvalidRequestError("the access file names no [[identity]]: nobody could call")
@@ -231,7 +259,7 @@ def parse_access(text: str) -> Access:
             "the access file names certificates (san) and tokens (token_sha256): a server asks "
             "for one or the other; use one kind"
         )
-    return Access(rules, _limits(table.get("limits", {})))
+    return Access(rules, _limits(table.get("limits", {})), may_lock_out)
 
 
 def _rule(number: int, entry: Any) -> _Rule:

@@ -10,15 +10,16 @@ import ipaddress
 import logging
 import os
 import ssl
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 
 from weft.contract.errors import InvalidRequestError
+from weft.rpc.security.unused_files import UNUSED_FILES, read_file, stamp_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +33,79 @@ VARIABLES: Final = {
 }
 _READS: Final = 6
 _REREAD_SECONDS: Final = 0.02
-_MAX_FILE_BYTES: Final = 1 << 20
 _MAX_TOKEN_CHARS: Final = 4096
+_Stamp = tuple[int, int, int]
+
+
+class _Pem(NamedTuple):
+    """The content of one state of the files."""
+
+    ca: bytes
+    key: bytes
+    cert: bytes
+
+
+class _InForce:
+    """What the files of this process said when they could be used last; thread-safe. A file
+    that is removed, or spoilt, must not end what runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._certificates: dict[tuple[str, ...], tuple[tuple[_Stamp, ...], _Pem]] = {}
+        self._tokens: dict[str, tuple[_Stamp, str]] = {}
+
+    def certificates(self, shown: Credentials) -> _Pem:
+        """The certificates to use now.
+
+        Raises:
+            InvalidRequestError: They cannot be used, and never could.
+        """
+        key = (shown.tls_cert, shown.tls_key, shown.tls_ca)
+        with self._lock:
+            known = self._certificates.get(key)
+            stamps = shown.stamps()
+            if known is not None and known[0] == stamps:
+                return known[1]
+            name = shown.tls_cert or shown.tls_ca
+            try:
+                pem = shown.read_certificates()
+            except InvalidRequestError as error:
+                if known is None:
+                    raise
+                UNUSED_FILES.put(name, error.message)
+                pem = known[1]
+            else:
+                UNUSED_FILES.drop(name)
+            # Stamps of before the reading: what is replaced meanwhile is read again.
+            self._certificates[key] = stamps, pem
+            return pem
+
+    def token(self, path: str) -> str:
+        """The token to send now; the file is read when it changes.
+
+        Raises:
+            InvalidRequestError: It cannot be read, and never could.
+        """
+        if not path:
+            return ""
+        with self._lock:
+            known, stamp = self._tokens.get(path), stamp_of(path)
+            if known is not None and known[0] == stamp:
+                return known[1]
+            try:
+                token = _token_of(path)
+            except InvalidRequestError as error:
+                if known is None:
+                    raise
+                UNUSED_FILES.put(path, error.message)
+                token = known[1]
+            else:
+                UNUSED_FILES.drop(path)
+            self._tokens[path] = stamp, token
+            return token
+
+
+_IN_FORCE: Final = _InForce()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +159,19 @@ class Credentials:
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
         """What changes when one of ``paths`` is replaced; cheap."""
-        return tuple(_stamp(path) for path in self.paths())
+        return tuple(stamp_of(path) for path in self.paths())
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a new connection is made with; reads the files.
+        """What a new connection is made with: of the files as they are, or as they were last,
+        where they cannot be used now.
 
         Raises:
-            InvalidRequestError: One cannot be read.
+            InvalidRequestError: They cannot be used, and never could.
         """
-        ca, key, cert = self._files()
+        ca, key, cert = _IN_FORCE.certificates(self)
         return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
 
-    def _files(self) -> tuple[bytes, bytes, bytes]:
+    def read_certificates(self) -> _Pem:
         """Authority, key and certificate, of one state of the files: those that are just being
         replaced are read again, for a tenth of a second at most.
 
@@ -107,12 +180,12 @@ class Credentials:
         """
         for _ in range(_READS - 1):
             try:
-                return self._files_now()
+                return self._read_now()
             except InvalidRequestError:
                 time.sleep(_REREAD_SECONDS)
-        return self._files_now()
+        return self._read_now()
 
-    def _files_now(self) -> tuple[bytes, bytes, bytes]:
+    def _read_now(self) -> _Pem:
         stamps = self.stamps()
         ca = _read(self.tls_ca, "--tls-ca")
         key = _read(self.tls_key, "--tls-key")
@@ -127,7 +200,7 @@ class Credentials:
                 ) from None
         if stamps != self.stamps():
             raise InvalidRequestError("the files of the certificates are just being replaced")
-        return ca, key, cert
+        return _Pem(ca, key, cert)
 
     def metadata(self, target: str) -> tuple[tuple[str, str], ...]:
         """What each call carries: the token, where there is one.
@@ -135,7 +208,7 @@ class Credentials:
         Raises:
             InvalidRequestError: It would be readable on its way.
         """
-        token = self.token or _token_of(self.token_file)
+        token = self.token or _IN_FORCE.token(self.token_file)
         if not token:
             return ()
         if not self.has_tls and not is_loopback(target):
@@ -155,28 +228,23 @@ class Credentials:
             raise InvalidRequestError(
                 "the access file names certificates: give --tls-ca, whose certificates are trusted"
             )
-        first, stamps = self._configuration(), self.stamps()
+        current = _IN_FORCE.certificates(self)
 
         def fetch() -> Any:  # None where nothing has changed
-            nonlocal stamps
-            if (now := self.stamps()) == stamps:
+            nonlocal current
+            if (now := _IN_FORCE.certificates(self)) == current:
                 return None
-            try:
-                changed = self._configuration()
-            except InvalidRequestError as error:
-                _log.warning("new certificates are not used yet: %s", error.message)
-                return None
-            stamps = now  # as they were before they were read
+            current = now
             _log.info("new certificates are used from now on")
-            return changed
+            return _configuration(now)
 
-        return grpc.dynamic_ssl_server_credentials(first, fetch, ask)
+        return grpc.dynamic_ssl_server_credentials(_configuration(current), fetch, ask)
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        ca, key, cert = self._files()
-        return grpc.ssl_server_certificate_configuration(
-            [(key, cert)], root_certificates=ca or None
-        )
+
+def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(pem.key, pem.cert)], root_certificates=pem.ca or None
+    )
 
 
 #: Of a process that shows nothing.
@@ -227,14 +295,6 @@ def is_loopback(target: str) -> bool:
         return False
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return (0, 0, 0)
-    return (status.st_mtime_ns, status.st_ino, status.st_size)
-
-
 def _read(path: str, option: str) -> bytes:
     """A PEM file; nothing where none is named.
 
@@ -244,10 +304,9 @@ def _read(path: str, option: str) -> bytes:
     if not path:
         return b""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES)
-    except OSError as error:
-        raise InvalidRequestError(f"{option} {path}: {error.strerror}") from None
+        data = read_file(path)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{option} {path}: {error.message}") from None
     if b"-----BEGIN " not in data:
         raise InvalidRequestError(f"{option} {path} is no PEM file: it has no BEGIN line")
     return data
@@ -259,13 +318,12 @@ def _token_of(path: str) -> str:
     Raises:
         InvalidRequestError: It cannot be read, or holds none.
     """
-    if not path:
-        return ""
     try:
-        token = Path(path).read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not ASCII text"
-        raise InvalidRequestError(f"--token-file {path}: {why}") from None
+        token = read_file(path).decode("ascii").strip()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"--token-file {path}: {error.message}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"--token-file {path}: it is not ASCII text") from None
     if not token or len(token) > _MAX_TOKEN_CHARS or not token.isprintable() or " " in token:
         raise InvalidRequestError(f"--token-file {path} holds no token: one line of printable text")
     return token

@@ -5,7 +5,6 @@ over a new connection; those under way keep theirs, which closes with the last o
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +12,7 @@ from typing import Any, Final
 
 import grpc
 
-from weft.contract.errors import InvalidRequestError
 from weft.rpc.security.credentials import Credentials
-
-_log = logging.getLogger(__name__)
 
 #: How often the files are looked at, at most.
 _LOOK_SECONDS: Final = 1.0
@@ -56,16 +52,12 @@ class _Fresh:
                 self._looked_at = now
                 stamps = self._credentials.stamps()
                 if stamps != connection.stamps:
-                    try:
-                        self._current = _Connection(self._connect(), stamps)
-                    except InvalidRequestError as error:
-                        _log.warning("new certificates are not used yet: %s", error.message)
+                    self._current = _Connection(self._connect(), stamps)
+                    if connection.num_calls:
+                        self._stale.append(connection)
                     else:
-                        if connection.num_calls:
-                            self._stale.append(connection)
-                        else:
-                            stale = connection
-                        connection = self._current
+                        stale = connection
+                    connection = self._current
             connection.num_calls += 1
             key = (kind, method)
             if key not in connection.methods:

@@ -7,17 +7,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from weft.containers.lru import Lru
 from weft.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft.contract.names import BASE_POLICY
-from weft.rpc.security.access import ANYBODY, Access, Identity, as_error, check_call, parse_access
+from weft.rpc.security.access import (
+    ANYBODY,
+    Access,
+    Identity,
+    Shown,
+    as_error,
+    check_call,
+    digest_of,
+    parse_access,
+)
+from weft.rpc.security.unused_files import UNUSED_FILES, read_file, stamp_of
 
 _log = logging.getLogger(__name__)
 #: One JSON object a line; a handler of its own may send it elsewhere.
@@ -27,6 +39,10 @@ audit_log = logging.getLogger("weft.audit")
 #: its identity may still have it.
 LOOK_SECONDS: Final = 1.0
 STREAM_LOOK_SECONDS: Final = 5.0
+#: Callers that are remembered, and for how long: they are those who are connected.
+_MAX_CALLERS: Final = 4_096
+_CALLER_SECONDS: Final = 60.0
+_NOTHING: Final = Shown((), "")
 #: Calls that change nothing that outlives them, or only say again that somebody lives: worth
 #: a line where they are refused.
 _UNAUDITED: Final = frozenset(
@@ -67,7 +83,8 @@ _CUT_OFF: Final = "TOO_SLOW"
 
 
 class AccessFile:
-    """The rules of a file, read again when it changes; a bad change leaves the old ones.
+    """The rules of a file, read again when it changes. A change that cannot be used, or by which
+    nobody who calls now could call any more, leaves the rules before it in force.
 
     Raises:
         InvalidRequestError: The file cannot be read, or says what cannot be.
@@ -75,9 +92,13 @@ class AccessFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = self._look()
+        self._stamp = stamp_of(path)
         self._access = self._read()
         self._looked_at = time.monotonic()
+        #: By what they show, when each was let in last, and to which method.
+        self._callers: Lru[Shown, tuple[float, str]] = Lru(_MAX_CALLERS)
+        self._lock = threading.Lock()  # the page's requests come on a thread of their own
+        UNUSED_FILES.drop(str(path))
 
     @property
     def access(self) -> Access:
@@ -85,24 +106,24 @@ class AccessFile:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
-            if (stamp := self._look()) != self._stamp:
+            if (stamp := stamp_of(self._path)) != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._access = self._read_again()
+                    self._access = self._read_again(now)
                 except WeftError as error:
-                    _log.error("%s is not used, the rules before it are: %s", self._path, error)
+                    UNUSED_FILES.put(str(self._path), error.message)
                 else:
+                    UNUSED_FILES.drop(str(self._path))
                     _log.info("%s has new rules, which are used from now on", self._path)
         return self._access
 
-    def _look(self) -> tuple[int, int, int]:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return (0, 0, 0)
-        return (status.st_mtime_ns, status.st_ino, status.st_size)
+    def note_caller(self, shown: Shown, method: str) -> None:
+        """Remember who was let in, and to what: rules that would refuse everybody who is
+        remembered are not used."""
+        with self._lock:
+            self._callers.put(shown, (time.monotonic(), method))
 
-    def _read_again(self) -> Access:
+    def _read_again(self, now: float) -> Access:
         access = self._read()
         if access.by_certificate != self._access.by_certificate:
             kind = "certificates" if access.by_certificate else "tokens"
@@ -110,13 +131,33 @@ class AccessFile:
                 f"it names {kind} now, and the handshakes of a server that runs cannot follow: "
                 "restart it"
             )
+        with self._lock:
+            known = self._callers.items()
+        callers = [(shown, method) for shown, (at, method) in known if now - at < _CALLER_SECONDS]
+        if callers and not access.may_lock_out and not any(map(_lets_in(access), callers)):
+            shown, method = callers[-1]
+            found = self._access.find(shown)
+            who = found.name if found else "unknown"
+            raise InvalidRequestError(
+                f"it would lock out everybody who called in the last {_CALLER_SECONDS:.0f} s "
+                f"({len(callers)}, last {who}, of {method.rpartition('/')[2]}); if that is meant, "
+                "begin it with lock_out = true"
+            )
         return access
 
     def _read(self) -> Access:
         try:
-            return parse_access(self._path.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, WeftError) as error:
+            return parse_access(read_file(self._path).decode("utf-8"))
+        except (UnicodeDecodeError, WeftError) as error:
             raise as_error(error) from None
+
+
+def _lets_in(access: Access) -> Callable[[tuple[Shown, str]], bool]:
+    def lets_in(caller: tuple[Shown, str]) -> bool:
+        identity = access.find(caller[0])
+        return identity is not None and identity.may_call(caller[1])
+
+    return lets_in
 
 
 class Guard:
@@ -150,10 +191,11 @@ class Guard:
         """
         name, result, is_let_in = "", "OK", False
         try:
-            identity = self._identify(context)
+            identity, shown = self._identify(context)
             name = identity.name
             if self._file is not None:
                 check_call(identity, method, _policy_of(method, request))
+                self._file.note_caller(shown, method)
             with self._counted(name, is_stream=is_stream):
                 is_let_in = True
                 yield
@@ -170,14 +212,12 @@ class Guard:
             if not is_let_in or _is_worth_a_line(method, result, is_stream=is_stream):
                 audit(name, _peer(context), method, _facts(request), result)
 
-    def _identify(self, context: Any) -> Identity:
+    def _identify(self, context: Any) -> tuple[Identity, Shown]:
         if self._file is None:
-            return ANYBODY
-        names = [
-            name.decode("utf-8", "replace")
-            for name in context.auth_context().get("x509_subject_alternative_name", ())
-        ]
-        return self._file.access.identify(names, token_of(context.invocation_metadata()))
+            return ANYBODY, _NOTHING
+        token = token_of(context.invocation_metadata())
+        names = _names_of(context)
+        return self._file.access.identify(names, token), Shown(names, digest_of(token))
 
     def identify_token(self, metadata: Sequence[tuple[str, Any]]) -> None:
         """Refuse a caller who shows no known token, where tokens are asked for; whoever
@@ -195,7 +235,10 @@ class Guard:
         Raises:
             NotAllowedError: Its identity or role was removed.
         """
-        check_call(self._identify(context), method, None)
+        identity, shown = self._identify(context)
+        check_call(identity, method, None)
+        if self._file is not None:
+            self._file.note_caller(shown, method)
 
     @contextmanager
     def _counted(self, name: str, *, is_stream: bool) -> Iterator[None]:
@@ -258,6 +301,11 @@ def token_of(metadata: Any) -> str | None:
             if scheme.lower() == "bearer" and token:
                 return token
     return None
+
+
+def _names_of(context: Any) -> tuple[str, ...]:
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return tuple(name.decode("utf-8", "replace").lower() for name in names)
 
 
 def _peer(context: Any) -> str:

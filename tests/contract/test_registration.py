@@ -1,0 +1,267 @@
+"""A replica that the coordinator refuses, or cannot answer: one that serves stays, says why and
+asks again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_status import rpc_status
+
+from rollout_side.agent.heartbeat import Holdings, Identity
+from rollout_side.agent.registration import Registration
+from rollout_side.config import AgentConfig
+from rollout_side.engine import MemoryUse
+from tests.doubles.certificates import Authority
+from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
+from weft.contract.errors import (
+    BaseMismatchError,
+    CapacityError,
+    InvalidNameError,
+    NotAllowedError,
+    NotReadyError,
+    RequestConflictError,
+    UnauthenticatedError,
+    WeftError,
+)
+from weft.contract.names import VersionVector
+from weft.rpc.codec import duration_to_proto
+from weft.rpc.status import status_from_error
+from weft.v1 import registry_pb2, registry_pb2_grpc
+
+_SECONDS = 10.0
+_CONTACT_SECONDS = 0.3
+REFUSALS = [
+    UnauthenticatedError("the bearer token is none of the access file's"),
+    NotAllowedError("r0 may not call Heartbeat: its roles are none", reason="ROLE_MISSING"),
+    NotReadyError("the coordinator speaks revision 99", reason="REVISION_MISMATCH"),
+    BaseMismatchError("another base model"),
+    InvalidNameError("a served name is that of an adapter"),
+    RequestConflictError("a live replica has this id"),
+    NotReadyError("a reason that nobody knows yet", reason="OF_NEXT_YEAR"),
+]
+
+
+class Registry(registry_pb2_grpc.RegistryServiceServicer):
+    """Fails as often as it is told to, then answers."""
+
+    def __init__(self, errors: list[WeftError]) -> None:
+        self.errors = errors
+        self.registered, self.refused = threading.Event(), threading.Event()
+        self.beats = 0
+        self.requests: list[Any] = []
+        #: Answers every call while it is set.
+        self.refusal: WeftError | None = None
+
+    def _refuse(self, context: Any) -> None:
+        error = self.refusal or (self.errors.pop(0) if self.errors else None)
+        if error is not None:
+            self.refused.set()
+            context.abort_with_status(rpc_status.to_status(status_from_error(error)))
+
+    def Register(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.requests.append(request)
+        self._refuse(context)
+        self.registered.set()
+        return registry_pb2.RegisterResponse(
+            heartbeat_interval=duration_to_proto(0.02), coordinator_generation=3
+        )
+
+    def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._refuse(context)
+        self.beats += 1
+        return registry_pb2.HeartbeatResponse(ready=True)
+
+    def Leave(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return registry_pb2.LeaveResponse()
+
+
+@pytest.fixture
+def server() -> Iterator[grpc.Server]:
+    made = grpc.server(futures.ThreadPoolExecutor(4))
+    yield made
+    made.stop(None).wait()
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little of it."""
+    monkeypatch.setattr("rollout_side.agent.registration._RETRY_SECONDS", 0.01)
+
+
+def _serve(server: grpc.Server, registry: Registry) -> str:
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return f"127.0.0.1:{port}"
+
+
+def _holdings() -> Holdings:
+    return Holdings(VersionVector(), MemoryUse(adapter_bytes=0, staging_bytes=0), "")
+
+
+def _registration(
+    target: str, failed: Callable[[WeftError], None], current: Callable[[], Holdings] = _holdings
+) -> Registration:
+    identity = Identity(
+        address="127.0.0.1:1", capabilities=CAPABILITIES, reference=REFERENCE, model_name="tiny"
+    )
+    config = AgentConfig(
+        coordinator=target,
+        replica_id="r0",
+        contact_seconds=_CONTACT_SECONDS,
+        conflict_patience_seconds=0.05,
+    )
+    return Registration(
+        config, identity, current=current, on_failed=failed, on_answer=lambda told: None
+    )
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    nobody, turns = threading.Event(), int(_SECONDS / 0.01)
+    assert any(condition() or nobody.wait(0.01) for _ in range(turns))
+
+
+def test_a_replica_outlives_a_coordinator_that_fails(
+    server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: list[WeftError] = []
+    error = WeftError("the coordinator failed on this call; read its log")
+    registry = Registry([error, error, CapacityError("too many calls", reason="TOO_SLOW")])
+    registration = _registration(_serve(server, registry), failed.append)
+    registration.start()
+    try:
+        assert registry.registered.wait(_SECONDS)
+    finally:
+        registration.stop()
+    assert not failed
+    assert len(registry.requests) == 4
+    told = [record.message for record in caplog.records if "asks again" in record.message]
+    assert len(told) == 2, "once for each reason"
+    assert "the coordinator failed on this call" in told[0]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: error.reason)
+def test_a_refusal_never_ends_a_replica_that_was_taken_in(
+    server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture, error: WeftError
+) -> None:
+    failed: list[WeftError] = []
+    registry = Registry([])
+    registration = _registration(_serve(server, registry), failed.append)
+    registration.start()
+    try:
+        _wait_for(registration.ready.is_set)
+        registry.refusal = error
+        _wait_for(lambda: not registration.in_contact)
+        assert error.message in registration.trouble
+        assert not registration.is_known
+        registration.registered.clear()  # as after NOT_FOUND: Register is refused alike
+        num_requests = len(registry.requests)
+        _wait_for(lambda: len(registry.requests) > num_requests + 2)
+        registry.refusal = None
+        _wait_for(lambda: registration.in_contact and registration.is_known)
+        assert not registration.trouble
+    finally:
+        registration.stop()
+    assert not failed
+    said = [r.message for r in caplog.records if error.message in r.message]
+    assert len(said) == 1, "once, however often it is asked again"
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: error.reason)
+def test_at_a_fresh_start_what_the_replica_itself_is_ends_it_and_nothing_else_does(
+    server: grpc.Server, patience: None, error: WeftError
+) -> None:
+    """Access files, tokens and revisions are mended by others, while it waits."""
+    failed: list[WeftError] = []
+    ended = threading.Event()
+    registry = Registry([])
+    registry.refusal = error
+    registration = _registration(
+        _serve(server, registry), lambda refusal: (failed.append(refusal), ended.set())[1]
+    )
+    registration.start()
+    is_final = error.reason in {"BASE_MISMATCH", "INVALID_NAME", "REQUEST_CONFLICT"}
+    try:
+        if is_final:
+            assert ended.wait(_SECONDS)
+        else:
+            _wait_for(lambda: len(registry.requests) > 3)
+            registry.refusal = None
+            assert registry.registered.wait(_SECONDS)
+    finally:
+        registration.stop()
+    assert [refusal.reason for refusal in failed] == ([error.reason] if is_final else [])
+
+
+def test_what_fails_in_the_replica_itself_does_not_end_its_thread_in_silence(
+    server: grpc.Server, patience: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: list[WeftError] = []
+    registry = Registry([])
+    broken = True
+
+    def current() -> Holdings:
+        if broken:
+            raise ValueError("a directory that nobody can parse")
+        return _holdings()
+
+    registration = _registration(_serve(server, registry), failed.append, current)
+    registration.start()
+    try:
+        _wait_for(lambda: "a directory that nobody can parse" in registration.trouble)
+        broken = False
+        assert registry.registered.wait(_SECONDS)
+        _wait_for(lambda: not registration.trouble)
+    finally:
+        registration.stop()
+    assert not failed
+    assert sum("nobody can parse" in record.message for record in caplog.records) == 1
+
+
+def test_an_expired_certificate_is_called_so(
+    server: grpc.Server, patience: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    own = authority.credentials("localhost", "127.0.0.1", file="server")
+    credentials = own.server_credentials(ask=True)
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(Registry([]), server)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    before = datetime.now(UTC) - timedelta(seconds=5)
+    expired = authority.credentials("replica.test", not_after=before)
+    for variable, value in expired.to_environment().items():
+        monkeypatch.setenv(variable, value)
+    registration = _registration(f"127.0.0.1:{port}", pytest.fail)
+    registration.start()
+    try:
+        _wait_for(lambda: "certificate has expired" in registration.trouble)
+        assert expired.tls_cert in registration.trouble
+    finally:
+        registration.stop()
+
+
+def test_a_token_file_that_is_away_keeps_the_token_that_it_held(
+    server: grpc.Server, patience: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-many-characters")
+    monkeypatch.setenv("WEFT_TOKEN_FILE", str(file))
+    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    registry = Registry([])
+    registration = _registration(_serve(server, registry), pytest.fail)
+    registration.start()
+    try:
+        _wait_for(registration.ready.is_set)
+        file.unlink()
+        beats = registry.beats
+        _wait_for(lambda: registry.beats > beats + 3)
+        assert registration.in_contact
+    finally:
+        registration.stop()
