@@ -288,7 +288,9 @@ class ReplicaServicer(ReplicaServiceServicer):
         await agent.serving.drop_mistaken(
             [(_version(held.version), held.content_digest) for held in mistaken]
         )
-        await agent.serving.retire([_version(version) for version in request.versions])
+        await agent.serving.retire(
+            [_version(version) for version in request.versions], frozenset(request.ended_policies)
+        )
         return pb.RetireVersionsResponse(
             version_vector=vector_to_proto(agent.serving.vector),
             draining=[version_to_proto(version) for version in sorted(agent.serving.retiring)],

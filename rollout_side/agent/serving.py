@@ -7,7 +7,7 @@ nothing of the pool; the agent tells the pool what is found here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -337,16 +337,35 @@ class Serving:
 
     # -- what is dropped, kept and spilled ---------------------------------------
 
-    async def retire(self, versions: list[PolicyVersion]) -> None:
-        """Stop serving adapter versions; those in use stay in ``retiring``."""
+    async def retire(
+        self, versions: list[PolicyVersion], ended: Collection[str] = frozenset()
+    ) -> None:
+        """Stop serving adapter versions; those in use stay in ``retiring``.
+
+        Args:
+            ended: Policies that the pool has forgotten: their bare names go, too, where they
+                stand for one of these versions.
+        """
         for version in versions:
-            entry = self.vector.adapters.get(version.policy, AdapterVersions())
-            if entry.alias == version.version or version.policy == BASE_POLICY:
+            if version.policy == BASE_POLICY:
+                continue
+            if version.policy in ended:  # in turn: a later version may be on its way here
+                await self.turns.take(self._drop_alias(version))
+            if self._alias_of(version.policy) == version.version:
                 continue
             self.vector = self.vector.without_adapter(version)
             self.retiring.add(version)
             self._spills.retire(version)
         await self.drop_unused()
+
+    async def _drop_alias(self, version: PolicyVersion) -> None:
+        """Let a bare name stand for nothing, if it stands for this version."""
+        if self._alias_of(version.policy) == version.version:
+            await self._engine.drop_alias(version.policy)
+            self.vector = self.vector.without_adapter(version)
+
+    def _alias_of(self, policy: str) -> int:
+        return self.vector.adapters.get(policy, AdapterVersions()).alias
 
     async def drop_mistaken(self, mistaken: list[tuple[PolicyVersion, bytes]]) -> None:
         """Stop serving adapter versions whose bytes are not those of their numbers, if they

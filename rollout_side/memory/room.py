@@ -43,8 +43,8 @@ def check_adapter_room(
         raise CapacityError(
             f"the adapter store holds {in_use:,} of {capacity:,} bytes "
             f"({names or 'nothing'}) and {waiting:,} wait for their commit: no room for "
-            f"{num_bytes:,} more; retire versions or start the replica with a larger "
-            "--adapter-memory-gib"
+            f"{num_bytes:,} more; end what is done with (weft forget POLICY), keep fewer versions "
+            "(weft retain POLICY N), or start the replica with a larger --adapter-memory-gib"
         )
 
 

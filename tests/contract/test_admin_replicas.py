@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tests.contract.calls import refusal
+from tests.contract.calls import eventually, refusal, refused
 from tests.contract.conftest import Pool
 from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import duration_from_proto, duration_to_proto
@@ -151,6 +151,60 @@ async def test_retire(pool: Pool) -> None:
         inspect_pb2.VERSION_STATE_RETIRED,
     ]
     assert "retire" in replica.calls
+
+
+async def test_forget(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    base = await pool.trainer("base-trainer", policy="base")
+    for pusher in (trainer, trainer, base):
+        await pusher.push()
+
+    async def forget(policy: str, *, force: bool = False) -> list[int]:
+        request = pb.ForgetPolicyRequest(policy=policy, force=force)
+        answer = await _admin(pool, "ForgetPolicy", request)
+        return [v.version for v in answer.retired_versions]
+
+    assert await refusal(forget("no")) == "NOT_FOUND/POLICY_UNKNOWN"
+    assert await refusal(forget("base")) == "UNIMPLEMENTED/UNSUPPORTED"
+    status, error = await refused(forget("math"))
+    assert (status, error.metadata["holder"]) == ("ALREADY_EXISTS/POLICY_OWNED", "trainer")
+    assert await forget("math", force=True) == [1, 2]
+    assert await forget("math") == [], "idempotent"
+
+    async def is_dropped() -> bool:
+        return replica.ended == ["math"] and not replica.vector.adapters
+
+    await eventually(is_dropped)
+    assert await replica.heartbeat()
+    await pool.restart()
+    await replica.follow(pool.target)
+    await replica.register()
+    assert [p.policy for p in (await pool.seen()).policies] == ["base"]
+    async with open_aio_channel(pool.target) as channel:
+        stub = inspect_pb2_grpc.InspectServiceStub(channel)
+        listed = await stub.ListVersions(inspect_pb2.ListVersionsRequest(policy="math"))
+    assert [v.state for v in listed.versions] == [inspect_pb2.VERSION_STATE_RETIRED] * 2
+    again = await pool.trainer("another")
+    assert (await again.push()).version.version == 3
+    assert [p.policy for p in (await pool.seen()).policies] == ["base", "math"]
+
+
+async def test_what_replicas_switch_to_is_not_forgotten(pool: Pool) -> None:
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    replica.commit_gate.clear()
+    push = asyncio.create_task(trainer.push())
+
+    async def is_committing() -> bool:
+        return "commit" in replica.calls
+
+    await eventually(is_committing)
+    request = pb.ForgetPolicyRequest(policy="math", force=True)
+    status = await refusal(_admin(pool, "ForgetPolicy", request))
+    assert status == "FAILED_PRECONDITION/TRANSFER_UNDER_WAY"
+    replica.commit_gate.set()
+    await push
 
 
 async def test_retention(pool: Pool) -> None:

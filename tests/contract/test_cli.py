@@ -139,6 +139,8 @@ async def test_orders_say_what_was_done(pool: Pool) -> None:
     assert await ordered(pool, "cordon", "r0", "--reason", "new disk") == cordon
     assert (await ordered(pool, "uncordon", "r0"))["replica_id"] == "r0"
     assert (await ordered(pool, "base"))["replica_ids"] == ["r0"]
+    forgotten = await ordered(pool, "forget", "math", "--force")
+    assert forgotten["retired_versions"] == [{**named, "version": n} for n in ("1", "2")]
     refused = await weft("cordon", "r9", "-c", pool.target, "--json")
     assert (refused.code, refused.out) == (1, "")
     error = json.loads(refused.err)["error"]

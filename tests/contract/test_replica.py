@@ -282,6 +282,25 @@ async def test_mistaken_bytes_are_dropped_with_their_name(served: Served) -> Non
     assert served.engine.store.adapter(PolicyVersion("math", 1)) is None
 
 
+async def test_a_policy_that_has_ended_goes_with_its_name(served: Served) -> None:
+    for version in ("math@1", "math@2", "math@3"):
+        await served.commit(version)
+
+    async def end(*numbers: int) -> dict[str, AdapterVersions]:
+        versions = [types_pb2.PolicyVersion(policy="math", version=n) for n in numbers]
+        request = replica_pb2.RetireVersionsRequest(versions=versions, ended_policies=["math"])
+        response = await served.stub.RetireVersions(request)
+        return dict(vector_from_proto(response.version_vector).adapters)
+
+    assert await end(1) == {"math": AdapterVersions((2, 3), 3)}, "the name stands for a later one"
+    for _ in range(2):  # idempotent
+        assert await end(2, 3) == {}
+    assert served.engine.aliases == {}
+    await served.commit("math@4")
+    assert await end(2, 3) == {"math": AdapterVersions((4,), 4)}, "an order that comes late"
+    assert served.engine.aliases == {"math": 4}
+
+
 async def test_workers_that_do_not_answer_for_a_while_do_not_end_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

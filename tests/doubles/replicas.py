@@ -62,6 +62,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
         self.calls: list[str] = []
+        #: Policies that it was told are forgotten.
+        self.ended: list[str] = []
         self.joins: list[replica_pb2.JoinGroupRequest] = []
         self.ranks: dict[tuple[str, int], FakeRank] = {}
         self.tasks: list[asyncio.Task[None]] = []
@@ -239,6 +241,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     async def RetireVersions(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls.append("retire")
+        self.ended += request.ended_policies
         for message in (*request.versions, *(h.version for h in request.mistaken_versions)):
             self.facts.pop(version_from_proto(message), None)
             self.vector = self.vector.without_adapter(version_from_proto(message))

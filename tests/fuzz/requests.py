@@ -259,6 +259,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "AdminService/Pin": _just(admin.PinRequest(version=_VERSION, pinned=True)),
     "AdminService/Retire": _just(admin.RetireRequest(version=_VERSION)),
     "AdminService/SetRetention": _just(admin.SetRetentionRequest(policy="math", num_versions=1000)),
+    "AdminService/ForgetPolicy": _just(admin.ForgetPolicyRequest(policy="math", force=True)),
     "AdminService/Cordon": _just(admin.CordonRequest(replica_id="stranger", reason="why not")),
     "AdminService/Quarantine": _just(
         admin.QuarantineRequest(replica_id="stranger", reason="why not")
@@ -289,7 +290,9 @@ _MAKERS: Mapping[str, _Maker] = {
         )
     ],
     "ReplicaService/RetireVersions": lambda world: [
-        replica.RetireVersionsRequest(coordinator_generation=world.generation, versions=[_VERSION])
+        replica.RetireVersionsRequest(
+            coordinator_generation=world.generation, versions=[_VERSION], ended_policies=["math"]
+        )
     ],
     "ReplicaService/DescribeVersion": _just(
         replica.DescribeVersionRequest(version=types.PolicyVersion(policy="base", version=1))

@@ -1,4 +1,4 @@
-"""The operator's orders as commands: rollback, pin, retain, cordon, drain and the like."""
+"""The operator's orders as commands: rollback, pin, forget, cordon, drain and the like."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reason = Annotated[str, typer.Option(help="Why, for people.")]
 
 def add_orders(app: typer.Typer) -> None:
     """Add the commands of this module, after those that ``app`` has."""
-    about_versions = (rollback, pin, retire, retain)
+    about_versions = (rollback, pin, retire, retain, forget)
     about_replicas = (cordon, quarantine, uncordon, drain, sleep, wake)
     for order in (*about_versions, *about_replicas, base):
         app.command()(order)
@@ -82,6 +82,24 @@ def retain(
     from weft_cli.orders import versions
 
     versions.retain(coordinator, policy, number, json_output=json_output)
+
+
+def forget(
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="Adapter's name.")],
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="End its owner's lease, too, and what it is pushing."),
+    ] = False,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
+) -> None:
+    """End an adapter: all its versions are retired, and replicas drop them, also from disk.
+
+    Its numbers are never used again: a later push of the name begins above them.
+    """
+    from weft_cli.orders import versions
+
+    versions.forget(coordinator, policy, by_force=force, json_output=json_output)
 
 
 def cordon(

@@ -1,4 +1,4 @@
-"""``weft rollback``, ``pin``, ``retire`` and ``retain``: orders about versions."""
+"""``weft rollback``, ``pin``, ``retire``, ``retain`` and ``forget``: orders about versions."""
 
 from __future__ import annotations
 
@@ -79,6 +79,24 @@ def retain(coordinator: str, policy: str, num_versions: int, *, json_output: boo
     number = response.num_versions
     kept = "the newest version is" if number == 1 else f"the newest {number} versions are"
     report(json_output, f"of [bold]{policy}[/] {kept} kept", request, response)
+
+
+def forget(coordinator: str, policy: str, *, by_force: bool, json_output: bool = False) -> None:
+    """End an adapter's policy.
+
+    Raises:
+        WeftError: It was refused.
+    """
+    request = admin_pb2.ForgetPolicyRequest(policy=policy, force=by_force)
+    with connect(coordinator) as channel:
+        response = AdminServiceStub(channel).ForgetPolicy(request, timeout=CALL_SECONDS)
+    number = plural(len(response.retired_versions), "version")
+    report(
+        json_output,
+        f"[bold green]{policy}[/] is forgotten: {number} retired, which replicas drop",
+        request,
+        response,
+    )
 
 
 def pin(

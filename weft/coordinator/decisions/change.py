@@ -75,6 +75,16 @@ class Change:
         old = self.state.policies.get(policy.name)
         self.touched_all |= old is None or old.versions != policy.versions
         self.state = replace(self.state, policies={**self.state.policies, policy.name: policy})
+        if policy.name in self.state.forgotten:
+            others = {k: v for k, v in self.state.forgotten.items() if k != policy.name}
+            self.state = replace(self.state, forgotten=others)
+
+    def put_away(self, policy: Policy) -> None:
+        """Keep the numbers of a policy that was forgotten, and nothing else of it."""
+        self.touched_all |= policy.name in self.state.policies
+        others = {k: v for k, v in self.state.policies.items() if k != policy.name}
+        forgotten = {**self.state.forgotten, policy.name: policy}
+        self.state = replace(self.state, policies=others, forgotten=forgotten)
 
     def next_epoch(self) -> int:
         """The epoch of a new group; durable before the group is opened."""

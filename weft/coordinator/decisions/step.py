@@ -16,7 +16,7 @@ from weft.contract.errors import (
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, Effect, EventKind, RoutesChanged
-from weft.coordinator.decisions.policies import leases, retention
+from weft.coordinator.decisions.policies import leases, removal, retention
 from weft.coordinator.decisions.purposes import begin, rollback
 from weft.coordinator.decisions.recovery import adoption, catch_up, republish
 from weft.coordinator.decisions.replicas import (
@@ -180,6 +180,8 @@ def _apply(change: Change, event: events.Event) -> None:
             retention.retire_version(change, event)
         case events.SetRetention():
             retention.set_retention(change, event)
+        case events.ForgetPolicy():
+            removal.forget(change, event)
         case events.TakeOutOfService():
             out_of_service.take_out(change, event)
         case events.Uncordon():

@@ -286,6 +286,7 @@ class ReplicaCaller:
             coordinator_generation=self._generation(),
             versions=map(version_to_proto, call.versions),
             mistaken_versions=map(held_to_proto, call.mistaken),
+            ended_policies=call.ended,
         )
         try:
             response = await self._reader.stub(call.address).RetireVersions(

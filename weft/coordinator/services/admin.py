@@ -96,6 +96,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         assert isinstance(answer, effects.RetentionAnswer)
         return admin_pb2.SetRetentionResponse(num_versions=answer.num_versions)
 
+    async def ForgetPolicy(
+        self, request: admin_pb2.ForgetPolicyRequest, context: Context
+    ) -> admin_pb2.ForgetPolicyResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.ForgetPolicy(ticket, request.policy, request.force)
+        )
+        assert isinstance(answer, effects.ForgetAnswer)
+        return admin_pb2.ForgetPolicyResponse(
+            retired_versions=[version_to_proto(version) for version in answer.retired]
+        )
+
     async def Cordon(
         self, request: admin_pb2.CordonRequest, context: Context
     ) -> admin_pb2.CordonResponse:

@@ -128,7 +128,8 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         self, request: inspect_pb2.ListVersionsRequest, context: Context
     ) -> inspect_pb2.ListVersionsResponse:
         """Source: protos/weft/v1/inspect.proto."""
-        if request.policy not in self._driver.state.policies:
+        state = self._driver.state
+        if request.policy not in state.policies and request.policy not in state.forgotten:
             raise NotFoundError(
                 f"no policy {request.policy[:80]!r} is known", reason="POLICY_UNKNOWN"
             )

@@ -9,6 +9,7 @@ from weft.coordinator.decisions.effects.answers import (
     Answer,
     BeginAnswer,
     Done,
+    ForgetAnswer,
     HeartbeatAnswer,
     LeaseAnswer,
     RebindAnswer,
@@ -86,6 +87,7 @@ __all__ = [
     "UncordonAnswer",
     "RollbackAnswer",
     "RebindAnswer",
+    "ForgetAnswer",
     "RetentionAnswer",
     "SleepAnswer",
     "Done",
@@ -163,6 +165,7 @@ class EventKind(enum.StrEnum):
     VERSION_NOT_ADOPTED = enum.auto()
     VERSION_CONFLICT = enum.auto()
     REPLICA_ASLEEP = enum.auto()
+    POLICY_FORGOTTEN = enum.auto()
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,13 @@ class RebindAnswer:
 
 
 @dataclass(frozen=True)
+class ForgetAnswer:
+    """To ForgetPolicy."""
+
+    retired: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True)
 class RetentionAnswer:
     """To SetRetention."""
 
@@ -121,6 +128,7 @@ Answer = (
     | HeartbeatAnswer
     | RollbackAnswer
     | RebindAnswer
+    | ForgetAnswer
     | RetentionAnswer
     | SleepAnswer
     | UncordonAnswer

@@ -143,6 +143,8 @@ class CallRetire:
     versions: tuple[PolicyVersion, ...]
     mistaken: tuple[HeldVersion, ...] = ()
     """Adapters whose bytes are not those of their numbers."""
+    ended: tuple[str, ...] = ()
+    """Policies that were forgotten: ``versions`` may have what their names stand for."""
 
 
 @dataclass(frozen=True)

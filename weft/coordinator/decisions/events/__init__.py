@@ -23,6 +23,7 @@ from weft.coordinator.decisions.events.answers import (
 )
 from weft.coordinator.decisions.events.operators import (
     DrainReplica,
+    ForgetPolicy,
     OperatorEvent,
     Pin,
     RebindBase,
@@ -98,6 +99,7 @@ __all__ = [
     "Pin",
     "RetireVersion",
     "SetRetention",
+    "ForgetPolicy",
     "TakeOutOfService",
     "Uncordon",
     "DrainReplica",

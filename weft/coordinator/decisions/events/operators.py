@@ -56,6 +56,16 @@ class SetRetention:
 
 
 @dataclass(frozen=True)
+class ForgetPolicy:
+    """An operator ends a policy."""
+
+    ticket: int
+    policy: str
+    force: bool
+    """Whether its owner's lease, and what it is pushing, end with it."""
+
+
+@dataclass(frozen=True)
 class TakeOutOfService:
     """An operator takes a replica out of service."""
 
@@ -119,6 +129,7 @@ OperatorEvent = (
     | Pin
     | RetireVersion
     | SetRetention
+    | ForgetPolicy
     | TakeOutOfService
     | Uncordon
     | DrainReplica

@@ -109,7 +109,7 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
     lease = live_lease(policy, change.now) if policy else None
     is_own = event.session_id in ("", lease.session_id) if lease else False
     if policy and lease and is_own and lease.fencing_token == event.fencing_token:
-        change.put_policy(replace(policy, lease=None))
+        _put_free(change, policy)
         change.announce(EventKind.LEASE_RELEASED, policy.name, f"by trainer {lease.trainer_id}")
         _abort_transfers(change, policy.name, "its trainer gave the lease back")
     change.reply(event.ticket, Done())
@@ -129,13 +129,27 @@ def _expire(
     lease = policy.lease
     if lease is None:
         return
-    change.put_policy(replace(policy, lease=None))
     if displaced_by is not None and change.now < lease.expires_at:
         why = f"trainer {lease.trainer_id!r} took its lease over: {displaced_by.process}"
     else:
         why = f"the lease of trainer {lease.trainer_id!r} expired"
+    end(change, policy, why)
+
+
+def end(change: Change, policy: Policy, why: str) -> None:
+    """End a lease, and what is being pushed under it."""
+    _put_free(change, policy)
     change.announce(EventKind.LEASE_RELEASED, policy.name, why)
     _abort_transfers(change, policy.name, why)
+
+
+def _put_free(change: Change, policy: Policy) -> None:
+    """A policy without an owner; one that was forgotten, and got no version since, stays so."""
+    free = replace(policy, lease=None)
+    if free.forgotten:
+        change.put_away(free)
+    else:
+        change.put_policy(free)
 
 
 def _abort_transfers(change: Change, policy: str, why: str) -> None:

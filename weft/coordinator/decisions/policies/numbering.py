@@ -34,7 +34,10 @@ MAX_NUMBER: Final = 2**52
 
 
 def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
-    """A policy that the catalog does not know."""
+    """A policy that the catalog does not know, or knows as forgotten."""
+    known = state.forgotten.get(name)
+    if known is not None:
+        return known
     return Policy(name, kind, last_version=state.number_floor, fencing_token=state.number_floor)
 
 
@@ -69,7 +72,7 @@ def _leap_all(change: Change) -> None:
     if floor > change.state.number_floor:
         change.state = replace(change.state, number_floor=floor)
         change.emit(SaveNumberFloor(floor))
-    for policy in list(change.state.policies.values()):
+    for policy in [*change.state.policies.values(), *change.state.forgotten.values()]:
         _raise(change, policy, policy.last_version + LEAP)
 
 
@@ -84,7 +87,8 @@ def versions_heard(change: Change, replica: Replica, heard: Iterable[events.Hear
 
 def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
     for version in heard:
-        policy = change.state.policies.get(version.policy)
+        state = change.state
+        policy = state.policies.get(version.policy) or state.forgotten.get(version.policy)
         known = policy.last_version if policy else 0
         if not known < version.version <= MAX_NUMBER:
             continue
@@ -95,6 +99,8 @@ def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
                 continue  # nobody could have pushed it
             kind = PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER
             policy = new_policy(change.state, version.policy, kind)
+        elif version.policy in state.forgotten:  # it was pushed again, which is lost
+            change.put_policy(policy)
         _raise(change, policy, version.version + LEAP)
 
 
@@ -103,7 +109,10 @@ def _raise(change: Change, policy: Policy, last_version: int) -> None:
     coordinators that assigned what is below."""
     last_version = max(policy.last_version, last_version)
     policy = replace(policy, last_version=last_version, fencing_token=policy.fencing_token + LEAP)
-    change.put_policy(policy)
+    if policy.name in change.state.forgotten:
+        change.put_away(policy)
+    else:
+        change.put_policy(policy)
     change.emit(SavePolicy(policy))
 
 

@@ -90,7 +90,7 @@ def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord
     """
     policy = state.policies.get(version.policy)
     if policy is None:
-        raise unknown_policy(version.policy)
+        raise unknown_policy(state, version.policy)
     started_with = version == PolicyVersion(BASE_POLICY, 0)
     if not started_with and (record is None or record.state not in _SERVED_ONCE):
         why = ""
@@ -100,9 +100,12 @@ def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord
     return policy
 
 
-def unknown_policy(policy: str) -> NotFoundError:
-    """The failure of a call that names no policy."""
-    return NotFoundError(f"no policy {policy[:80]!r} is known", reason="POLICY_UNKNOWN")
+def unknown_policy(state: PoolState, policy: str) -> NotFoundError:
+    """The failure of a call that names no policy, or one that was forgotten."""
+    why = f"no policy {policy[:80]!r} is known"
+    if policy in state.forgotten:
+        why = f"the policy {policy!r} was forgotten by an operator: a push begins it anew"
+    return NotFoundError(why, reason="POLICY_UNKNOWN")
 
 
 # -- what an operator orders ----------------------------------------------------
@@ -173,13 +176,10 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
             )
         if version.version == policy.served_version:
             back = ways_back(change.state, policy)
-            advice = (
-                f"push a newer version or roll back to {back[-1]}"
-                if back
-                else ("push a newer version")
-            )
+            advice = f" or roll back to {back[-1]}" if back else ""
             raise NotReadyError(
-                f"requests for {policy.name!r} get {version}: {advice} first",
+                f"requests for {policy.name!r} get {version}: push a newer version{advice} first, "
+                f"or end the policy: weft forget {policy.name}",
                 reason="VERSION_IN_USE",
             )
         if version.version in policy.pinned:
@@ -211,7 +211,7 @@ def set_retention(change: Change, event: events.SetRetention) -> None:
     policy = change.state.policies.get(event.policy)
     try:
         if policy is None:
-            raise unknown_policy(event.policy)
+            raise unknown_policy(change.state, event.policy)
         if policy.kind is PolicyKind.BASE:
             raise UnsupportedError(
                 "each replica retains as many copies of the base as its --retain-base says"
@@ -274,7 +274,8 @@ def retire(change: Change) -> None:
             continue
         # Nothing that the catalog does not know goes before it is decided about.
         undecided_here = {h.version for h in replica.unrecorded}
-        unwanted = [v for v in _unwanted(replica, kept) if v not in undecided_here]
+        ended = {name for name in replica.vector.adapters if name in state.forgotten}
+        unwanted = [v for v in _unwanted(replica, kept, ended) if v not in undecided_here]
         held.update(unwanted)
         in_vain = _spilled_in_vain(state, replica, kept, held)
         unwanted += [v for v in in_vain if v not in undecided_here]
@@ -289,18 +290,22 @@ def retire(change: Change) -> None:
                     replica.address,
                     tuple(unwanted),
                     mistaken,
+                    tuple(sorted(ended)),
                 )
             )
     _record(change, kept, held)
 
 
-def _unwanted(replica: Replica, kept: dict[str, frozenset[int]]) -> list[PolicyVersion]:
-    """What a replica serves beyond what is kept; never what its alias stands for."""
+def _unwanted(
+    replica: Replica, kept: dict[str, frozenset[int]], ended: set[str]
+) -> list[PolicyVersion]:
+    """What a replica serves beyond what is kept; what its alias stands for only where the
+    policy has ended."""
     return [
         PolicyVersion(policy, version)
         for policy, entry in sorted(replica.vector.adapters.items())
         for version in entry.versions
-        if version not in kept.get(policy, ()) and version != entry.alias
+        if version not in kept.get(policy, ()) and (version != entry.alias or policy in ended)
     ]
 
 
@@ -309,12 +314,17 @@ def _spilled_in_vain(
 ) -> list[PolicyVersion]:
     """What lies in a replica's spill directory and is never brought back: a version
     that this catalog assigned and keeps no more. Others may be another catalog's."""
+
+    def was_assigned(version: PolicyVersion) -> bool:
+        name = version.policy
+        policy = state.policies[name] if name in kept else state.forgotten.get(name)
+        return policy is not None and version.version <= policy.last_version
+
     return sorted(
         version
         for version in replica.spilled
-        if version.policy in kept
-        and version.version not in kept[version.policy]
-        and version.version <= state.policies[version.policy].last_version
+        if was_assigned(version)
+        and version.version not in kept.get(version.policy, ())
         and version not in held
         and not replica.vector.holds(version)
     )

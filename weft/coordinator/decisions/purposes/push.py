@@ -269,6 +269,7 @@ class Push(Purpose):
             policy,
             served_version=transfer.version,
             versions=_with_version(policy, transfer.version),
+            forgotten=False,
             trained_on=_with_trained_on(policy, transfer),
         )
         change.put_policy(policy)

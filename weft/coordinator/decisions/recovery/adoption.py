@@ -203,6 +203,7 @@ def _adopt(
     number, is_newest = version.version, version.version > _newest(policy)
     is_base = policy.kind is PolicyKind.BASE
     before = policy.served_version
+    policy = replace(policy, forgotten=False)
     if is_newest:
         policy = replace(policy, served_version=number)
     if not is_base:

@@ -271,9 +271,10 @@ def lacks(state: PoolState, replica: Replica) -> list[str]:
             if not transfer.replica_id:  # what it brings is served as soon as it ends
                 lacking = [name for name in lacking if name != str(transfer.policy_version)]
             else:
-                served = state.policies[transfer.policy].served_version
+                known = state.policies.get(transfer.policy)  # it may be forgotten meanwhile
+                served = known.served_version if known else 0
                 name = str(PolicyVersion(transfer.policy, served))
-                if served != transfer.served_before and name not in lacking:
+                if known and served != transfer.served_before and name not in lacking:
                     lacking = [*lacking, name]
     return lacking
 

@@ -109,6 +109,8 @@ class Policy:
     trained_on: Mapping[int, int] = field(default_factory=dict)
     """By version of an adapter, the version of the base that it was trained on, where
     that is known. In the catalog with each version's record."""
+    forgotten: bool = False
+    """Whether an operator has forgotten it, and nothing of it was committed since."""
 
 
 def live_lease(policy: Policy, now: float) -> Lease | None:
@@ -182,6 +184,9 @@ class PoolState:
     reference_known: bool = False
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     policies: Mapping[str, Policy] = field(default_factory=dict)
+    forgotten: Mapping[str, Policy] = field(default_factory=dict)
+    """Policies that operators have forgotten, of which only the numbers count: a trainer
+    that takes one up continues above them. None of them is in ``policies``."""
     groups: Mapping[str, Group] = field(default_factory=dict)
     transfers: Mapping[str, Transfer] = field(default_factory=dict)
     """Under way, in order of their begin."""

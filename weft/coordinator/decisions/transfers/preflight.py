@@ -185,7 +185,7 @@ def check_room(
         if need > room:
             raise CapacityError(
                 f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
-                f"this push needs {need}{_held_by_pins(state, transfer, replica)}",
+                f"this push needs {need}{_way_out(state, transfer, replica)}",
                 metadata={"replica": replica.replica_id, "need_bytes": str(need)},
             )
 
@@ -237,8 +237,14 @@ def _in_no_order(replica: Replica) -> UnsupportedError:
     )
 
 
-def _held_by_pins(state: PoolState, transfer: Transfer, replica: Replica) -> str:
-    if transfer.kind is not PolicyKind.BASE or not replica.pinned_bytes:
+def _way_out(state: PoolState, transfer: Transfer, replica: Replica) -> str:
+    """What holds the memory, and how it is let go of."""
+    if transfer.kind is PolicyKind.ADAPTER:
+        return (
+            ": end what is done with (weft forget POLICY), keep fewer versions (weft retain POLICY "
+            "N), or start it with a larger --adapter-memory-gib"
+        )
+    if not replica.pinned_bytes:
         return ""
     names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)
     return (

@@ -50,6 +50,7 @@ from weft.coordinator.runtime.catalog.schema import (
     create,
 )
 from weft.coordinator.runtime.catalog.tables import (
+    FORGOTTEN,
     META,
     PINS,
     POLICIES,
@@ -167,6 +168,7 @@ class Catalog:
             "SELECT policy, version FROM pins ORDER BY version"
         ):
             pins.setdefault(name, []).append(version)
+        forgotten = {name for (name,) in self._read.execute("SELECT name FROM forgotten")}
         policies = tuple(
             Policy(
                 name,
@@ -178,6 +180,7 @@ class Catalog:
                 pinned=tuple(pins.get(name, ())),
                 retain=retain,
                 trained_on=trained_on.get(name, {}),
+                forgotten=name in forgotten,
             )
             for name, kind, last, token, served, retain in self._read.execute(
                 "SELECT name, kind, last_version, fencing_token, served_version, retain "
@@ -234,6 +237,10 @@ class Catalog:
             case SavePolicy(policy=p):
                 numbers = (p.last_version, p.fencing_token, p.served_version, p.retain)
                 rows.put(POLICIES, (p.name, p.kind, *numbers))
+                if p.forgotten:
+                    rows.put(FORGOTTEN, (p.name,))
+                else:
+                    rows.delete(FORGOTTEN, {"name": p.name})
             case SaveVersion():
                 rows.put(VERSIONS, version_to_row(save.record))
             case SaveRetired(version=v):

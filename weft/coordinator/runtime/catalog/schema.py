@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from weft.coordinator.runtime.catalog.errors import CatalogError, damaged
-from weft.coordinator.runtime.catalog.tables import COUNTS, Rows
+from weft.coordinator.runtime.catalog.tables import COUNTS, FORGOTTEN_POLICIES, Rows
 
 #: "WEFT": tells a Weft catalog from any other SQLite file.
 APPLICATION_ID: Final = 0x57454654
@@ -56,8 +56,16 @@ ALTER TABLE meta ADD COLUMN base_checkpoint TEXT NOT NULL DEFAULT '';
 UPDATE versions SET adapter_trained_on = NULL;
 """
 #: Schema n is the first n of these; an older catalog gets what it lacks.
-_STEPS: Final = (_SCHEMA, _PINS, _RETENTION_AND_WITHDRAWN, _NUMBER_FLOOR + _PROVENANCE + COUNTS)
+_STEPS: Final = (
+    _SCHEMA,
+    _PINS,
+    _RETENTION_AND_WITHDRAWN,
+    _NUMBER_FLOOR + _PROVENANCE + COUNTS,
+    FORGOTTEN_POLICIES,
+)
 SCHEMA_VERSION: Final = len(_STEPS)
+#: From this one on rows have checksums, and tables counts.
+_SEALED_SCHEMA: Final = 4
 #: Problems that are looked for; a file that is no database any more has one a page.
 _MAX_PROBLEMS: Final = 1000
 
@@ -109,8 +117,9 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
     rows = Rows(connection)
     if schema < SCHEMA_VERSION:
         connection.executescript(f"BEGIN IMMEDIATE;{''.join(_STEPS[schema:])}")
-        _check_rows(rows, path, sealed=False)
-        rows.seal()
+        _check_rows(rows, path, sealed=schema >= _SEALED_SCHEMA)
+        if schema < _SEALED_SCHEMA:
+            rows.seal()
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("COMMIT")
     _check_rows(rows, path, sealed=True)

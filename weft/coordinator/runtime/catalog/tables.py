@@ -166,16 +166,23 @@ WITHDRAWN: Final = Table(
     "that a replica is kept out of service",
     {"standing": ReplicaState},
 )
-TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN)
+FORGOTTEN: Final = Table("forgotten", {"name": str}, ("name",), "that a policy was forgotten")
+TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN)
 
-#: Schema 4: what this file adds to each table.
+#: Schema 4: what this file adds to each table that was there.
 COUNTS: Final = """
 CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
 """ + "".join(
     f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
     f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
     for table in TABLES
+    if table is not FORGOTTEN
 )
+#: Schema 5.
+FORGOTTEN_POLICIES: Final = """
+CREATE TABLE forgotten (name TEXT PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
+INSERT INTO counts VALUES ('forgotten', 0);
+"""
 
 
 class Rows:

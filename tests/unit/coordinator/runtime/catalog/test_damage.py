@@ -69,6 +69,8 @@ def _edit(path: Path, *statements: str) -> None:
         ("DELETE FROM policies WHERE name='base'", "policies has 1 rows"),
         ("DELETE FROM pins", "pins has 0 rows"),
         ("DELETE FROM withdrawn", "withdrawn has 0 rows"),
+        ("INSERT INTO forgotten VALUES('math', x'')", "forgotten math"),
+        ("DROP TABLE forgotten", "its structure"),
         ("DELETE FROM meta", "meta has 0 rows"),
         ("INSERT INTO meta SELECT * FROM meta", "meta has 2 rows"),
         ("DELETE FROM counts WHERE name='pins'", "pins"),

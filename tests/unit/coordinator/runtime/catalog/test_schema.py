@@ -16,6 +16,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import (
     SaveOutOfService,
     SavePin,
+    SavePolicy,
 )
 from weft.coordinator.decisions.state.pool import Policy
 from weft.coordinator.decisions.state.replica import OutOfService
@@ -194,3 +195,38 @@ def test_a_catalog_of_schema_4_opens_with_everything_in_it(catalog_path: Path) -
                 assert catalog.find_request(record.trainer_id, record.request_id) == record
                 assert catalog.find_transfer(record.transfer_id) == record
         catalog.close()
+
+
+def test_a_catalog_of_schema_5_knows_what_was_forgotten(catalog_path: Path) -> None:
+    write_kept(catalog_path, 5)
+    for generation in (9, 10):
+        catalog = Catalog.open(catalog_path)
+        known = catalog.snapshot()
+        assert known.generation == generation
+        code = next(policy for policy in known.policies if policy.name == "code")
+        assert code == Policy("code", PolicyKind.ADAPTER, 1_000_001, 2, forgotten=True)
+        assert [p.name for p in known.policies if p.forgotten] == ["code"]
+        (version,) = catalog.list_versions("code", 2_000_000, 9)
+        assert version.state is VersionState.RETIRED
+        catalog.apply([SavePolicy(code)])
+        catalog.close()
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([SavePolicy(replace(code, forgotten=False))])
+    assert not [p for p in catalog.snapshot().policies if p.forgotten]
+    catalog.close()
+
+
+def test_a_catalog_of_schema_4_that_is_damaged_is_not_brought_up_to_date(
+    catalog_path: Path,
+) -> None:
+    write_kept(catalog_path, 4)
+    with sqlite3.connect(catalog_path) as damaged:
+        damaged.execute("UPDATE policies SET last_version=1 WHERE name='math'")
+    damaged.close()
+    before = catalog_path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(CatalogError) as refused:
+            Catalog.open(catalog_path)
+        assert refused.value.reason == "CATALOG_DAMAGED"
+        assert "policies math" in refused.value.message
+    assert catalog_path.read_bytes() == before
