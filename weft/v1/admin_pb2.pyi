@@ -338,6 +338,58 @@ class SetRetentionResponse(_message.Message):
 Global___SetRetentionResponse: _TypeAlias = SetRetentionResponse  # noqa: Y015
 
 @_typing.final
+class ForgetPolicyRequest(_message.Message):
+    """Asks to end a policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """Which policy; not the base."""
+    force: _builtins.bool
+    """Whether the lease of its owner ends, too, and what it is pushing. A trainer that goes
+    on brings the policy back with its next push.
+    """
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetPolicyRequest: _TypeAlias = ForgetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class ForgetPolicyResponse(_message.Message):
+    """It has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETIRED_VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def retired_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """What was retired, ascending; nothing where it was forgotten before."""
+
+    def __init__(
+        self,
+        *,
+        retired_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retired_versions", b"retired_versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetPolicyResponse: _TypeAlias = ForgetPolicyResponse  # noqa: Y015
+
+@_typing.final
 class CordonRequest(_message.Message):
     """Asks to take out of service."""
 

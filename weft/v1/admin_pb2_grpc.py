@@ -55,6 +55,11 @@ class AdminServiceStub(object):
                 request_serializer=weft_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
                 _registered_method=True)
+        self.ForgetPolicy = channel.unary_unary(
+                '/weft.v1.AdminService/ForgetPolicy',
+                request_serializer=weft_dot_v1_dot_admin__pb2.ForgetPolicyRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_admin__pb2.ForgetPolicyResponse.FromString,
+                _registered_method=True)
         self.Cordon = channel.unary_unary(
                 '/weft.v1.AdminService/Cordon',
                 request_serializer=weft_dot_v1_dot_admin__pb2.CordonRequest.SerializeToString,
@@ -158,6 +163,22 @@ class AdminServiceServicer(object):
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
         retains as many copies as its --retain-base says).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetPolicy(self, request, context):
+        """Ends a policy: every version of it is retired now, also the one that its bare name
+        stands for. Replicas drop them once the requests that use them have ended, from memory
+        and from their spill directories; requests for it get NOT_FOUND. Durable. Its numbers
+        are never used again: a trainer that pushes the name later begins above them. The
+        history of its versions stays in ListVersions.
+        Idempotent: forgetting it twice succeeds.
+        Statuses: NOT_FOUND/POLICY_UNKNOWN; ALREADY_EXISTS/POLICY_OWNED (a trainer owns it,
+        metadata `holder`, and `force` is not set); FAILED_PRECONDITION/TRANSFER_UNDER_WAY
+        (replicas are switching to a version of it: ask again); UNIMPLEMENTED/UNSUPPORTED
+        (the base: push another, roll back, or RebindBase).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -287,6 +308,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetRetention,
                     request_deserializer=weft_dot_v1_dot_admin__pb2.SetRetentionRequest.FromString,
                     response_serializer=weft_dot_v1_dot_admin__pb2.SetRetentionResponse.SerializeToString,
+            ),
+            'ForgetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetPolicy,
+                    request_deserializer=weft_dot_v1_dot_admin__pb2.ForgetPolicyRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_admin__pb2.ForgetPolicyResponse.SerializeToString,
             ),
             'Cordon': grpc.unary_unary_rpc_method_handler(
                     servicer.Cordon,
@@ -438,6 +464,33 @@ class AdminService(object):
             '/weft.v1.AdminService/SetRetention',
             weft_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
             weft_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.AdminService/ForgetPolicy',
+            weft_dot_v1_dot_admin__pb2.ForgetPolicyRequest.SerializeToString,
+            weft_dot_v1_dot_admin__pb2.ForgetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

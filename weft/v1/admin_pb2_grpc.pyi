@@ -79,6 +79,18 @@ class AdminServiceStub:
     (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
     retains as many copies as its --retain-base says).
     """
+    ForgetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetPolicyRequest, _admin_pb2.ForgetPolicyResponse]
+    """Ends a policy: every version of it is retired now, also the one that its bare name
+    stands for. Replicas drop them once the requests that use them have ended, from memory
+    and from their spill directories; requests for it get NOT_FOUND. Durable. Its numbers
+    are never used again: a trainer that pushes the name later begins above them. The
+    history of its versions stays in ListVersions.
+    Idempotent: forgetting it twice succeeds.
+    Statuses: NOT_FOUND/POLICY_UNKNOWN; ALREADY_EXISTS/POLICY_OWNED (a trainer owns it,
+    metadata `holder`, and `force` is not set); FAILED_PRECONDITION/TRANSFER_UNDER_WAY
+    (replicas are switching to a version of it: ask again); UNIMPLEMENTED/UNSUPPORTED
+    (the base: push another, roll back, or RebindBase).
+    """
     Cordon: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]
     """Takes a replica out of service, so that it can come back at once: it stays in
     the pool, still receives pushes and may send clones, but none is sent to it
@@ -200,6 +212,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
     retains as many copies as its --retain-base says).
+    """
+    ForgetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetPolicyRequest, _admin_pb2.ForgetPolicyResponse]  # type: ignore[assignment]
+    """Ends a policy: every version of it is retired now, also the one that its bare name
+    stands for. Replicas drop them once the requests that use them have ended, from memory
+    and from their spill directories; requests for it get NOT_FOUND. Durable. Its numbers
+    are never used again: a trainer that pushes the name later begins above them. The
+    history of its versions stays in ListVersions.
+    Idempotent: forgetting it twice succeeds.
+    Statuses: NOT_FOUND/POLICY_UNKNOWN; ALREADY_EXISTS/POLICY_OWNED (a trainer owns it,
+    metadata `holder`, and `force` is not set); FAILED_PRECONDITION/TRANSFER_UNDER_WAY
+    (replicas are switching to a version of it: ask again); UNIMPLEMENTED/UNSUPPORTED
+    (the base: push another, roll back, or RebindBase).
     """
     Cordon: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonRequest, _admin_pb2.CordonResponse]  # type: ignore[assignment]
     """Takes a replica out of service, so that it can come back at once: it stays in
@@ -343,6 +367,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
         retains as many copies as its --retain-base says).
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetPolicy(
+        self,
+        request: _admin_pb2.ForgetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForgetPolicyResponse, _abc.Awaitable[_admin_pb2.ForgetPolicyResponse]]:
+        """Ends a policy: every version of it is retired now, also the one that its bare name
+        stands for. Replicas drop them once the requests that use them have ended, from memory
+        and from their spill directories; requests for it get NOT_FOUND. Durable. Its numbers
+        are never used again: a trainer that pushes the name later begins above them. The
+        history of its versions stays in ListVersions.
+        Idempotent: forgetting it twice succeeds.
+        Statuses: NOT_FOUND/POLICY_UNKNOWN; ALREADY_EXISTS/POLICY_OWNED (a trainer owns it,
+        metadata `holder`, and `force` is not set); FAILED_PRECONDITION/TRANSFER_UNDER_WAY
+        (replicas are switching to a version of it: ask again); UNIMPLEMENTED/UNSUPPORTED
+        (the base: push another, roll back, or RebindBase).
         """
 
     @_abc_1.abstractmethod

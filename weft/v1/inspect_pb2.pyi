@@ -222,6 +222,8 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """Such a version has different bytes at different replicas (Policy.conflicts)."""
     EVENT_KIND_REPLICA_ASLEEP: _EventKind.ValueType  # 39
     """A replica's state has changed to REPLICA_STATE_ASLEEP."""
+    EVENT_KIND_POLICY_FORGOTTEN: _EventKind.ValueType  # 40
+    """An operator has forgotten a policy."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -306,6 +308,8 @@ EVENT_KIND_VERSION_CONFLICT: EventKind.ValueType  # 38
 """Such a version has different bytes at different replicas (Policy.conflicts)."""
 EVENT_KIND_REPLICA_ASLEEP: EventKind.ValueType  # 39
 """A replica's state has changed to REPLICA_STATE_ASLEEP."""
+EVENT_KIND_POLICY_FORGOTTEN: EventKind.ValueType  # 40
+"""An operator has forgotten a policy."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final

@@ -297,11 +297,12 @@ class RetireVersionsRequest(_message.Message):
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     MISTAKEN_VERSIONS_FIELD_NUMBER: _builtins.int
+    ENDED_POLICIES_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """Which; never one that an alias stands for."""
+        """Which; one that an alias stands for stays, but those of `ended_policies`."""
 
     @_builtins.property
     def mistaken_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HeldVersion]:
@@ -310,16 +311,23 @@ class RetireVersionsRequest(_message.Message):
         with them. What is spilled stays: it is told apart by its digest.
         """
 
+    @_builtins.property
+    def ended_policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies that the pool has forgotten: where the alias stands for one of `versions`, it
+        goes with it.
+        """
+
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         mistaken_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
+        ended_policies: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "mistaken_versions", b"mistaken_versions", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "ended_policies", b"ended_policies", "mistaken_versions", b"mistaken_versions", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
