@@ -6,7 +6,7 @@ Weights are large enough that answers are peaked: a wrong weight is seen at once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,19 @@ LAYERS = 2
 #: Adapters of the tests; vLLM's engines here allow rank 16.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+#: Of the images of ``make_vision_model``: edge in pixels, what stands for one, and how often.
+IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS = 56, 10, 4
+_IMAGE_WORDS = {
+    IMAGE_TOKEN: "<image>",
+    11: "<fake_token_around_image>",
+    12: "<global-img>",
+    13: "<end_of_utterance>",
+}
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %} {{ part['text'] }} {% else %} <image> {% endif %}"
+    "{% endfor %}{% endfor %}"
+)
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -49,6 +62,44 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     draw_base(model, seed)
     model.save_pretrained(path)
     make_tokenizer(path)
+    return path
+
+
+def make_vision_model(path: Path, *, seed: int = 0) -> Path:
+    """Save a random Idefics3, whose processor needs no torchvision; returns ``path``.
+
+    An image is ``<image>`` in a prompt, and ``IMAGE_TOKENS`` of these of the model.
+    """
+    import transformers
+
+    config = transformers.Idefics3Config(
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": IMAGE_SIZE,
+            "patch_size": 14,
+        },
+        text_config=transformers.LlamaConfig(**_COMMON),
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    model = transformers.Idefics3ForConditionalGeneration(config).float()
+    draw_base(model, seed)
+    model.save_pretrained(path)
+    make_tokenizer(path, _IMAGE_WORDS)
+    edge = {"longest_edge": IMAGE_SIZE}
+    transformers.Idefics3Processor(
+        image_processor=transformers.Idefics3ImageProcessorPil(
+            size=edge, max_image_size=edge, do_image_splitting=False
+        ),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(path),
+        image_seq_len=IMAGE_TOKENS,
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(path)
     return path
 
 
@@ -108,13 +159,14 @@ def _config(kind: str, tied: bool) -> Any:
     raise ValueError(f"no tiny model of kind {kind!r}")
 
 
-def make_tokenizer(path: Path) -> None:
-    """Save a tokenizer of one word a token: ``w0`` to ``w255``."""
+def make_tokenizer(path: Path, special: Mapping[int, str] | None = None) -> None:
+    """Save a tokenizer of one word a token: ``w0`` to ``w255``, but for those that are special."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words.update({f"w{i}": i for i in range(4, VOCAB)})
+    named = special or {}
+    words.update({named.get(i, f"w{i}"): i for i in range(4, VOCAB)})
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -123,6 +175,7 @@ def make_tokenizer(path: Path) -> None:
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
+        additional_special_tokens=list(named.values()),
     ).save_pretrained(path)
 
 

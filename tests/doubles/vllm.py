@@ -53,12 +53,22 @@ def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
 
 
 class FakeEngine:
-    """Records what is called; answers as told, per method."""
+    """Records what is called; answers as told, per method.
+
+    Args:
+        num_ranks: Workers.
+        sees: Whether its model has an encoder of images.
+        connector: Whether blocks of its KV cache are kept elsewhere, too.
+    """
 
     errored = False
     generate: Any = None
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, *, sees: bool = False, connector: bool = False) -> None:
+        self.model_config = SimpleNamespace(
+            is_multimodal_model=sees, is_encoder_decoder=False, runner_type="generate"
+        )
+        self.vllm_config = SimpleNamespace(kv_transfer_config=object() if connector else None)
         self.calls: list[str] = []
         self.answers: dict[str, Callable[[], list[Answer]]] = {}
         self.hang: dict[str, asyncio.Event] = {}
@@ -66,6 +76,9 @@ class FakeEngine:
         #: Of each worker method, what it was called with last.
         self.last_args: dict[str, tuple[Any, ...]] = {}
         self.reset_works = True
+        #: What the next resets do instead: an answer, or what they raise.
+        self.resets: list[bool | Exception | None] = []
+        self.salts: list[str] = []
         self.num_ranks = num_ranks
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states={})
@@ -116,10 +129,23 @@ class FakeEngine:
         self.calls.append(method)
         await self._answer(method)
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+    async def reset_prefix_cache(
+        self, *, reset_running_requests: bool, reset_connector: bool = False
+    ) -> bool | None:
         assert reset_running_requests
-        self.calls.append("reset")
-        return self.reset_works
+        self.calls.append("reset all" if reset_connector else "reset")
+        answer = self.resets.pop(0) if self.resets else self.reset_works
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def reset_encoder_cache(self) -> None:
+        self.calls.append("reset encoder")
+        await self._answer("reset encoder")
+
+    async def add_request_async(self, request: Any) -> None:
+        """Of ``engine_core``."""
+        self.salts.append(request.cache_salt)
 
 
 class GeneratingEngine(FakeEngine):
@@ -130,17 +156,16 @@ class GeneratingEngine(FakeEngine):
         names_weights: Whether outputs name the weights behind their tokens (0.32 and later).
     """
 
-    def __init__(self, *, names_weights: bool = False) -> None:
-        super().__init__()
+    def __init__(self, *, names_weights: bool = False, **settings: bool) -> None:
+        super().__init__(**settings)
         self.names_weights = names_weights
         self.outputs_queue = asyncio.Queue[tuple[str, int, list[int], str]]()
         self._collectors: dict[str, asyncio.Queue[Any]] = {}
         self._states: dict[tuple[str, int], Any] = self.output_processor.request_states
         self._handler = asyncio.ensure_future(self._take_outputs())
         self.prompts: list[Any] = []
-        #: Of the KV cache: what requests come with, and what they are sent with.
+        #: Of the KV cache: what requests come with; ``salts`` is what they are sent with.
         self.given_salt: str | None = None
-        self.salts: list[str] = []
         #: Raised by the next request.
         self.refusal: Exception | None = None
 
@@ -210,10 +235,6 @@ class GeneratingEngine(FakeEngine):
         for request_id, index in list(self._states):
             if request_id in request_ids:
                 self._take(request_id, index, [], "abort")
-
-    async def add_request_async(self, request: Any) -> None:
-        """Of ``engine_core``."""
-        self.salts.append(request.cache_salt)
 
     def close(self) -> None:
         """End its task."""

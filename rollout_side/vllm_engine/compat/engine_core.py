@@ -34,12 +34,16 @@ def keep_requests(core: Any) -> None:
     New requests have another salt. Those that are here take no block from the cache any more, so
     one that is preempted is computed anew under the weights of that time. What has no token yet,
     and so is of no version, gives its blocks back: all of it is computed under the new weights.
+    So does what is still to read of an encoder's outputs, which the new weights make anew.
     """
     scheduler = core.scheduler
     for request in scheduler.requests.values():
         request.skip_reading_prefix_cache = True
-    begun = [request for request in scheduler.running if request.num_output_tokens]
-    others = [request for request in scheduler.running if not request.num_output_tokens]
+    begun: list[Any] = []
+    others: list[Any] = []
+    for request in scheduler.running:
+        is_kept = request.num_output_tokens and not _reads_encoder(scheduler, request)
+        (begun if is_kept else others).append(request)
     scheduler.running[:] = begun
     for request in reversed(others):  # each goes to the front of those that wait
         scheduler._preempt_request(request, time.monotonic())
@@ -47,3 +51,10 @@ def keep_requests(core: Any) -> None:
     scheduler.prev_step_scheduled_req_ids.difference_update(
         request.request_id for request in others
     )
+
+
+def _reads_encoder(scheduler: Any, request: Any) -> bool:
+    """Whether a request that has tokens still refers to outputs of an encoder."""
+    if scheduler.is_encoder_decoder:  # its manager says so of every request, to its end
+        return False
+    return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))

@@ -100,7 +100,7 @@ class VllmReplica(HeldVersions):
         self.models = parts.models
         self._http = parts.http
         self._cleanup = parts.cleanup
-        self._gate = RequestGate(parts.engine, workers, parts.tracker)
+        self._gate = RequestGate(parts.engine, workers, parts.tracker, parts.requests.caches)
         self._in_place = LoadsInPlace(workers, self._gate)
         generate = parts.requests.generate
         self._answers = Answers(parts.engine, generate, parts.tracker, parts.models)

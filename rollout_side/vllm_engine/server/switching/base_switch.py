@@ -94,14 +94,14 @@ class BaseSwitch:
         )
 
     async def _forget_old_base(self, version: PolicyVersion) -> int:
-        """After a load: name the version, have nothing that begins use a KV block of the old
-        weights. Returns how many requests had tokens."""
+        """After a load: name the version, have nothing that begins use what the old weights
+        have computed. Returns how many requests had tokens."""
         bounded, requests = self._workers.bounded, self.requests
         await bounded(bridges.set_weight_version(self._engine, str(version)), "naming")
         begun = await bounded(requests.begun(), "asking what runs")
         if requests.choice == "abort":
             self._answers.expect_aborts(version, begun)
-        await bounded(requests.switch(version, begun), "forgetting the old KV cache")
+        await bounded(requests.switch(version, begun), "forgetting what the old base has computed")
         switched = self._answers.switch_base(version, kept=requests.choice == "keep")
         await bounded(switched, "noting the switch")
         return len(begun)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.errors import WeftError
+from weft.contract.errors import TransferTimeoutError, WeftError
 
 _log = logging.getLogger(__name__)
+
+_ARRIVING_SECONDS = 30.0
+_LOOK_SECONDS = 0.02
 
 
 class RequestGate:
@@ -26,10 +31,14 @@ class RequestGate:
         engine: vLLM's ``AsyncLLM``.
         workers: Its calls.
         tracker: Refuses new requests.
+        caches: Are to hold no block of the KV cache that is on its way.
     """
 
-    def __init__(self, engine: Any, workers: WorkerCalls, tracker: RequestTracker) -> None:
+    def __init__(
+        self, engine: Any, workers: WorkerCalls, tracker: RequestTracker, caches: EngineCaches
+    ) -> None:
         self._engine, self._workers, self._tracker = engine, workers, tracker
+        self._caches = caches
         self._lock = asyncio.Lock()
         self._closed = self._to_sleep = ""
         self._is_asleep = False
@@ -47,9 +56,35 @@ class RequestGate:
                 raise
 
     async def pause(self) -> None:
-        """Pause generation, running requests kept in their places; succeeds if it is."""
+        """Pause generation, running requests kept in their places; succeeds if it is.
+
+        Where blocks of the KV cache lie outside the engine's own, none is on its way then: one
+        that arrives behind a load would be used under weights that have not computed it.
+
+        Raises:
+            TransferTimeoutError: Some always were; generation goes on.
+        """
+        await self._pause()
+        # A dirty engine has been paused since, and nothing has moved.
+        if self._caches.has_connector and not self.dirty_reason:
+            await self._let_blocks_arrive()
+
+    async def _pause(self) -> None:
         paused = bridges.pause_keeping(self._engine)
         await self._workers.bounded(paused, "pausing", changes_weights=False)
+
+    async def _let_blocks_arrive(self) -> None:
+        deadline = time.monotonic() + _ARRIVING_SECONDS
+        bounded, what = self._workers.bounded, "emptying the KV cache"
+        while not await bounded(self._caches.try_to_empty(), what, changes_weights=False):
+            await self.resume(changed=False)
+            if time.monotonic() >= deadline:
+                raise TransferTimeoutError(
+                    "the engine's KV cache could not be emptied before the load: blocks were on "
+                    f"their way from or to its connector for {_ARRIVING_SECONDS:g} s"
+                )
+            await asyncio.sleep(_LOOK_SECONDS)
+            await self._pause()
 
     async def resume(self, *, changed: bool = True) -> None:
         """Resume generation, unless the engine sleeps; ``changed``: under other weights than

@@ -9,8 +9,9 @@ from typing import Any
 
 from rollout_side.vllm_engine.compat import requests
 from rollout_side.vllm_engine.http import version_headers
+from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from weft.contract.capabilities import RunningRequests
-from weft.contract.errors import LoadFailedError, VersionChangedError
+from weft.contract.errors import VersionChangedError
 from weft.contract.names import BASE_POLICY, PolicyVersion
 
 _ABORTED = (
@@ -32,8 +33,9 @@ class RequestsAtSwitch:
 
     To keep them, every request gets a salt of the KV cache: of the base that it is admitted
     under, and of the number of switches until then, because a base that comes back (by a
-    rollback, by a repair) must not find what running requests have cached meanwhile. To abort
-    them, ``generate`` raises what vLLM's server answers as something to be asked again.
+    rollback, by a repair) must not find what running requests have cached meanwhile. So it does
+    where blocks are kept outside the engine's own cache, whose reset the engine only reports. To
+    abort them, ``generate`` raises what vLLM's server answers as something to be asked again.
 
     Args:
         engine: vLLM's ``AsyncLLM``; methods of it are replaced, but to recompute.
@@ -43,13 +45,14 @@ class RequestsAtSwitch:
     def __init__(self, engine: Any, choice: RunningRequests) -> None:
         self.choice = choice
         self._engine = engine
+        self.caches = EngineCaches(engine)
         self._base, self._num_switches = PolicyVersion(BASE_POLICY, 0), 0
         #: vLLM's own ``generate``.
         self.generate = engine.generate
         self._calls: set[_Call] = set()
-        if choice == "keep":
+        if choice == "keep" or self.caches.has_connector:
             requests.salt_requests(engine, self._salt)
-        elif choice == "abort":
+        if choice == "abort":
             engine.generate = self._generate_or_raise
 
     async def begun(self) -> frozenset[str]:
@@ -66,23 +69,15 @@ class RequestsAtSwitch:
             begun: The requests that have tokens; the others begin anew.
 
         Raises:
-            LoadFailedError: Old blocks of the KV cache could be used: dirty.
+            LoadFailedError: What the former base has computed could be used: dirty.
         """
-        if self.choice == "keep":
-            # Who was given the old salt has been sent, and so is there before this is.
-            self._base, self._num_switches = version, self._num_switches + 1
-            await requests.keep_requests(self._engine)
-            return
+        # Who was given the old salt has been sent, and so is there before the caches are reset.
+        self._base, self._num_switches = version, self._num_switches + 1
         if self.choice == "abort" and begun:
             for call in self._calls:
                 call.is_aborted |= call.request_id in begun
             await self._engine.abort(sorted(begun))
-        if await self._engine.reset_prefix_cache(reset_running_requests=True) is not True:
-            raise LoadFailedError(
-                "the engine could not reset its KV cache; old blocks would be used under new "
-                "weights",
-                metadata={"dirty": "true"},
-            )
+        await self.caches.forget(keep_running=self.choice == "keep")
 
     def _salt(self, given: str | None) -> str:
         """Of a request that is admitted now, and came with a salt or none."""

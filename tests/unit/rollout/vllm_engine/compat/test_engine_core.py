@@ -20,6 +20,12 @@ class _Scheduler:
         self.waiting: list[Any] = []
         self.requests: dict[str, Any] = {}
         self.prev_step_scheduled_req_ids: set[str] = set()
+        self.is_encoder_decoder = False
+        #: Of images whose outputs a request refers to, by its id.
+        self.encoder_inputs: dict[str, set[int]] = {}
+        self.encoder_cache_manager = SimpleNamespace(
+            get_cached_input_ids=lambda r: self.encoder_inputs.get(r.request_id, set())
+        )
 
     def add(self, name: str, num_output_tokens: int, *, runs: bool = True) -> None:
         request = SimpleNamespace(
@@ -48,6 +54,18 @@ def test_what_has_tokens_keeps_its_blocks_and_the_rest_begins_anew() -> None:
     assert [request.request_id for request in scheduler.waiting] == ["b", "d", "e", "f"]
     assert scheduler.prev_step_scheduled_req_ids == {"a", "c"}
     assert all(request.skip_reading_prefix_cache for request in scheduler.requests.values())
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_what_is_still_to_read_of_an_image_begins_anew(is_encoder_decoder: bool) -> None:
+    scheduler = _Scheduler()
+    scheduler.is_encoder_decoder = is_encoder_decoder
+    for name in ("a", "b"):
+        scheduler.add(name, 5)
+    scheduler.encoder_inputs["b"] = {0}
+    engine_core.keep_requests(SimpleNamespace(scheduler=scheduler))
+    kept = ["a", "b"] if is_encoder_decoder else ["a"]
+    assert [request.request_id for request in scheduler.running] == kept
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from rollout_side.vllm_engine.server.switching.learning import learn_copies
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
@@ -30,7 +31,7 @@ def started(path: Path, load_format: str = "auto") -> StartedWith:
 
 async def learn(engine: FakeEngine, found: StartedWith, *, is_served: bool = True) -> RequestGate:
     workers = WorkerCalls(engine, Deadlines(), num_ranks=1)
-    gate = RequestGate(engine, workers, RequestTracker())
+    gate = RequestGate(engine, workers, RequestTracker(), EngineCaches(engine))
     async with asyncio.timeout(20):
         await learn_copies(found, workers, gate, lambda: is_served)
     return gate

@@ -134,7 +134,7 @@ async def test_a_salt_changes_before_the_engine_keeps_its_requests(
 async def test_an_engine_that_cannot_keep_them_is_dirty(engine: GeneratingEngine) -> None:
     replica = make_replica(engine, running_requests="keep", call_seconds=0.02)
     engine.hang[KEEP_REQUESTS] = asyncio.Event()
-    with pytest.raises(LoadFailedError, match="forgetting the old KV cache"):
+    with pytest.raises(LoadFailedError, match="forgetting what the old base"):
         await replica.apply_base("t", BASE, b"")
     assert replica.dirty_reason
     assert "resume" not in engine.calls

@@ -1,0 +1,104 @@
+"""A model that sees: what its encoder made of an image is of one base."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.engine_process import LORA_ARGS, EngineProcess
+from tests.models import IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS, make_vision_model
+from weft.contract.names import STARTED_WITH
+
+#: vLLM against Hugging Face in fp32.
+BOUND = 5e-5
+NUM_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and another one."""
+    root = tmp_path_factory.mktemp("vision")
+    return make_vision_model(root / "base", seed=0), make_vision_model(root / "other", seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(models: tuple[Path, Path]) -> Iterator[EngineProcess]:
+    # What becomes of running requests can be chosen anew where they can be kept.
+    engine = EngineProcess(models[0], tuple(LORA_ARGS), running_requests="keep").start()
+    yield engine
+    engine.stop()
+
+
+def image(seed: int) -> Image.Image:
+    pixels = torch.randint(
+        0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), generator=torch.Generator().manual_seed(seed)
+    )
+    return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def ask(engine: EngineProcess, seed: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens about an image, with their log-probabilities, over HTTP."""
+    file = io.BytesIO()
+    image(seed).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [
+        {"type": "text", "text": "w20 w21"},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "w30"},
+    ]
+    response = engine.http.post(
+        "/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "logprobs": True,
+            "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
+        },
+    )
+    assert response.status_code == 200, response.text
+    got = response.json()["choices"][0]["logprobs"]["content"]
+    return [int(e["token"].removeprefix("token_id:")) for e in got], [e["logprob"] for e in got]
+
+
+def assert_of(model: Path, got: tuple[list[int], list[float]], seed: int) -> None:
+    """Hold an answer against transformers."""
+    import transformers
+
+    tokens, logprobs = got
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    inputs = processor(images=image(seed), text="w20 w21 <image> w30", return_tensors="pt")
+    assert (inputs.input_ids == IMAGE_TOKEN).sum() == IMAGE_TOKENS
+    inputs["input_ids"] = torch.cat([inputs.input_ids, torch.tensor([tokens])], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs.input_ids)
+    loaded = transformers.Idefics3ForConditionalGeneration.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits = loaded(**inputs).logits[0]
+    want = torch.log_softmax(logits.float(), -1)[-len(tokens) - 1 : -1]
+    off = max(abs(float(row[t]) - p) for row, t, p in zip(want, tokens, logprobs, strict=True))
+    assert off <= BOUND, f"{off} nats from the answer of {model.name}"
+
+
+def test_a_seen_image_is_seen_anew_by_each_base(
+    engine: EngineProcess, models: tuple[Path, Path]
+) -> None:
+    base, other = models
+    assert_of(base, ask(engine, seed=1), seed=1)
+    engine.push_base("base@1", other)
+    assert_of(other, ask(engine, seed=1), seed=1)
+    engine.call("generations.choose", "recompute")
+    engine.call("apply_retained", STARTED_WITH)
+    assert_of(base, ask(engine, seed=1), seed=1)
+    engine.call("generations.choose", "abort")
+    engine.push_base("base@2", other)
+    assert_of(other, ask(engine, seed=1), seed=1)
