@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.server import launch
+from rollout_side.vllm_engine.server import launch, refusals
 from rollout_side.vllm_engine.server.launch import open_engine
 from tests.models import save_config
 from weft.contract.errors import InvalidRequestError, UnsupportedError
@@ -48,6 +49,51 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_arguments_that_would_make_a_replica_wrong(args: tuple[str, ...], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         await start(*args)
+
+
+def connector(name: str, **extra: object) -> str:
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return json.dumps(config)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--kv-transfer-config", connector("ExampleConnector")), "ExampleConnector: it cannot"),
+        (("--kv-transfer-config", connector("MooncakeStoreConnector")), "other replicas put"),
+        (("--kv-transfer-config", connector("NixlConnector")), "--kv-offloading-size GIB"),
+        (
+            (
+                "--kv-transfer-config",
+                connector("OffloadingConnector", spec_name="TieringOffloadingSpec"),
+            ),
+            "TieringOffloadingSpec keeps",
+        ),
+        (
+            ("--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache"),
+            "LMCacheMPConnector",
+        ),
+        (
+            (
+                "--ec-transfer-config",
+                '{"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}',
+            ),
+            "--ec-transfer-config",
+        ),
+    ],
+)
+async def test_caches_that_no_switch_empties(args: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        await start("m", *args)
+
+
+def test_blocks_in_the_memory_of_the_host_are_emptied_at_a_switch() -> None:
+    parts = bridges.server_parts()
+    for words in (
+        ["--kv-offloading-size", "1"],
+        ["--kv-transfer-config", connector("OffloadingConnector", cpu_bytes_to_use=1e9)],
+    ):
+        refusals.refuse_caches_beyond_reach(launch.parse_args(["m", *words], parts, {}), {})
 
 
 async def test_arguments_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,7 @@ async def open_engine(
     if running_requests == "keep":
         refusals.refuse_keep(args)
         args.scheduler_cls = engine_core.SCHEDULER
+    refusals.refuse_caches_beyond_reach(args, os.environ)
     refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
         sock = bind(http_host, http_port)

@@ -25,6 +25,10 @@ _OPENING = {
 _OFF = {"", "0", "false", "no", "off"}
 #: Endpoints of vLLM that are taken away: one engine a replica, whose workers are Weft's.
 _CLOSED = frozenset({"/scale_elastic_ep"})
+#: The connector of vLLM's whose ``reset_cache`` empties all that it finds blocks in, of those
+#: that keep them in this process: its tiers of files and of other machines keep theirs.
+_RESETTABLE = "OffloadingConnector"
+_RESETTABLE_SPEC = "CPUOffloadingSpec"
 # As vLLM finds them; a model has at most one.
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
@@ -125,6 +129,74 @@ def refuse_keep(args: Namespace) -> None:
                 "that running requests keep are told apart by vLLM's own scheduler, in the "
                 "engine's own cache; use --running-requests recompute"
             )
+
+
+def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> None:
+    """Refuse to keep what a base has computed where no switch can empty it, and where it is
+    found again by tokens or by an image alone: answers would be of a former base.
+
+    Args:
+        args: vLLM's.
+        environ: Of this process; vLLM reads the same.
+
+    Raises:
+        UnsupportedError: Names the argument and the way out.
+    """
+    name, flag = _connector(args, environ)
+    why = _why_beyond_reach(name, args)
+    if why:
+        raise UnsupportedError(
+            f"{flag} {name}: {why}, so that blocks of the KV cache which a former base has "
+            "computed would be used under a new one; start the replica without it, or offload "
+            "to the host's memory: --kv-offloading-size GIB"
+        )
+    if getattr(args, "ec_transfer_config", None):
+        raise UnsupportedError(
+            "--ec-transfer-config: what an encoder has made of an image is kept where a switch of "
+            "the base cannot empty it, and would be used under the next one; start the replica "
+            "without it"
+        )
+    if getattr(args, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "--calculate-kv-scales: the scales of the KV cache are of the first base that answers, "
+            "and stay for the next ones; start the replica without it"
+        )
+
+
+def _connector(args: Namespace, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Names of the connector that vLLM will take, if any, and of the argument that says so.
+
+    Source: vllm.config.VllmConfig._post_init_kv_transfer_config.
+    """
+    if getattr(args, "kv_offloading_size", None) is not None:
+        if getattr(args, "kv_offloading_backend", "native") != "native":
+            return "LMCacheMPConnector", "--kv-offloading-backend"
+        is_simple = environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "").strip().lower() not in _OFF
+        name = "SimpleCPUOffloadConnector" if is_simple else _RESETTABLE
+        return name, "VLLM_USE_SIMPLE_KV_OFFLOAD" if is_simple else "--kv-offloading-size"
+    transfer = getattr(args, "kv_transfer_config", None)
+    return (getattr(transfer, "kv_connector", None) or ""), "--kv-transfer-config"
+
+
+def _why_beyond_reach(name: str, args: Namespace) -> str:
+    """Why a switch cannot make sure that no block is left in a connector; empty if it can."""
+    if not name:
+        return ""
+    if name != _RESETTABLE:
+        return "it cannot be emptied at a switch, or not of what other replicas put there"
+    transfer = getattr(args, "kv_transfer_config", None)
+    if getattr(transfer, "kv_connector_module_path", None):
+        return "it is not vLLM's own, and nobody knows what its reset leaves"
+    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+    spec = extra.get("spec_name", _RESETTABLE_SPEC)
+    if spec != _RESETTABLE_SPEC:
+        return f"its {spec} keeps blocks in files or on other machines, which no reset empties"
+    v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+    base = importlib.import_module(f"{v1}.base").KVConnectorBase_V1
+    own = getattr(importlib.import_module(f"{v1}.offloading_connector"), name)
+    if own.reset_cache is getattr(base, "reset_cache", None):
+        return "in this version of vLLM it cannot be emptied at a switch"
+    return ""
 
 
 def refuse_experts_without_triton(args: Namespace) -> None:

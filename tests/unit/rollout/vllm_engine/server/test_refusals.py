@@ -14,6 +14,7 @@ from rollout_side.vllm_engine.server import refusals
 from rollout_side.vllm_engine.server.refusals import (
     close_endpoints,
     num_experts,
+    refuse_caches_beyond_reach,
     refuse_environment,
     refuse_keep,
     refuse_sleep_without_gpu,
@@ -41,6 +42,84 @@ def test_running_requests_are_not_kept_in_another_cache(name: str) -> None:
     refuse_keep(Namespace(scheduler_cls=None, kv_transfer_config=None))
     with pytest.raises(UnsupportedError, match=f"--{name.replace('_', '-')} with"):
         refuse_keep(Namespace(**{name: "something"}))
+
+
+def _transfer(name: str | None, module: str | None = None, **extra: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "environ", "text"),
+    [
+        ({"kv_transfer_config": _transfer("ExampleConnector")}, {}, "ExampleConnector: it cannot"),
+        ({"kv_transfer_config": _transfer("MultiConnector")}, {}, "MultiConnector"),
+        (
+            {"kv_transfer_config": _transfer("OffloadingConnector", "theirs")},
+            {},
+            "not vLLM's own",
+        ),
+        (
+            {
+                "kv_transfer_config": _transfer(None, spec_name="TieringOffloadingSpec"),
+                "kv_offloading_size": 1.0,
+            },
+            {},
+            "--kv-offloading-size OffloadingConnector: its TieringOffloadingSpec",
+        ),
+        (
+            {"kv_offloading_size": 1.0},
+            {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"},
+            "VLLM_USE_SIMPLE_KV_OFFLOAD SimpleCPUOffloadConnector",
+        ),
+        (
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            {},
+            "--kv-offloading-backend LMCacheMPConnector",
+        ),
+        ({"ec_transfer_config": object()}, {}, "--ec-transfer-config"),
+        ({"calculate_kv_scales": True}, {}, "--calculate-kv-scales"),
+    ],
+)
+def test_caches_that_no_switch_empties(
+    fields: dict[str, object], environ: dict[str, str], text: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        refuse_caches_beyond_reach(Namespace(**fields), environ)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_connector_is_taken_where_its_version_resets_it(
+    monkeypatch: pytest.MonkeyPatch, resets: bool
+) -> None:
+    class Base:
+        def reset_cache(self) -> None:
+            """As vLLM's: it does nothing, which vLLM takes for success."""
+
+    class Connector(Base):
+        if resets:
+
+            def reset_cache(self) -> None:
+                """Of its own."""
+
+    v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+    modules = {
+        f"{v1}.base": SimpleNamespace(KVConnectorBase_V1=Base),
+        f"{v1}.offloading_connector": SimpleNamespace(OffloadingConnector=Connector),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    args = Namespace(kv_offloading_size=1.0, kv_transfer_config=None)
+    if resets:
+        refuse_caches_beyond_reach(args, {})
+    else:
+        with pytest.raises(UnsupportedError, match="this version of vLLM"):
+            refuse_caches_beyond_reach(args, {})
+
+
+def test_nothing_is_refused_of_an_engine_with_its_own_caches_alone() -> None:
+    refuse_caches_beyond_reach(Namespace(kv_transfer_config=None, kv_offloading_size=None), {})
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "False"])
