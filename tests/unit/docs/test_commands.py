@@ -30,7 +30,9 @@ OTHERS = {
     "--api-server-count", "--data-parallel-size", "--dtype", "--enable-lora", "--enable-scale-out",
     "--enforce-eager", "--gpu-memory-utilization", "--headless", "--load-format", "--lora-modules",
     "--max-lora-rank", "--no-build-isolation", "--nproc-per-node", "--pipeline-parallel-size",
-    "--quantization", "--served-model-name", "--standalone", "--tensor-parallel-size",
+    "--calculate-kv-scales", "--ec-transfer-config", "--kv-offloading-size",
+    "--kv-transfer-config", "--quantization", "--served-model-name", "--standalone",
+    "--tensor-parallel-size",
     "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
     "--generation-config", "--logprobs-mode",
 }  # fmt: skip
