@@ -686,6 +686,9 @@ class HeartbeatResponse(_message.Message):
     HELD_VERSIONS_WANTED_FIELD_NUMBER: _builtins.int
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
+    LACKING_MORE_FIELD_NUMBER: _builtins.int
+    BASE_DOUBT_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, is
     neither taken out of service nor draining, and has said that it is open.
@@ -705,6 +708,12 @@ class HeartbeatResponse(_message.Message):
     coordinator generation (see ReplicaService.RefuseRequests): what carries an
     older one came late and is not obeyed.
     """
+    lacking_more: _builtins.bool
+    """Whether there are more of these."""
+    base_doubt: _builtins.str
+    """Why its base@0 is not the pool's, for people; empty where it is, or another base is
+    served. It refuses every alias while this is set.
+    """
     @_builtins.property
     def drain(self) -> Global___Drain:
         """Set when it is to drain."""
@@ -712,6 +721,12 @@ class HeartbeatResponse(_message.Message):
     @_builtins.property
     def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Versions of the base whose copies it must keep, where it holds them, ascending."""
+
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """What the pool serves under its aliases, and the replica does not, at most 4,096: it
+        refuses requests for these names. While the base is among them it refuses every alias.
+        """
 
     def __init__(
         self,
@@ -724,10 +739,13 @@ class HeartbeatResponse(_message.Message):
         held_versions_wanted: _builtins.bool = ...,
         coordinator_generation: _builtins.int = ...,
         order_number: _builtins.int = ...,
+        lacking: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        lacking_more: _builtins.bool = ...,
+        base_doubt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
