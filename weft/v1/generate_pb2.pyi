@@ -62,7 +62,7 @@ class GenerateRequest(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """`math`: the version that the name stands for now; `math@17`: that one; `base`, `base@3`:
-    the base model itself, without an adapter. `base@3` must be served at admission.
+    the base model itself, without an adapter. `base@3` must be served until the first token.
     """
     strict: _builtins.bool
     """Whether the answer ends when the base changes before its last token; otherwise it

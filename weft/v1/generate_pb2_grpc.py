@@ -60,11 +60,13 @@ class GenerateServiceServicer(object):
         or rolled back: metadata `versions` are the policy's that can be asked), POLICY_UNKNOWN
         (nothing of that name is served; metadata `versions`); UNAVAILABLE/VERSION_AHEAD (a number
         above the newest that the replica has heard of: it may come), REFUSING (the replica takes
-        no new requests), COORDINATOR_AWAY (a bare name, which nobody can tell the meaning of),
-        PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (the base has changed, and it was
-        `strict`, or had tokens at a replica that aborts such, see Capabilities.running_requests;
-        all tokens that came are of one version, with `strict` of the one that was asked for, and
-        each sample's last chunk has come, too).
+        no new requests, or none for this bare name, which stands for another version in the pool
+        than here: ask another replica), COORDINATOR_AWAY (a bare name, which nobody can tell the
+        meaning of), PEER_GONE (the engine has died); ABORTED/VERSION_CHANGED (the base has changed,
+        and it was `strict`, or it had no token and a version of the base was asked for, or had
+        tokens at a replica that aborts such, see Capabilities.running_requests; all tokens that
+        came are of one version, with `strict` of the one that was asked for, and each sample's last
+        chunk has come, too).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
