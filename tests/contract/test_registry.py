@@ -67,6 +67,16 @@ async def test_no_adapter_has_a_name_that_a_server_has(pool: Pool) -> None:
     await fails(named.register(), "INVALID_ARGUMENT", "INVALID_REQUEST")
 
 
+async def test_a_heartbeat_is_answered_with_what_is_lacking(pool: Pool) -> None:
+    await pool.replica("r0")
+    trainer = await pool.trainer()
+    await trainer.push()
+    late = await pool.replica("r1")
+    assert not await late.heartbeat()
+    assert [(v.policy, v.version) for v in late.heard.lacking] == [("math", 1)]
+    assert not late.heard.lacking_more
+
+
 def _checkpoint(**changes: Any) -> registry_pb2.Checkpoint:
     fields: dict[str, Any] = {
         "state": registry_pb2.CHECKPOINT_STATE_DIGESTED,
@@ -95,6 +105,7 @@ async def test_report_checkpoint(pool: Pool) -> None:
     assert not await two.heartbeat()
     await _report(two, _checkpoint(digest=b"3" * 32, files=[]))
     assert not await two.heartbeat()
+    assert "model.safetensors differ from those of r0" in two.heard.base_doubt
     trainer = await pool.trainer()
     got = await trainer.inspect.GetPool(inspect_pb2.GetPoolRequest())
     assert got.base_checkpoint.replica_id == "r0"

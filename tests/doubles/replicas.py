@@ -135,6 +135,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             )
         )
         self._obey(response.refuse_reason, response.order_number)
+        self.heard = response
         return bool(response.ready)
 
     def _obey(self, reason: str, number: int) -> None:

@@ -24,6 +24,7 @@ from weft.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
     vector_from_proto,
+    version_to_proto,
     versions_from_proto,
 )
 from weft.rpc.manifest_codec import ReferenceDecoder
@@ -37,6 +38,8 @@ _MAX_SPILLED: Final = 4096
 #: Versions whose digests are taken note of: those, and what is in memory.
 _MAX_HELD: Final = 3 * _MAX_SPILLED
 _HELD_AT_ONCE: Final = 256
+#: Versions that a replica lacks, and is told of.
+_MAX_LACKING: Final = 4096
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -153,6 +156,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             held_versions_wanted=answer.held_wanted,
             coordinator_generation=answer.generation,
             order_number=answer.order_number,
+            lacking=map(version_to_proto, answer.lacking[:_MAX_LACKING]),
+            lacking_more=len(answer.lacking) > _MAX_LACKING,
+            base_doubt=answer.base_doubt,
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason

@@ -68,6 +68,10 @@ class HeartbeatAnswer:
     """The coordinator's generation, which may have grown."""
     order_number: int = 0
     """The number of the newest order to refuse requests, or to take them again."""
+    lacking: tuple[PolicyVersion, ...] = ()
+    """What the pool serves under its aliases and the replica does not."""
+    base_doubt: str = ""
+    """Why its base@0 is not the pool's; empty where it is, or is not served."""
 
 
 @dataclass(frozen=True)

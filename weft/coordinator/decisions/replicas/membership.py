@@ -12,7 +12,7 @@ from weft.contract.errors import (
     RequestConflictError,
     WeftError,
 )
-from weft.contract.names import BASE_POLICY, check_name, name_in_the_way
+from weft.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
@@ -27,8 +27,10 @@ from weft.coordinator.decisions.recovery import restart
 from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings, sleeps
 from weft.coordinator.decisions.replicas.out_of_service import heard, refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import (
+    doubt,
     eligible_targets,
     is_routable,
+    lacks,
     shared_backends,
 )
 from weft.coordinator.decisions.state.pool import PoolState
@@ -203,8 +205,9 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
     state, name = change.state, replica.replica_id
     drain = replica.drain
+    ready = is_routable(state, replica)
     return HeartbeatAnswer(
-        ready=is_routable(state, replica),
+        ready=ready,
         drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
         drain_reason=drain.reason if drain else "",
         in_transfer=any(name in transfer.occupied for transfer in state.transfers.values()),
@@ -212,6 +215,9 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         refuse_reason=refuse_reason(state, name),
         order_number=state.order_number,
         generation=state.generation,
+        # Who is routed to lacks nothing; of ten thousand policies that is not asked twice.
+        lacking=() if ready else tuple(map(PolicyVersion.parse, lacks(state, replica))),
+        base_doubt="" if ready else doubt(state, replica),
     )
 
 

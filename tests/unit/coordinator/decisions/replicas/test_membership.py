@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
-from weft.contract.names import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
     CAUSES,
@@ -128,7 +128,8 @@ def test_readiness_is_the_version_vector() -> None:
     m.register("r1")
     assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, "lacks base@1, math@1")
     m.do(events.Heartbeat(91, "r1", "i1", VersionVector(), 0))
-    assert m.answer(91) == effects.HeartbeatAnswer(ready=False, generation=1)
+    lacking = (PolicyVersion("base", 1), PolicyVersion("math", 1))
+    assert m.answer(91) == effects.HeartbeatAnswer(ready=False, generation=1, lacking=lacking)
     vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
     m.do(events.Heartbeat(92, "r1", "i1", vector, 0))
     assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1)
@@ -146,6 +147,23 @@ def test_no_flapping_between_the_commit_point_and_the_switch() -> None:
     assert not pending
 
 
+def test_aliases_are_answered_until_the_switch_and_not_after_one_that_failed() -> None:
+    m = Machine().pool("r0", "r1")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    ticket = m.run_to(Phase.COMMITTING)
+    m.now += 2.0
+    before = m.state.replicas["r1"].vector
+    m.do(events.Heartbeat(96, "r1", "i1", before, 0))
+    assert m.answer(96) == effects.HeartbeatAnswer(ready=True, in_transfer=True, generation=1)
+    m.answer_commits(ticket, r1=LOAD_FAILED)
+    m.now += 2.0
+    m.do(events.Heartbeat(97, "r1", "i1", before, 0))
+    answer = m.answer(97)
+    assert isinstance(answer, effects.HeartbeatAnswer)
+    assert answer.lacking == (PolicyVersion("math", 2),)
+
+
 def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
@@ -155,7 +173,8 @@ def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1)
     m.now += 2.0
     m.do(events.Heartbeat(94, "r0", "i1", VersionVector(), 0))
-    assert m.answer(94) == effects.HeartbeatAnswer(ready=False, generation=1)
+    lacking = (PolicyVersion("math", 1),)
+    assert m.answer(94) == effects.HeartbeatAnswer(ready=False, generation=1, lacking=lacking)
 
 
 def _with_dirty() -> Machine:
