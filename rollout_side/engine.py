@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout_side.generation import Answer, GenerateOrder
@@ -14,6 +14,28 @@ from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class AliasRefusals:
+    """The aliases that are refused, since what they stand for in the pool is not served here, or
+    nobody can tell what that is."""
+
+    every: str = ""
+    """Why all of them are; empty where they are not."""
+    is_away: bool = False
+    """Whether that is for want of contact with the coordinator."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Why others are, by policy."""
+
+    def why(self, policy: str) -> str:
+        """Why the alias of a policy is refused; empty where it is not."""
+        return self.every or self.named.get(policy, "")
+
+    @property
+    def reason(self) -> str:
+        """Of the error that says so."""
+        return "COORDINATOR_AWAY" if self.is_away else "REFUSING"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,12 +335,9 @@ class Engine(Protocol):
     async def discard(self, transfer_id: str) -> None:
         """Drop what was staged, end its loading in place; succeeds if nothing was."""
 
-    async def hide_aliases(self, hidden: bool) -> None:
-        """Refuse requests for bare names (``math``), or take them again.
-
-        What a name stands for may have changed unheard; exact versions answer all
-        the same.
-        """
+    def refuse_aliases(self, refused: AliasRefusals) -> None:
+        """Refuse requests for aliases (``math``, ``base``, the model's own names) as told, from
+        now on; exact versions answer all the same."""
 
     async def retire(self, version: PolicyVersion) -> bool:
         """Stop taking requests for an adapter version; drop it once unused.

@@ -22,6 +22,8 @@ class GenerateOrder:
     sampling: Sampling = field(default_factory=Sampling)
     strict: bool = False
     """Whether the answer ends when the base changes before its last token."""
+    exact_base: bool = False
+    """Whether it ends when the base changes before its first one: a version of it was named."""
     chunk_tokens: int = 0
     """Tokens of a chunk, at least, but of a sample's first and last; 0: as they come."""
 

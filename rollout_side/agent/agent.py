@@ -15,14 +15,14 @@ from rollout_side.agent.drain import Drain
 from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
 from rollout_side.agent.orders import ProbeOrders
 from rollout_side.agent.registration import Registration
-from rollout_side.agent.requested import resolve
+from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
 from rollout_side.agent.serving import Serving
 from rollout_side.agent.sleeping import SleepOrders
 from rollout_side.config import AgentConfig
 from rollout_side.engine import Engine, JoinOrder, SendOrder, SleepOrder
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion
+from weft.contract.names import PolicyVersion, VersionVector
 from weft.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
@@ -40,11 +40,13 @@ class Agent:
         self.config = config
         self.engine = engine
         #: What the coordinator's orders change; the servicer carries them out there.
-        self.serving = Serving(engine)
+        self.serving = Serving(engine, self._note_aliases)
         #: Where the ReplicaService answers; see ``advertise``.
         self.address = ""
         self.registration: Registration | None = None
-        self._aliases_hidden = False
+        self._answer: HeartbeatAnswer | None = None
+        self._aliases = OUT_OF_CONTACT
+        engine.refuse_aliases(self._aliases)
         self._drain = Drain(engine.num_requests, self._close, self._is_needed)
         self._in_transfer = False
         self._closed = self._ordered = ""
@@ -104,9 +106,28 @@ class Agent:
 
     def requested(self, asked: str) -> PolicyVersion:
         """The version that a request for ``asked`` is answered by; see ``resolve``."""
-        served = self.serving.vector.with_base(self.engine.base_version)
-        in_contact = not self._aliases_hidden
-        return resolve(asked, served, self.serving.known.newest, in_contact=in_contact)
+        return resolve(asked, self._served(), self.serving.known.newest, self._aliases)
+
+    def _served(self) -> VersionVector:
+        return self.serving.vector.with_base(self.engine.base_version)
+
+    def _note_aliases(self) -> None:
+        """Refuse the aliases that are not to be answered now, and take the others again."""
+        registration, answer = self.registration, self._answer
+        refused, was = OUT_OF_CONTACT, self._aliases
+        if registration is not None and registration.in_contact and answer is not None:
+            refused = refused_aliases(answer, self._served())
+        if refused == was:
+            return
+        self._aliases = refused
+        self.engine.refuse_aliases(refused)
+        if refused.is_away is not was.is_away:
+            self.hurry()  # it says so itself
+        if refused.is_away:
+            _log.warning("%s", self.refusing)
+        elif (refused.every, refused.named.keys()) != (was.every, was.named.keys()):
+            some = "; ".join([refused.every] * bool(refused.every) or [*refused.named.values()][:3])
+            _log.info("bare names are %s", f"refused: {some}" if some else "taken")
 
     # -- staying in the pool -------------------------------------------------
 
@@ -141,10 +162,10 @@ class Agent:
     def refusing(self) -> str:
         """Why new requests are refused now, by what the engine was told; empty while they
         are taken. What mixed weights refuse is not in it."""
-        if self._closed or self._ordered or not self._aliases_hidden:
+        if self._closed or self._ordered or not self._aliases.is_away:
             return self._closed or self._ordered
         why = self.registration.trouble if self.registration else ""
-        hidden = "bare names are refused: it was out of contact with the coordinator"
+        hidden = "bare names are refused: it is out of contact with the coordinator"
         return f"{hidden} ({why})" if why else hidden
 
     @property
@@ -224,6 +245,8 @@ class Agent:
 
     def _take_answer(self, answer: HeartbeatAnswer) -> None:
         self._heard.set()
+        self._answer = answer
+        self._note_aliases()
         if answer.is_draining:
             self._in_transfer = answer.in_transfer
         if answer.drain is not None:
@@ -241,16 +264,6 @@ class Agent:
         is away."""
         registration = self.registration
         return registration is not None and registration.is_known and self._in_transfer
-
-    async def _watch_contact(self, registration: Registration) -> None:
-        """Refuse bare names while nobody can say what they stand for now."""
-        if registration.in_contact is not self._aliases_hidden:
-            return
-        self._aliases_hidden = not registration.in_contact
-        await self.engine.hide_aliases(self._aliases_hidden)
-        if not self._aliases_hidden:
-            registration.hurry()
-        _log.warning("%s", self.refusing or "bare names are taken again")
 
     async def run(self) -> None:
         """Stay in the pool until cancelled, then leave it.
@@ -294,7 +307,7 @@ class Agent:
                 await asyncio.wait(ends, timeout=seconds_to_tick())
                 if chores.done():
                     chores.result()  # raises: it has no other end
-                await self._watch_contact(registration)
+                self._note_aliases()
         finally:
             chores.cancel()
             await asyncio.to_thread(registration.stop)

@@ -43,6 +43,7 @@ class GenerateServicer(GenerateServiceServicer):
                 adapter=adapter,
                 sampling=_sampling(request.sampling),
                 strict=request.strict,
+                exact_base=adapter is None and request.policy != BASE_POLICY,
                 chunk_tokens=request.chunk_tokens,
             )
         )

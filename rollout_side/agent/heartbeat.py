@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_side.agent.drain import Draining
 from rollout_side.engine import Asleep, MemoryUse
@@ -10,7 +10,12 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.layout.tensors import Reference
 from weft.contract.names import PolicyVersion, VersionVector
-from weft.rpc.codec import duration_from_proto, duration_to_proto, version_to_proto
+from weft.rpc.codec import (
+    duration_from_proto,
+    duration_to_proto,
+    version_to_proto,
+    versions_from_proto,
+)
 from weft.v1 import registry_pb2 as pb
 from weft.v1 import types_pb2
 
@@ -82,12 +87,23 @@ class HeartbeatAnswer:
     """The order that says so."""
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
+    vector: VersionVector = field(default_factory=VersionVector)
+    """What was said to be served."""
+    lacking: tuple[PolicyVersion, ...] = ()
+    """What the pool serves under its aliases, and was not among that."""
+    lacking_more: bool = False
+    """Whether there is more of it."""
+    base_doubt: str = ""
+    """Why base@0 here is not known to be the pool's; empty where it is, or is not served."""
 
 
 def answer_from_proto(
-    response: pb.HeartbeatResponse, is_draining: bool, coordinator_generation: int
+    response: pb.HeartbeatResponse,
+    is_draining: bool,
+    coordinator_generation: int,
+    vector: VersionVector,
 ) -> HeartbeatAnswer:
-    """An answer to a heartbeat, which said whether the replica drains."""
+    """An answer to a heartbeat, which said what is served and whether the replica drains."""
     drain = None
     if response.HasField("drain"):
         drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
@@ -98,6 +114,10 @@ def answer_from_proto(
         response.refuse_reason,
         OrderKey(coordinator_generation, response.order_number),
         tuple(response.pinned_base_versions),
+        vector,
+        tuple(versions_from_proto(response.lacking)),
+        response.lacking_more,
+        response.base_doubt,
     )
 
 

@@ -114,7 +114,8 @@ class Registration:
         self._conflict_since: float | None = None
         self._away = False
         self._looked_at, self._why = float("-inf"), ""
-        self._heard_at = time.monotonic()
+        # Nothing of it was heard yet: what aliases stand for is not known.
+        self._heard_at = float("-inf")
         self._stopping = False
         self._told_checkpoint: Checkpoint | None = None
         self._wake = threading.Event()
@@ -337,7 +338,9 @@ class Registration:
             self.ready.clear()
         is_draining = now.drain is not None
         if not self._stopping:
-            self._on_answer(answer_from_proto(response, is_draining, self.coordinator_generation))
+            self._on_answer(
+                answer_from_proto(response, is_draining, self.coordinator_generation, now.vector)
+            )
         return is_draining
 
     def _to_tell(

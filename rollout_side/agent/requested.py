@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from rollout_side.agent.heartbeat import HeartbeatAnswer
+from rollout_side.engine import AliasRefusals
 from weft.contract.errors import NotFoundError, PeerUnavailableError
 from weft.contract.names import (
     BASE_POLICY,
@@ -22,8 +24,7 @@ def resolve(
     asked: str,
     served: VersionVector,
     newest: Callable[[str], int],
-    *,
-    in_contact: bool,
+    refused: AliasRefusals,
 ) -> PolicyVersion:
     """The version that answers.
 
@@ -31,14 +32,14 @@ def resolve(
         asked: A policy, or one version of it.
         served: What can be asked now.
         newest: The highest number that was heard of a policy; 0 if none was.
-        in_contact: Whether anybody can tell what bare names stand for now.
+        refused: The aliases that are not answered.
 
     Raises:
         InvalidNameError: It is neither.
         NotFoundError: It is not served, and will not be: metadata ``versions``, what is served
             of the policy, or instead of it, the newest last.
-        PeerUnavailableError: ``VERSION_AHEAD``: it may come. ``COORDINATOR_AWAY``: it is a bare
-            name, out of contact.
+        PeerUnavailableError: ``VERSION_AHEAD``: it may come. ``COORDINATOR_AWAY``, ``REFUSING``:
+            it is an alias that is not answered.
     """
     if "@" in asked:
         wanted = PolicyVersion.parse(asked)
@@ -59,12 +60,11 @@ def resolve(
             metadata={"versions": there},
         )
     check_name(asked, "policy")
-    if not in_contact:
+    if why := refused.why(asked):
         there = _listed(_versions(asked, served))
         raise PeerUnavailableError(
-            "bare names are refused out of contact with the coordinator: ask for an exact version"
-            + (f", {there}" if there else ""),
-            reason="COORDINATOR_AWAY",
+            f"{why}; ask another replica, or for an exact version" + (f", {there}" * bool(there)),
+            reason=refused.reason,
         )
     if asked == BASE_POLICY:
         return PolicyVersion(BASE_POLICY, served.base)
@@ -77,6 +77,53 @@ def resolve(
             metadata={"versions": there},
         )
     return PolicyVersion(asked, alias)
+
+
+#: Until the coordinator has answered for the first time, and whenever it has not for long.
+OUT_OF_CONTACT = AliasRefusals(
+    every="bare names are refused out of contact with the coordinator: what they stand for "
+    "may be another version by now",
+    is_away=True,
+)
+
+
+def refused_aliases(heard: HeartbeatAnswer, served: VersionVector) -> AliasRefusals:
+    """The aliases that stand for something else in the pool than here, in contact with it.
+
+    Over a former base everything that is served is of former weights, so that without the
+    pool's base all of them are refused.
+
+    Args:
+        heard: The coordinator's last word.
+        served: What is served by now; the answer was about ``heard.vector``.
+    """
+    behind = {
+        version.policy: f"the pool serves {version}, and this replica does not yet"
+        for version in heard.lacking
+        if _is_behind(version, _alias(heard.vector, version.policy), _alias(served, version.policy))
+    }
+    every = behind.pop(BASE_POLICY, "")
+    if every:
+        every = f"this replica serves {BASE_POLICY}@{served.base}, and {every}"
+    elif heard.base_doubt and not served.base:
+        every = f"this replica may not answer as {BASE_POLICY}@0: {heard.base_doubt}"
+    elif heard.lacking_more:
+        every = "the pool serves much that this replica does not yet"
+    return AliasRefusals(every=every, named=behind)
+
+
+def _alias(served: VersionVector, policy: str) -> int:
+    """What a name stands for; 0 for nothing."""
+    if policy == BASE_POLICY:
+        return served.base
+    return served.adapters.get(policy, AdapterVersions()).alias
+
+
+def _is_behind(pool: PolicyVersion, told: int, now: int) -> bool:
+    """Whether a policy's name still stands for something else than in the pool. Since it was
+    told so, the replica may have switched: by an order that is younger than that, but for those
+    of a clone, which brings older versions first."""
+    return now == told or now < pool.version
 
 
 def _versions(policy: str, served: VersionVector) -> list[str]:

@@ -7,7 +7,7 @@ nothing of the pool; the agent tells the pool what is found here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,13 @@ class Serving:
     """What one engine serves, and the orders that change it.
 
     All methods run on the event loop that ``engine`` belongs to.
+
+    Args:
+        on_changed: Called whenever ``vector`` has changed.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.vector = VersionVector()
+    def __init__(self, engine: Engine, on_changed: Callable[[], None] = lambda: None) -> None:
+        self._vector, self._on_changed = VersionVector(), on_changed
         #: Versions that can no longer be requested but still answer old requests.
         self.retiring: set[PolicyVersion] = set()
         # As of the last look: heartbeats are made on another thread.
@@ -60,6 +63,16 @@ class Serving:
         self.turns = Turns()
         self._failed = FailedTransfers()
         self._spills = SpillOrders(engine)
+
+    @property
+    def vector(self) -> VersionVector:
+        """What is served now."""
+        return self._vector
+
+    @vector.setter
+    def vector(self, vector: VersionVector) -> None:
+        self._vector = vector
+        self._on_changed()
 
     @property
     def dirty_reason(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_side.agent.agent import Agent
 from rollout_side.memory.versions import StagedVersion
-from tests.doubles.agent import serve
+from tests.doubles.agent import hear, serve
 from tests.doubles.engine import EngineDouble
 from weft.contract.layout.manifest import plan_buckets
 from weft.contract.layout.tensors import DataType, TensorMeta
@@ -58,6 +58,7 @@ class Served:
 async def serving(agent: Agent, engine: EngineDouble) -> AsyncIterator[Served]:
     """Serve the agent as long as the context lasts, without a coordinator."""
     server = await serve(agent)
+    hear(agent)
     async with open_aio_channel(agent.address) as channel:
         yield Served(
             agent,

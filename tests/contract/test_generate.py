@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 
 from tests.contract.calls import eventually, fails, refused
 from tests.contract.served_replica import Served
+from tests.doubles.agent import hear
 from tests.doubles.answers import token
 from weft.v1 import generate_pb2 as pb
 from weft.v1 import replica_pb2, types_pb2
@@ -225,12 +226,35 @@ async def test_it_refuses_as_the_openai_server_does(served: Served) -> None:
     served.engine.stepping.set()  # what runs goes on
     assert len([response async for response in running]) == 2
     served.engine.refuse_requests("")
-    served.agent._aliases_hidden = True  # out of contact
+    hear(served.agent).in_contact = False
+    served.agent._note_aliases()
     for asked in ("math", "base"):
         call = served.generate.Generate(_request(asked))
         await fails(call, "UNAVAILABLE", "COORDINATOR_AWAY")
     for asked in ("math@1", "base@0"):
         assert [r async for r in served.generate.Generate(_request(asked))]
+
+
+async def test_an_alias_is_answered_by_who_serves_what_it_stands_for_in_the_pool(
+    served: Served,
+) -> None:
+    """Ready or not: from former weights nobody is answered who did not ask for them."""
+    for version in ("base@1", "math@1", "code@1"):
+        await served.commit(version)
+    hear(served.agent, "math@2", "other@1")
+    for asked in ("math", "other"):
+        error = await fails(served.generate.Generate(_request(asked)), "UNAVAILABLE", "REFUSING")
+        assert "the pool serves" in error.message
+    for asked in ("math@1", "code", "base"):
+        assert [r async for r in served.generate.Generate(_request(asked))]
+    hear(served.agent, "base@7")
+    for asked in ("base", "math", "code"):
+        error = await fails(served.generate.Generate(_request(asked)), "UNAVAILABLE", "REFUSING")
+        assert "this replica serves base@1, and the pool serves base@7" in error.message
+    for asked in ("base@1", "math@1"):
+        assert [r async for r in served.generate.Generate(_request(asked))]
+    await served.commit("base@7")  # no heartbeat is waited for
+    assert [r async for r in served.generate.Generate(_request("base"))]
 
 
 async def _is_running(served: Served) -> bool:

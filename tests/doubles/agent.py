@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import grpc
 
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.generate_servicer import GenerateServicer
+from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.agent.servicer import ReplicaServicer
+from weft.contract.names import PolicyVersion
 from weft.rpc.server import Security, Servicer, bind, make_server
 from weft.tracing import NO_TRACER, Tracer
 from weft.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _WAIT_SECONDS = 20.0
+
+
+class Registered:
+    """A registration with a coordinator that is not there; counts hurried heartbeats."""
+
+    is_known = True
+    coordinator_generation = 0
+    trouble = ""
+
+    def __init__(self) -> None:
+        self.in_contact = True
+        self.ready = threading.Event()
+        self.ready.set()
+        self.hurried = 0
+
+    def hurry(self) -> None:
+        self.hurried += 1
+
+
+def hear(agent: Agent, *lacking: str) -> Registered:
+    """Have the agent hear from such a coordinator that the pool serves what it does, and more."""
+    if not isinstance(agent.registration, Registered):
+        agent.registration = Registered()  # type: ignore[assignment]
+    versions = tuple(map(PolicyVersion.parse, lacking))
+    vector = agent.serving.vector
+    agent._take_answer(
+        HeartbeatAnswer(None, False, False, "", OrderKey(0, 0), (), vector, versions)
+    )
+    assert isinstance(agent.registration, Registered)
+    return agent.registration
 
 
 async def serve(

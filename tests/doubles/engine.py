@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rollout_side.engine import (
+    AliasRefusals,
     Asleep,
     JoinOrder,
     MemoryUse,
@@ -113,7 +114,7 @@ class EngineDouble:
             self.spiller = Spiller(self.store, self.folder, retain_base)
         self.base: dict[str, torch.Tensor] = dict(weights)
         self._files = {name: tensor.clone() for name, tensor in weights.items()}
-        self.aliases_hidden = False
+        self.refused_aliases = AliasRefusals()
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
@@ -391,8 +392,8 @@ class EngineDouble:
             if changed:
                 self.dirty_reason = f"loading {transfer_id} in place was given up"
 
-    async def hide_aliases(self, hidden: bool) -> None:
-        self.aliases_hidden = hidden
+    def refuse_aliases(self, refused: AliasRefusals) -> None:
+        self.refused_aliases = refused
 
     async def retire(self, version: PolicyVersion) -> bool:
         is_asleep = self.asleep is not None and not self.asleep.weights_awake

@@ -208,7 +208,6 @@ class GeneratingEngine(FakeEngine):
         self.prompts.append(prompt)
         if self.refusal is not None:
             raise self.refusal
-        await self.add_request_async(SimpleNamespace(cache_salt=self.given_salt))
         for i in range(params.num_samples):
             state = SimpleNamespace(
                 external_req_id=request_id,
@@ -222,6 +221,8 @@ class GeneratingEngine(FakeEngine):
             if self.names_weights:
                 state.weight_version_starts = []
             self._states[request_id, i] = state
+        sent = SimpleNamespace(cache_salt=self.given_salt, external_req_id=request_id)
+        await self.add_request_async(sent)
         self._collectors[request_id] = asyncio.Queue()
         while True:
             output = await self._collectors[request_id].get()
@@ -253,10 +254,9 @@ def make_replica(
     can_sleep: bool = False,
 ) -> VllmReplica:
     serving = SimpleNamespace(
-        lora_requests={},
-        is_base_model=lambda name: False,
-        base_model_paths=[SimpleNamespace(name="tiny")],
+        lora_requests={}, base_model_paths=[SimpleNamespace(name="tiny", model_path="tiny")]
     )
+    serving.is_base_model = lambda name: name in [path.name for path in serving.base_model_paths]
     parts: Any = EngineParts(
         engine=engine,
         holdings=holdings or HoldingsPage(),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rollout_side.engine import AliasRefusals
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft.contract.errors import LoadFailedError
@@ -24,7 +25,7 @@ from weft.contract.errors import LoadFailedError
 _METHODS = frozenset(
     {
         "join_group", "load_adapter", "apply_base", "apply_retained", "set_alias", "manifest",
-        "send", "discard", "hide_aliases", "retire", "memory", "holds", "pin_bases", "spill",
+        "send", "discard", "retire", "memory", "holds", "pin_bases", "spill",
         "restore", "load_in_place", "drop_alias", "spilled_facts",
     }
 )  # fmt: skip
@@ -62,6 +63,9 @@ class WorkerDouble:
 
     def refuse_requests(self, reason: str) -> None:
         """There are none to refuse."""
+
+    def refuse_aliases(self, refused: AliasRefusals) -> None:
+        """Nor any for aliases."""
 
     async def wait_ended(self) -> None:
         """Return when the worker has ended, for whatever reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_side.engine import SwitchTimes
+from rollout_side.engine import AliasRefusals, SwitchTimes
 from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
@@ -202,11 +203,71 @@ def test_the_base_by_its_versions_over_http(served: Served, referee: Referee) ->
     assert refused.status_code == 404
     assert refused.json()["error"]["message"].endswith("of base there are base@26")
     assert "weft-base" not in refused.headers
-    engine.call("hide_aliases", True)
-    assert (ask("base").status_code, ask("base@26").status_code) == (404, 200)
-    assert ask("tiny").status_code == 200
-    engine.call("hide_aliases", False)
+    engine.call("refuse_aliases", AliasRefusals(every="the pool serves base@30"))
+    for model, status in (("base", 503), ("tiny", 503), ("named", 503), ("base@26", 200)):
+        answer = ask(model)
+        assert (model, answer.status_code) == (model, status)
+        assert answer.headers.get("weft-reason") == ("REFUSING" if status == 503 else None)
+    for stream in (False, True):  # without a model the base is asked
+        unnamed = {"prompt": PROMPT, "max_tokens": 4, "stream": stream}
+        answer = engine.http.post("/v1/completions", json=unnamed)
+        assert answer.status_code == 503
+        assert "the pool serves base@30" in answer.json()["error"]["message"]
+    engine.call("refuse_aliases", AliasRefusals())
     assert ask("base").status_code == 200
+
+
+def test_a_stream_over_a_switch_names_the_bases_behind_its_tokens(
+    served: Served, referee: Referee
+) -> None:
+    """Whenever the switch comes: before the engine has the request, before its first token, or
+    later; and an exact base has no token of another one but behind a sign."""
+    engine, models = served.engine, served.models
+    weights = {27: models.base, 28: models.other}
+    engine.push_base("base@27", models.base)
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True, "logprobs": 0}
+    body |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
+    seen: set[str] = set()
+
+    def ask(model: str) -> None:
+        with engine.http.stream("POST", "/v1/completions", json={**body, "model": model}) as got:
+            lines = [line.removeprefix("data: ") for line in got.iter_lines() if line]
+        if got.status_code != 200:
+            assert (model, got.status_code) == ("base@27", 404)
+            assert got.headers["weft-reason"] == "VERSION_UNKNOWN"
+            seen.add("refused")
+            return
+        assert lines[-1] == "[DONE]"
+        chunks = [json.loads(line) for line in lines[:-1]]
+        tokens, logprobs = list[int](), list[float]()
+        for chunk in chunks:
+            found = chunk["choices"][0]["logprobs"]
+            tokens += [int(token.removeprefix("token_id:")) for token in found["tokens"]]
+            logprobs += found["token_logprobs"]
+        first, last = got.headers["weft-base"], chunks[-1].get("weft-last-base")
+        assert chunks[-1]["weft-base"] == first
+        assert model in ("base", first)
+        want = referee.logprobs(weights[int(first[5:])], PROMPT, tokens)
+        errors = [abs(a - b) for a, b in zip(want, logprobs, strict=True)]
+        assert errors[0] <= MAX_ERROR, (model, first, last, errors[0])
+        if last is None:
+            assert max(errors) <= MAX_ERROR, (model, first, max(errors))
+        seen.add("changed" if last else "unchanged")
+
+    with ThreadPoolExecutor(8) as pool:
+        for switch in range(4):
+            running = []
+            for at in range(12):
+                model = "base" if at % 3 else "base@27"
+                running.append(pool.submit(ask, model))
+                if at == 5:
+                    other = 28 - switch % 2
+                    pushed = pool.submit(engine.push_base, f"base@{other}", weights[other])
+            pushed.result(60)
+            for each in running:
+                each.result(60)
+    assert seen >= {"changed", "unchanged"}
+    engine.push_base("base@29", models.base)
 
 
 def test_what_is_not_whole_or_not_staged_changes_nothing(served: Served, referee: Referee) -> None:

@@ -198,10 +198,10 @@ def test_out_of_contact_bare_names_are_refused_until_the_coordinator_is_back(
     publisher.push_base(Model(1))
     until(lambda: pool.agents["replica-0"].is_ready)
     pool.stop_coordinator()
-    until(lambda: engines[0].aliases_hidden)
+    until(lambda: engines[0].refused_aliases.is_away)
     assert not pool.agents["replica-0"].is_ready
     pool.start_coordinator()
-    until(lambda: not engines[0].aliases_hidden)
+    until(lambda: not engines[0].refused_aliases.is_away)
     until(lambda: pool.agents["replica-0"].is_ready)
 
 

@@ -55,6 +55,25 @@ def begun_requests(engine: Any) -> frozenset[str]:
     )
 
 
+def unfinished_requests(engine: Any) -> frozenset[str]:
+    """The requests that the engine has not finished, as they are called by who made them."""
+    states = engine.output_processor.request_states.values()
+    return frozenset(state.external_req_id for state in states)
+
+
+def note_sent(engine: Any, note: Callable[[str], None]) -> None:
+    """Have each request noted, as it is called by who made it, when it is sent to the engine:
+    it is among the unfinished ones then, until it has finished."""
+    core = engine.engine_core
+    send = core.add_request_async
+
+    async def send_noted(request: Any) -> None:
+        note(request.external_req_id)
+        await send(request)
+
+    core.add_request_async = send_noted
+
+
 def salt_requests(engine: Any, salt: Callable[[str | None], str]) -> None:
     """Give every request the salt of the KV cache that it is admitted with, as it is sent to
     the engine: nothing comes between the two.
@@ -77,8 +96,8 @@ async def keep_requests(engine: Any) -> None:
     await engine.engine_core.call_utility_async(engine_core.KEEP_REQUESTS)
 
 
-def retryable(message: str) -> Exception:
-    """What vLLM's server answers with 503 where ``generate`` raises it."""
+def failure(message: str, status: int) -> Exception:
+    """What vLLM's server answers with that status where ``generate`` raises it."""
     for module, name in _FAILURES:
         try:
             kind = getattr(importlib.import_module(module), name, None)
@@ -86,6 +105,6 @@ def retryable(message: str) -> Exception:
             continue
         if kind is not None:
             error: Exception = kind(message)
-            error.status_code = HTTPStatus.SERVICE_UNAVAILABLE  # type: ignore[attr-defined]
+            error.status_code = HTTPStatus(status)  # type: ignore[attr-defined]
             return error
     return RuntimeError(message)

@@ -67,7 +67,7 @@ class RequestTracker:
                 await app(scope, receive, send)
                 return
             if self.refuse_reason and scope.get("path") not in ALWAYS_OPEN:
-                await _refuse(scope, send, self.refuse_reason)
+                await refuse(scope, send, self.refuse_reason)
                 return
             with self.running():
                 await app(scope, receive, send)
@@ -75,17 +75,31 @@ class RequestTracker:
         return tracked
 
 
-async def _refuse(scope: Scope, send: Send, reason: str) -> None:
-    """Answer 503 in the form of OpenAI's errors."""
+async def refuse(
+    scope: Scope,
+    send: Send,
+    message: str,
+    *,
+    status: int = 503,
+    kind: str = "ServiceUnavailable",
+    reason: str = "",
+) -> None:
+    """Answer with an error in the form of OpenAI's.
+
+    Args:
+        kind: Of the error, as vLLM's server names it.
+        reason: Weft's word for it, for the header ``weft-reason``.
+    """
     if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1013, "reason": reason[:120]})
+        await send({"type": "websocket.close", "code": 1013, "reason": message[:120]})
         return
-    error = {"message": reason, "type": "ServiceUnavailable", "param": None, "code": 503}
+    error = {"message": message, "type": kind, "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"retry-after", b"5"),
     ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    headers += [(b"retry-after", b"5")] if status == 503 else []
+    headers += [(b"weft-reason", reason.encode())] if reason else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.loading import lora_hook
 from weft.contract.errors import (
     DigestMismatchError,
@@ -28,6 +29,20 @@ FIRST_LORA_ID = 2**20
 END_LORA_ID = 2**31
 #: Versions that an answer lists at most.
 _MAX_LISTED = 10
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer to a request for a name that is not served, or not now."""
+
+    status: int
+    message: str
+    reason: str
+
+    @property
+    def type(self) -> str:
+        """As vLLM's errors name it."""
+        return "NotFoundError" if self.status == 404 else "ServiceUnavailable"
 
 
 @dataclass
@@ -64,7 +79,7 @@ class ServedModels:
         self._ids = itertools.count(FIRST_LORA_ID)
         self._served: dict[PolicyVersion, ServedAdapter] = {}
         self._aliases: dict[str, PolicyVersion] = {}
-        self._hidden = False
+        self._refused = AliasRefusals()
         #: What ``base`` stands for, which is no adapter; see ``set_base``.
         self.base = PolicyVersion(BASE_POLICY, 0)
         #: Names that vLLM's server has by its own arguments, sorted: of the base model, and
@@ -86,7 +101,7 @@ class ServedModels:
     def _name_base(self) -> None:
         paths = self._serving.base_model_paths
         paths[:] = [path for path in paths if path.name in self.own_names]
-        for name in (BASE_POLICY, str(self.base))[self._hidden :]:
+        for name in (BASE_POLICY, str(self.base)):
             if name not in self.own_names:
                 path = copy.copy(paths[0])
                 path.name = name
@@ -94,9 +109,24 @@ class ServedModels:
                     path.model_path = str(self.base)
                 paths.append(path)
 
-    def replace_lookup(self, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Have vLLM look adapters up in another mapping of what is there."""
+    def replace_lookup(
+        self, make: Callable[[dict[str, Any]], dict[str, Any]], found: Callable[[str], None]
+    ) -> None:
+        """Have vLLM look adapters up in another mapping of what is there.
+
+        Args:
+            found: Called with a name of the base model that vLLM has looked up.
+        """
+        is_base = self._serving.is_base_model
+
+        def is_base_model(name: str) -> bool:
+            if not is_base(name):
+                return False
+            found(name)
+            return True
+
         self._serving.lora_requests = make(self._serving.lora_requests)
+        self._serving.is_base_model = is_base_model
 
     def request_of(self, version: PolicyVersion) -> Any:
         """vLLM's ``LoRARequest`` of a version.
@@ -108,21 +138,51 @@ class ServedModels:
             raise NotFoundError(f"{version} is not served here")
         return self._served[version].request
 
-    def explain_unknown(self, name: str) -> str:
-        """What can be asked for in place of a name that vLLM does not know: the versions of
-        its policy, if some can be requested; else empty."""
+    def refusal(self, asked: str) -> Refusal | None:
+        """Why a request is not to be admitted to the engine now; None where it is.
+
+        Args:
+            asked: The model that it asks for, which vLLM has found; empty for the base model.
+        """
+        policy, _, number = asked.rpartition("@")
+        if asked in ("", BASE_POLICY) or self._is_own_base(asked):
+            return self._refused_alias(asked or self.base_name, BASE_POLICY)
+        if policy == BASE_POLICY:
+            return None if number == str(self.base.version) else self.explain_unknown(asked)
+        return self._refused_alias(asked, asked) if asked in self._aliases else None
+
+    def explain_unknown(self, name: str) -> Refusal | None:
+        """What is answered to a name that vLLM does not know; None where there is nothing to
+        add to its own words. Of an exact version, those of its policy are named that can be
+        requested."""
         policy = name.rpartition("@")[0] or name
+        if policy == name:
+            return self._refused_alias(name, name)
+        there = self._there(policy)
+        if not there:
+            return None
+        why = f"it was retired, or is not here yet; of {policy} there are {there}"
+        return Refusal(404, f"The model `{name}` does not exist: {why}", "VERSION_UNKNOWN")
+
+    def _refused_alias(self, name: str, policy: str) -> Refusal | None:
+        why = self._refused.why(policy)
+        if not why:
+            return None
+        there = self._there(policy)
+        others = f"; ask another replica, or for an exact version{f', {there}' * bool(there)}"
+        return Refusal(503, f"The model `{name}` is refused: {why}{others}", self._refused.reason)
+
+    def _there(self, policy: str) -> str:
+        """The versions of a policy that can be requested, in words; empty for none."""
         known = [self.base, *(v for v in self._served if self._can_be_requested(v))]
         numbers = sorted(v.version for v in known if v.policy == policy)
-        if not numbers:
-            return ""
-        newest = [f"{policy}@{number}" for number in numbers[-_MAX_LISTED:]]
-        names = ", ".join(newest)
-        if len(numbers) > len(newest):
-            names = f"{len(numbers)} versions, the newest {names}"
-        if name == policy:  # an alias is unknown only while it is hidden
-            return f"bare names are refused out of contact with the coordinator; there are {names}"
-        return f"it was retired, or is not here yet; of {policy} there are {names}"
+        names = ", ".join(f"{policy}@{number}" for number in numbers[-_MAX_LISTED:])
+        if len(numbers) > _MAX_LISTED:
+            return f"{len(numbers)} versions, the newest {names}"
+        return names
+
+    def _is_own_base(self, name: str) -> bool:
+        return name in self.own_names and name not in self._serving.lora_requests
 
     def next_id(self) -> int:
         """An integer id that no adapter had.
@@ -196,24 +256,17 @@ class ServedModels:
         if not self._can_be_requested(version):
             raise NotFoundError(f"{version} is not served here")
         self._aliases[version.policy] = version
-        if not self._hidden:
-            self._serving.lora_requests[version.policy] = self._served[version].request
+        self._serving.lora_requests[version.policy] = self._served[version].request
 
     def drop_alias(self, policy: str) -> None:
         """Let a bare name stand for nothing; running requests keep their version."""
         if self._aliases.pop(policy, None) is not None:
             self._serving.lora_requests.pop(policy, None)
 
-    def hide_aliases(self, hidden: bool) -> None:
-        """Refuse bare names, or serve them again; exact versions answer throughout, and the
-        base model by its own names."""
-        self._hidden = hidden
-        self._name_base()
-        for policy, version in self._aliases.items():
-            if hidden:
-                self._serving.lora_requests.pop(policy, None)
-            else:
-                self._serving.lora_requests[policy] = self._served[version].request
+    def refuse_aliases(self, refused: AliasRefusals) -> None:
+        """Refuse bare names as told, the base model's own among them, and take the others;
+        exact versions answer throughout, and adapters from files."""
+        self._refused = refused
 
     def _can_be_requested(self, version: PolicyVersion) -> bool:
         served = self._served.get(version)
@@ -243,16 +296,20 @@ class ServedModels:
         self._served.pop(version, None)
 
     async def _show_available_models(self) -> Any:
-        """vLLM's /v1/models: the base, each version once, each alias.
+        """vLLM's /v1/models: the base, each version once, each alias that is not refused.
 
         vLLM would list an alias under its target's name. An alias's ``root`` says
         what it stands for.
         """
         models = await self._serving.registry.show_available_models()
         base = models.data[0]
+        if self._refused.why(BASE_POLICY):  # the server's own name stays: clients look for one
+            models.data = [card for card in models.data if card.id != BASE_POLICY]
         card_type, permission_type = type(base), type(base.permission[0])
         for name, request in self._serving.lora_requests.items():
             alias = name != request.lora_name
+            if alias and self._refused.why(name):
+                continue
             models.data.append(
                 card_type(
                     id=name,

@@ -1,7 +1,8 @@
 """What vLLM's server says of a model that it does not know, in words of versions.
 
 A version that was retired, or is not here yet, gets vLLM's 404, which names only the base
-model. The answer's text is replaced; its status and form stay.
+model. The answer's text is replaced, and its form stays. An alias that is refused, since the
+pool serves a version of it that is not here, gets a 503.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import re
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from rollout_side.vllm_engine.http import version_headers
 from rollout_side.vllm_engine.http.request_tracker import App, Receive, Scope, Send
+from rollout_side.vllm_engine.http.served_models import Refusal
 
 #: vLLM's own words, 0.26 to 0.32.
 _UNKNOWN = re.compile(r"The model `(?P<name>[^`]+)` does not exist")
@@ -19,12 +22,16 @@ _UNKNOWN = re.compile(r"The model `(?P<name>[^`]+)` does not exist")
 _MAX_BYTES = 16_384
 
 
-def explain_unknown_models(app: App, explain: Callable[[str], str]) -> App:
-    """An ASGI application whose 404 of an unknown model ends in ``explain(name)``.
+#: What is answered to a name that vLLM does not know; None: its own words.
+Explain = Callable[[str], Refusal | None]
+
+
+def explain_unknown_models(app: App, explain: Explain) -> App:
+    """An ASGI application whose 404 of an unknown model is ``explain(name)``.
 
     Args:
         app: vLLM's.
-        explain: What to ask for instead; empty where there is nothing to say.
+        explain: What is answered instead, and why.
     """
 
     async def explaining(scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +46,7 @@ def explain_unknown_models(app: App, explain: Callable[[str], str]) -> App:
 class _Answer:
     """One answer on its way; a 404 is held until it is whole, or too long."""
 
-    def __init__(self, send: Send, explain: Callable[[str], str]) -> None:
+    def __init__(self, send: Send, explain: Explain) -> None:
         self._send, self._explain = send, explain
         self._held: list[MutableMapping[str, Any]] = []
         self._num_bytes = 0
@@ -60,7 +67,7 @@ class _Answer:
 
 
 def _explained(
-    held: list[MutableMapping[str, Any]], explain: Callable[[str], str]
+    held: list[MutableMapping[str, Any]], explain: Explain
 ) -> list[MutableMapping[str, Any]]:
     """A whole answer's messages, the text replaced if it is of an unknown model."""
     start = held[0]
@@ -71,11 +78,14 @@ def _explained(
         found = _UNKNOWN.search(error["message"])
     except (ValueError, TypeError, KeyError):
         return held
-    words = explain(found["name"]) if found else ""
-    if not found or not words:
+    refusal = explain(found["name"]) if found else None
+    if refusal is None:
         return held
-    error["message"] = f"{found.group()}: {words}"
+    error["message"], error["code"] = refusal.message, refusal.status
+    error["type"] = refusal.type
+    version_headers.note_reason(refusal.reason)
     body = json.dumps(answer).encode()
     headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode()))
-    return [{**start, "headers": headers}, {"type": "http.response.body", "body": body}]
+    start = {**start, "status": refusal.status, "headers": headers}
+    return [start, {"type": "http.response.body", "body": body}]

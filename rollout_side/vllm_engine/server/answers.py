@@ -97,12 +97,14 @@ class Answers:
         before = await requests.tokens_before(self._engine)
         is_other = version != self._models.base
         self._models.set_base(version)
-        for answer in self._running:
-            answer.note_base(version.version, before, kept=kept)
-        strict = [answer.request_id for answer in self._running if answer.strict]
-        if strict and is_other:
+        ended = [
+            answer.request_id
+            for answer in self._running
+            if answer.note_base(version.version, before, kept=kept)
+        ]
+        if ended and is_other:
             # What they have sampled by now still comes, behind it that they were ended.
-            await self._engine.abort(strict)
+            await self._engine.abort(ended)
 
 
 class VllmAnswer:
@@ -121,7 +123,8 @@ class VllmAnswer:
         outputs: AsyncGenerator[Any, None],
         ended: contextlib.ExitStack,
     ) -> None:
-        self.request_id, self.base, self.strict = request_id, base, order.strict
+        self.request_id, self.base = request_id, base
+        self._strict, self._is_exact = order.strict, order.exact_base
         self.prompt_token_ids: Sequence[int] = ()
         #: Whether the engine has nothing more to do for it.
         self.is_over = False
@@ -135,8 +138,8 @@ class VllmAnswer:
         self._has_begun = False
         self._is_void = self._was_aborted = self._is_kept = False
 
-    def note_base(self, version: int, before: Mapping[tuple[str, int], int], *, kept: bool) -> None:
-        """Take in that tokens are of another base from now on.
+    def note_base(self, version: int, before: Mapping[tuple[str, int], int], *, kept: bool) -> bool:
+        """Take in that tokens are of another base from now on; returns whether it must end.
 
         Args:
             before: See ``requests.tokens_before``.
@@ -147,10 +150,17 @@ class VllmAnswer:
             count = before.get((self.request_id, index))
             if count is not None or not self._has_begun:  # else the sample has ended
                 starts.append((version, count or 0))
-        if self.strict and version != self.base and not self.is_over:
+        must_end = self._must_end
+        if must_end and version != self.base and not self.is_over:
             self.changed_to = version
             # vLLM may not have it yet: then its tokens would be of the new base.
             self._is_void = not self._has_begun
+        return must_end
+
+    @property
+    def _must_end(self) -> bool:
+        """Whether another base would make tokens that it must not have."""
+        return self._strict or (self._is_exact and not self._has_begun)
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
         """See ``Answer``."""
@@ -173,7 +183,7 @@ class VllmAnswer:
         if self._is_void or (self.changed_to is not None and self._was_aborted):
             raise VersionChangedError(
                 f"the base was {BASE_POLICY}@{self.base} and is {BASE_POLICY}@{self.changed_to} "
-                "by now, and the answer was to be of one version"
+                "by now, and the answer was to be of that version"
             )
 
     def _chunk(self, completion: Any) -> SampleChunk:

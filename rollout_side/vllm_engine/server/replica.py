@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout_side.engine import Asleep, SleepOrder, SwitchTimes
+from rollout_side.engine import AliasRefusals, Asleep, SleepOrder, SwitchTimes
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
@@ -329,9 +329,9 @@ class VllmReplica(HeldVersions):
         held = await self.held(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
 
-    async def hide_aliases(self, hidden: bool) -> None:
+    def refuse_aliases(self, refused: AliasRefusals) -> None:
         """See ``Engine``."""
-        self.models.hide_aliases(hidden)
+        self.models.refuse_aliases(refused)
 
     async def retire(self, version: PolicyVersion) -> bool:
         """See ``Engine``. Never waits for a request: True comes from a later call, at

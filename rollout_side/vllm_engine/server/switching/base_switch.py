@@ -104,4 +104,5 @@ class BaseSwitch:
         await bounded(requests.switch(version, begun), "forgetting what the old base has computed")
         switched = self._answers.switch_base(version, kept=requests.choice == "keep")
         await bounded(switched, "noting the switch")
+        await bounded(requests.note_base(begun), "ending requests for the former base")
         return len(begun)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+import functools
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from rollout_side.vllm_engine.compat import requests
 from rollout_side.vllm_engine.http import version_headers
+from rollout_side.vllm_engine.http.served_models import Refusal
+from rollout_side.vllm_engine.http.version_headers import Notes
 from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from weft.contract.capabilities import RunningRequests
 from weft.contract.errors import VersionChangedError
@@ -22,14 +27,22 @@ _ABORTED = (
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the engine's ``generate``."""
+    """A call that vLLM's server makes of the engine."""
 
     request_id: str
+    notes: Notes
+    is_sent: bool = False
+    """Whether the engine has it."""
     is_aborted: bool = False
+    refusal: Refusal | None = None
 
 
 class RequestsAtSwitch:
     """The requests of one engine; on its event loop.
+
+    vLLM's server looks a request's model up before the engine admits it, and the weights may
+    change in between, and until its first token. So what its name stands for is checked at its
+    admission, and once more at a switch before it has tokens.
 
     To keep them, every request gets a salt of the KV cache: of the base that it is admitted
     under, and of the number of switches until then, because a base that comes back (by a
@@ -38,7 +51,7 @@ class RequestsAtSwitch:
     abort them, ``generate`` raises what vLLM's server answers as something to be asked again.
 
     Args:
-        engine: vLLM's ``AsyncLLM``; methods of it are replaced, but to recompute.
+        engine: vLLM's ``AsyncLLM``; methods of it are replaced.
         choice: What becomes of them.
     """
 
@@ -49,16 +62,17 @@ class RequestsAtSwitch:
         self._base, self._num_switches = PolicyVersion(BASE_POLICY, 0), 0
         #: vLLM's own ``generate``.
         self.generate = engine.generate
-        self._calls: set[_Call] = set()
+        self._calls: dict[str, list[_Call]] = {}
+        requests.note_sent(engine, self._note_sent)
         if choice == "keep" or self.caches.has_connector:
             requests.salt_requests(engine, self._salt)
-        if choice == "abort":
-            engine.generate = self._generate_or_raise
+        for name in ("generate", "encode"):  # the one answers with tokens, the other pools
+            if method := getattr(engine, name, None):
+                setattr(engine, name, functools.partial(self._admit, method))
 
     async def begun(self) -> frozenset[str]:
         """The requests that have tokens, while generation is paused."""
-        if self.choice == "abort":  # what a client has been sent must be known
-            await requests.take_in_outputs(self._engine)
+        await requests.take_in_outputs(self._engine)
         return requests.begun_requests(self._engine)
 
     async def switch(self, version: PolicyVersion, begun: frozenset[str]) -> None:
@@ -74,7 +88,7 @@ class RequestsAtSwitch:
         # Who was given the old salt has been sent, and so is there before the caches are reset.
         self._base, self._num_switches = version, self._num_switches + 1
         if self.choice == "abort" and begun:
-            for call in self._calls:
+            for call in self._all_calls():
                 call.is_aborted |= call.request_id in begun
             await self._engine.abort(sorted(begun))
         await self.caches.forget(keep_running=self.choice == "keep")
@@ -83,19 +97,57 @@ class RequestsAtSwitch:
         """Of a request that is admitted now, and came with a salt or none."""
         return f"{self._base} {self._num_switches} {given or ''}"
 
-    async def _generate_or_raise(
-        self, prompt: Any, params: Any, request_id: str, **more: Any
+    async def note_base(self, begun: frozenset[str]) -> None:
+        """End those that may not be answered by the new base, while generation is paused; called
+        as soon as it has its name.
+
+        Args:
+            begun: As for ``switch``; what was admitted since then has none.
+        """
+        unfinished = requests.unfinished_requests(self._engine)
+        to_begin = []
+        for call in self._all_calls():
+            is_over = call.is_sent and call.request_id not in unfinished
+            if call.request_id in begun or is_over:
+                call.notes.has_begun = True
+            else:
+                to_begin.append(call)
+        for call in to_begin:
+            call.refusal = call.notes.switch()
+        if ended := [call.request_id for call in to_begin if call.refusal is not None]:
+            await self._engine.abort(ended)
+
+    def _all_calls(self) -> Iterator[_Call]:
+        return itertools.chain.from_iterable(self._calls.values())
+
+    def _note_sent(self, request_id: str) -> None:
+        for call in self._calls.get(request_id, ()):  # a client may give two of its own the same id
+            call.is_sent = True
+
+    async def _admit(
+        self, method: Callable[..., AsyncGenerator[Any, None]], *args: Any, **more: Any
     ) -> AsyncGenerator[Any, None]:
-        """``AsyncLLM.generate``, as vLLM's server calls it."""
-        call = _Call(request_id)
-        self._calls.add(call)
-        outputs = self.generate(prompt, params, request_id, **more)
+        """``AsyncLLM.generate`` or ``AsyncLLM.encode``, as vLLM's server calls it."""
+        notes = version_headers.current_notes()
+        if (refusal := notes.admit()) is not None:
+            raise requests.failure(refusal.message, refusal.status)
+        # Nothing is awaited since: a switch that comes now finds it among the calls.
+        call = _Call(more["request_id"] if "request_id" in more else args[2], notes)
+        self._calls.setdefault(call.request_id, []).append(call)
+        outputs = method(*args, **more)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
+                    if call.refusal is not None:
+                        break
+                    notes.has_begun = True
                     yield output
         finally:
-            self._calls.discard(call)
+            self._calls[call.request_id].remove(call)
+            if not self._calls[call.request_id]:
+                del self._calls[call.request_id]
+        if call.refusal is not None:
+            raise requests.failure(call.refusal.message, call.refusal.status)
         if call.is_aborted:
             version_headers.note_reason(VersionChangedError.default_reason)
-            raise requests.retryable(_ABORTED)
+            raise requests.failure(_ABORTED, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -15,26 +15,15 @@ from rollout_side.agent.drain import Draining
 from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
 from rollout_side.main import _Stop
+from tests.doubles.agent import Registered
 from tests.doubles.engine import EngineDouble
-
-
-class Registered:
-    """A registration of which the coordinator answers; counts hurried heartbeats."""
-
-    is_known = True
-
-    coordinator_generation = 0
-
-    def __init__(self) -> None:
-        self.hurried = 0
-
-    def hurry(self) -> None:
-        self.hurried += 1
 
 
 @pytest.fixture
 def registered() -> Registered:
-    return Registered()
+    made = Registered()
+    made.in_contact = False
+    return made
 
 
 @pytest.fixture

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from rollout_side.agent.requested import resolve
+from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
+from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
+from rollout_side.engine import AliasRefusals
 from weft.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
-from weft.contract.names import AdapterVersions, VersionVector
+from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
 _SERVED = VersionVector(
     base=3,
     adapters={"math": AdapterVersions((2, 4), 2), "code": AdapterVersions((1,), 0)},
 )
 _NEWEST = {"base": 4, "math": 5, "code": 1}
+_NONE = AliasRefusals()
 
 
-def _resolve(asked: str, *, in_contact: bool = True) -> str:
-    return str(resolve(asked, _SERVED, lambda p: _NEWEST.get(p, 0), in_contact=in_contact))
+def _resolve(asked: str, refused: AliasRefusals = _NONE) -> str:
+    return str(resolve(asked, _SERVED, lambda p: _NEWEST.get(p, 0), refused))
 
 
 @pytest.mark.parametrize(
@@ -26,10 +31,10 @@ def _resolve(asked: str, *, in_contact: bool = True) -> str:
 def test_what_is_served_answers(asked: str, answers: str) -> None:
     assert _resolve(asked) == answers
     if "@" in asked:
-        assert _resolve(asked, in_contact=False) == answers
+        assert _resolve(asked, OUT_OF_CONTACT) == answers
     else:
         with pytest.raises(PeerUnavailableError, match=f"{asked}@") as refused:
-            _resolve(asked, in_contact=False)
+            _resolve(asked, OUT_OF_CONTACT)
         assert refused.value.reason == "COORDINATOR_AWAY"
 
 
@@ -68,9 +73,76 @@ def test_a_list_is_bounded_and_of_whole_names() -> None:
         versions = tuple(range(1, 50))
         served = VersionVector(adapters={policy: AdapterVersions(versions, 49)})
         with pytest.raises(NotFoundError) as refused:
-            resolve(f"{policy}@0", served, lambda _: 49, in_contact=True)
+            resolve(f"{policy}@0", served, lambda _: 49, _NONE)
         listed = refused.value.metadata["versions"].split(", ")
         if count == 10:
             assert listed == [f"p@{number}" for number in range(40, 50)]
         else:
             assert listed == [f"{policy}@48", f"{policy}@49"]
+
+
+def _heard(*lacking: str, vector: VersionVector = _SERVED, **more: Any) -> HeartbeatAnswer:
+    """What the coordinator answers to a replica that serves ``vector``."""
+    return HeartbeatAnswer(
+        None,
+        False,
+        False,
+        "",
+        OrderKey(1, 0),
+        (),
+        vector,
+        tuple(map(PolicyVersion.parse, lacking)),
+        **more,
+    )
+
+
+def test_who_serves_what_the_pool_does_refuses_no_alias() -> None:
+    assert refused_aliases(_heard(), _SERVED) == _NONE
+
+
+def test_an_alias_that_stands_for_something_else_in_the_pool_is_refused() -> None:
+    """And an exact version of it is not, nor another policy."""
+    refused = refused_aliases(_heard("math@5", "new@1"), _SERVED)
+    for asked in ("math", "new"):
+        with pytest.raises(PeerUnavailableError, match="ask another replica") as caught:
+            _resolve(asked, refused)
+        assert caught.value.reason == "REFUSING"
+    assert "the pool serves math@5" in refused.why("math")
+    assert [_resolve(asked, refused) for asked in ("math@2", "base")] == ["math@2", "base@3"]
+
+
+@pytest.mark.parametrize(
+    ("heard", "why"),
+    [
+        (_heard("base@7"), "this replica serves base@3, and the pool serves base@7"),
+        (_heard("base@0"), "the pool serves base@0"),  # it was rolled back
+        (_heard("math@5", lacking_more=True), "the pool serves much"),
+    ],
+)
+def test_over_another_base_than_the_pools_no_alias_is_answered(
+    heard: HeartbeatAnswer, why: str
+) -> None:
+    refused = refused_aliases(heard, _SERVED)
+    for asked in ("base", "math", "code"):
+        assert why in refused.why(asked)
+    assert _resolve("base@3", refused) == "base@3"
+
+
+def test_base_0_of_other_files_is_refused_until_another_base_is_served() -> None:
+    at_first = VersionVector()
+    heard = _heard(vector=at_first, base_doubt="model.safetensors differs")
+    assert "model.safetensors differs" in refused_aliases(heard, at_first).why("base")
+    assert refused_aliases(heard, at_first.with_base(1)) == _NONE
+
+
+def test_what_was_switched_since_the_coordinators_word_is_younger_than_that() -> None:
+    """But not what a clone has brought, older versions first."""
+    heard = _heard("math@5", "base@7")
+    served = _SERVED.with_base(8).with_adapter(PolicyVersion("math", 6))
+    assert refused_aliases(heard, served) == _NONE
+    served = _SERVED.with_base(7).with_adapter(PolicyVersion("math", 3))
+    assert refused_aliases(heard, served).named.keys() == {"math"}
+
+
+def test_other_bytes_under_the_number_of_the_pool_are_refused() -> None:
+    assert refused_aliases(_heard("math@2"), _SERVED).named.keys() == {"math"}

@@ -24,7 +24,7 @@ def test_the_newest_kind_that_there_is(monkeypatch: pytest.MonkeyPatch, index: i
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     for module, name in requests._FAILURES[index:]:
         setattr(sys.modules[module], name, type(name, (GenerationError,), {}))
-    error: Any = requests.retryable("again")
+    error: Any = requests.failure("again", 503)
     assert (str(error), error.status_code) == ("again", 503)
     assert type(error).__name__ == requests._FAILURES[index][1]
 
@@ -33,4 +33,4 @@ def test_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, _ in requests._FAILURES:
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     monkeypatch.setitem(sys.modules, requests._FAILURES[-1][0], None)  # as if it were not there
-    assert isinstance(requests.retryable("again"), RuntimeError)
+    assert isinstance(requests.failure("again", 503), RuntimeError)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels
 from weft.contract.errors import DigestMismatchError, InvalidNameError, NotFoundError, NotReadyError
 from weft.contract.names import PolicyVersion
@@ -61,16 +62,24 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
         models.add(version, _request(version), b"")
     models.remove(PolicyVersion("math", 1), 0)
     retired = models.explain_unknown("math@1")
-    assert retired == "it was retired, or is not here yet; of math there are math@2, math@3"
-    assert models.explain_unknown("code@1") == ""
-    models.hide_aliases(True)
-    assert "out of contact" in models.explain_unknown("math")
+    assert retired is not None
+    assert (retired.status, retired.reason) == (404, "VERSION_UNKNOWN")
+    assert retired.message.endswith(
+        "it was retired, or is not here yet; of math there are math@2, math@3"
+    )
+    assert models.explain_unknown("code@1") is None
+    assert models.explain_unknown("code") is None
+    models.refuse_aliases(AliasRefusals(every="out of contact", is_away=True))
+    unheard = models.explain_unknown("code")
+    assert unheard is not None
+    assert (unheard.status, unheard.reason) == (503, "COORDINATOR_AWAY")
     for number in range(4, 20):
         version = PolicyVersion("math", number)
         models.add(version, _request(version), b"")
     many = models.explain_unknown("math@1")
-    assert "18 versions, the newest math@10" in many
-    assert len(many) < 250
+    assert many is not None
+    assert "18 versions, the newest math@10" in many.message
+    assert len(many.message) < 300
 
 
 def test_names_that_are_taken() -> None:
@@ -102,23 +111,42 @@ def test_a_dropped_alias_stands_for_nothing_and_its_version_can_go() -> None:
     for _ in range(2):
         models.drop_alias("math")
         assert set(serving.lora_requests) == {"math@1"}
-    models.hide_aliases(True)
-    models.hide_aliases(False)
     assert models.remove(version, 0) is not None
     assert not serving.lora_requests
 
 
-def test_hidden_aliases_come_back_as_they_should_be_by_then() -> None:
+def test_a_refused_alias_is_not_admitted_and_exact_versions_are() -> None:
     serving = _Serving()
     models = ServedModels(serving)
-    first, second = PolicyVersion("math", 1), PolicyVersion("math", 2)
-    models.add(first, _request(first), b"")
-    models.hide_aliases(True)
-    assert set(serving.lora_requests) == {"math@1"}
-    models.add(second, _request(second), b"")
-    assert set(serving.lora_requests) == {"math@1", "math@2"}
-    models.hide_aliases(False)
-    assert serving.lora_requests["math"].lora_name == "math@2"
+    for name in ("math@1", "code@1"):
+        version = PolicyVersion.parse(name)
+        models.add(version, _request(version), b"")
+    models.refuse_aliases(AliasRefusals(named={"math": "the pool serves math@2"}))
+    refused = models.refusal("math")
+    assert refused is not None
+    assert (refused.status, refused.reason) == (503, "REFUSING")
+    assert refused.message == (
+        "The model `math` is refused: the pool serves math@2; ask another replica, or for an "
+        "exact version, math@1"
+    )
+    assert not any(map(models.refusal, ("math@1", "code", "code@1", "base", "base@0", "tiny", "")))
+    models.refuse_aliases(AliasRefusals(every="the pool serves base@7"))
+    for asked in ("math", "code", "base", "tiny", "tiny-2", ""):
+        refused = models.refusal(asked)
+        assert refused is not None, asked
+        assert refused.status == 503
+        assert "the pool serves base@7" in refused.message
+    assert not any(map(models.refusal, ("math@1", "code@1", "base@0")))
+    models.refuse_aliases(AliasRefusals())
+    assert not any(map(models.refusal, ("math", "base", "tiny", "")))
+
+
+def test_an_adapter_from_a_file_is_nothing_of_the_pools() -> None:
+    serving = _Serving()
+    serving.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
+    models = ServedModels(serving)
+    models.refuse_aliases(AliasRefusals(every="the pool serves base@7"))
+    assert models.refusal("disk") is None
 
 
 def test_the_base_has_a_name_and_a_version_beside_its_own_names() -> None:
@@ -132,11 +160,9 @@ def test_the_base_has_a_name_and_a_version_beside_its_own_names() -> None:
     models.set_base(PolicyVersion("base", 3))
     assert names() == ["tiny", "tiny-2", "base", "base@3"]
     assert serving.base_model_paths[2].model_path == "base@3"
-    assert models.explain_unknown("base@0").endswith("of base there are base@3")
-    models.hide_aliases(True)
-    assert names() == ["tiny", "tiny-2", "base@3"]
-    assert "out of contact" in models.explain_unknown("base")
-    models.set_base(PolicyVersion("base", 4))
-    models.hide_aliases(False)
-    assert names() == ["tiny", "tiny-2", "base", "base@4"]
+    for gone in (models.explain_unknown("base@0"), models.refusal("base@0")):
+        assert gone is not None
+        assert gone.status == 404
+        assert gone.message.endswith("of base there are base@3")
+    assert models.refusal("base@3") is None
     assert models.base_name == "tiny"

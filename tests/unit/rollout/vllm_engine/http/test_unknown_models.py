@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rollout_side.vllm_engine.http.served_models import Refusal
 from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
 
 
-async def _ask(status: int, bodies: list[bytes]) -> tuple[dict[str, str], bytes]:
-    """The headers and the body of an answer that goes through ``explain_unknown_models``."""
+async def _ask(status: int, bodies: list[bytes]) -> tuple[int, dict[str, str], bytes]:
+    """The status, the headers and the body of an answer that was explained."""
     sent: list[Any] = []
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
@@ -22,20 +23,25 @@ async def _ask(status: int, bodies: list[bytes]) -> tuple[dict[str, str], bytes]
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asked = explain_unknown_models(app, lambda name: f"ask for {name}2" if name == "m" else "")
+    def explain(name: str) -> Refusal | None:
+        if name == "alias":
+            return Refusal(503, "later", "REFUSING")
+        return Refusal(404, f"no {name}: ask for {name}2", "X") if name == "m" else None
+
+    asked = explain_unknown_models(app, explain)
     await asked({"type": "http", "path": "/v1/completions"}, None, send)  # type: ignore[arg-type]
-    assert sent[0]["status"] == status
     headers = {k.decode().lower(): v.decode() for k, v in sent[0]["headers"]}
     assert not sent[-1].get("more_body")
-    return headers, b"".join(message["body"] for message in sent[1:])
+    return sent[0]["status"], headers, b"".join(message["body"] for message in sent[1:])
 
 
 async def test_an_unknown_model_is_explained_and_nothing_else_is_touched() -> None:
     error = {"message": "The model `m` does not exist. Valid aliases: tiny.", "code": 404}
     body = json.dumps({"error": error}).encode()
     for bodies in ([body], [body[:9], body[9:], b""]):
-        headers, answer = await _ask(404, bodies)
-        assert json.loads(answer)["error"]["message"] == "The model `m` does not exist: ask for m2"
+        code, headers, answer = await _ask(404, bodies)
+        assert code == 404
+        assert json.loads(answer)["error"]["message"] == "no m: ask for m2"
         assert headers["content-length"] == str(len(answer))
     for status, other in (
         (200, body),
@@ -44,5 +50,16 @@ async def test_an_unknown_model_is_explained_and_nothing_else_is_touched() -> No
         (404, body.replace(b"`m`", b"`n`")),
         (404, b"x" * 100_000),
     ):
-        headers, answer = await _ask(status, [other[:5], other[5:], b""])
-        assert (headers["content-length"], answer) == ("1", other)
+        code, headers, answer = await _ask(status, [other[:5], other[5:], b""])
+        assert (code, headers["content-length"], answer) == (status, "1", other)
+
+
+async def test_an_alias_that_may_come_is_unavailable() -> None:
+    error = {"message": "The model `alias` does not exist.", "type": "NotFoundError", "code": 404}
+    code, _, answer = await _ask(404, [json.dumps({"error": error}).encode()])
+    assert code == 503
+    assert json.loads(answer)["error"] == {
+        "message": "later",
+        "type": "ServiceUnavailable",
+        "code": 503,
+    }

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.version_headers import name_versions, note_reason
+from rollout_side.vllm_engine.http.version_headers import (
+    current_notes,
+    name_versions,
+    note_reason,
+)
 from weft.contract.names import PolicyVersion
 
 
@@ -24,11 +28,15 @@ class _App:
         self.models = ServedModels(self)
         self.app = name_versions(self._answer, self.models, kept=kept)
 
+    def is_base_model(self, name: str) -> bool:
+        return any(path.name == name for path in self.base_model_paths)
+
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         model = scope["model"]
         await asyncio.sleep(0)
-        if model in self.lora_requests:
+        if not self.is_base_model(model) and model in self.lora_requests:
             assert self.lora_requests[model].lora_name
+        current_notes().admit()
         if self.switches:  # meanwhile
             self.models.set_base(PolicyVersion("base", 9))
         if self.reason:

@@ -174,6 +174,23 @@ async def test_a_strict_answer_that_was_over_is_whole(engine: GeneratingEngine) 
     assert read.spans() == (BaseSpan(0, 0, 1),)
 
 
+async def test_an_answer_of_an_exact_base_ends_where_it_has_no_token(
+    engine: GeneratingEngine,
+) -> None:
+    """And goes on where it has some, as its spans tell."""
+    replica = make_replica(engine)
+    begun = await _started(engine, replica.generate(_order(exact_base=True)))
+    engine.emit(_ID, [10])
+    waiting = await _started(engine, replica.generate(_order(exact_base=True)))
+    await _switch(replica)
+    with pytest.raises(VersionChangedError, match="base@3 by now"):
+        await waiting.task
+    assert not waiting.tokens()
+    engine.emit(_ID, [11], finish="stop")
+    await begun.task
+    assert begun.spans() == (BaseSpan(0, 0, 1), BaseSpan(3, 1, 2))
+
+
 async def test_a_strict_answer_that_has_not_begun_gets_no_tokens(
     engine: GeneratingEngine,
 ) -> None:

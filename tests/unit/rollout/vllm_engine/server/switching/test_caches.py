@@ -128,7 +128,7 @@ async def test_an_engine_that_dies_as_it_is_emptied_is_not_asked_again() -> None
 async def test_blocks_outside_are_found_by_their_base(connector: bool) -> None:
     engine = FakeEngine(connector=connector)
     replica = make_replica(engine)
-    request = SimpleNamespace(cache_salt=None)
+    request = SimpleNamespace(cache_salt=None, external_req_id="r")
     for _ in range(2):
         await engine.add_request_async(request)
         request.cache_salt = None

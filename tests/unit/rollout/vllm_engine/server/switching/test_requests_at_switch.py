@@ -26,7 +26,7 @@ class Again(Exception):
 @pytest_asyncio.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GeneratingEngine]:
     monkeypatch.setattr(bridges, "sampling_params", lambda sampling, chunk_tokens: sampling)
-    monkeypatch.setattr(requests, "retryable", Again)
+    monkeypatch.setattr(requests, "failure", lambda message, status: Again(message))
     made = GeneratingEngine()
     yield made
     made.close()
