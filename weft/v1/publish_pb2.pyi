@@ -590,9 +590,10 @@ class Requirement(_message.Message):
 
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
-    """At least this many of the replicas in contact at begin: if one dies, the
-    push continues with the others while there are so many. 0 means all that are
-    ready at begin: if one of them dies, the push fails. Replicas that have still
+    """At least this many of the replicas in contact at begin: one that is lost, stalls, has
+    no room or cannot keep up leaves the push, which continues with the others while there
+    are so many. 0 means all that are ready at begin: if one of them is lost or fails, the
+    push fails. Replicas that have still
     to catch up take part where they are free (the push ends clones that are not
     committed, which resume after it), and get the version afterwards otherwise;
     where none is ready, all that take part count. Once a replica loads a base in
@@ -675,7 +676,7 @@ class BeginTransferRequest(_message.Message):
 
     @_builtins.property
     def require(self) -> Global___Requirement:
-        """How many replicas must take part."""
+        """How many replicas must take part; at least one where it is absent."""
 
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:

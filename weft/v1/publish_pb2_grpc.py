@@ -175,7 +175,8 @@ class PublishServiceServicer(object):
         REVISION_MISMATCH;
         ABORTED/LEASE_FENCED;
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
-        RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room; metadata names it),
+        RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
+        names it),
         GROUP_TOO_LARGE (the replicas have more than 16,383 receivers);
         UNAVAILABLE/POOL_EMPTY (fewer replicas than required, after waiting until
         the deadline); DEADLINE_EXCEEDED/DEADLINE (its turn did not come in time);
