@@ -224,6 +224,14 @@ async def test_begin_transfer_without_room_says_where_and_when_to_retry(pool: Po
     assert b"google.rpc.RetryInfo" in details
 
 
+async def test_whoever_says_nothing_requires_one_replica(pool: Pool) -> None:
+    await pool.replica("r0")
+    await pool.replica("r1", adapter_capacity_bytes=8)
+    trainer = await pool.trainer()
+    begun = await trainer.begin(require=None)
+    assert list(begun.replica_ids) == ["r0"]
+
+
 async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) -> None:
     await pool.replica(loads_in_place=True)
     trainer = await pool.trainer(policy="base")

@@ -65,6 +65,7 @@ class FakeTrainer:
             "layout_digest": self.manifest.layout_digest,
             "adapter": self.spec,
             "timeout": duration_to_proto(10.0),
+            "require": publish_pb2.Requirement(min_replicas=0),  # all: a test says otherwise
             "backend": "gloo",
             "group_id": self.sender.group.group_id if self.sender else "",
             "protocol_revision": PROTOCOL_REVISION,

@@ -200,7 +200,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 layout_digest=request.layout_digest,
                 layout=self._manifests.get(request.layout_digest),
                 adapter=adapter,
-                min_replicas=request.require.min_replicas,
+                min_replicas=request.require.min_replicas if request.HasField("require") else 1,
                 deadline=deadline,
                 answer_by=answer_by,
                 backend=request.backend,

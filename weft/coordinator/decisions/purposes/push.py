@@ -16,7 +16,7 @@ could serve two truths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -59,6 +59,8 @@ from weft.coordinator.decisions.transfers.turns import Turns, take_over
 _FOR_REPLICAS = "replicas"
 _FOR_JOINING = "replicas that are catching up"
 _FOR_PINS = " to hear what is pinned"
+# What is said of a replica that has not spoken for itself.
+_SILENCE = frozenset({"PEER_GONE", "STALLED", "COORDINATOR_AWAY", "DEADLINE"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +124,15 @@ class Push(Purpose):
         if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
             return "its turn"
         preflight.check_names(change.state, transfer.policy)  # some came while it waited
-        left_out = {replica.replica_id for replica in unheard}
-        free = [r for r in turns.free(replicas) if r.replica_id not in left_out]
+        passed_over = {replica.replica_id for replica in unheard}
+        free = [r for r in turns.free(replicas) if r.replica_id not in passed_over]
         if len(free) < self.min_replicas:
             return _FOR_JOINING
-        preflight.check_room(
+        full = preflight.without_room(change.state, transfer, free)
+        if full and (self.require_all or len(free) - len(full) < self.min_replicas):
+            raise next(iter(full.values())).error()
+        free = [replica for replica in free if replica.replica_id not in full]
+        preflight.check_group(
             change.state,
             transfer,
             free,
@@ -138,6 +144,7 @@ class Push(Purpose):
         if not fits:
             return "preflight"
         take_over(change, free, transfer)
+        transfer = replace(transfer, lost=tuple(full), losses=full)
         self._start(change, transfer, free)
         return ""
 
@@ -202,26 +209,29 @@ class Push(Purpose):
     # -- under way ----------------------------------------------------------------
 
     def requires(self, replica_id: str) -> bool:
-        return replica_id in self.required
+        return self.require_all and replica_id in self.required
+
+    def may_continue(self, transfer: Transfer, group: Group, lost: Collection[str]) -> bool:
+        # What loads in place already is not given up because of one replica (in_place.py).
+        num_left = sum(member.replica_id not in lost for member in group.members)
+        if transfer.loading:
+            return num_left > 0
+        return num_left >= self.min_replicas and not any(map(self.requires, lost))
 
     def on_members_lost(
         self, change: Change, transfer: Transfer, lost: Mapping[str, Failure]
     ) -> None:
-        members = [m.replica_id for m in change.state.groups[transfer.group_id].members]
-        num_survivors = sum(name not in lost for name in members)
-        if num_survivors == len(members):
+        group = change.state.groups[transfer.group_id]
+        if all(member.replica_id not in lost for member in group.members):
             return  # they were lost before
         for replica_id, why in lost.items():
             replica = change.state.replicas.get(replica_id)
-            if replica is not None and replica.suspect is None:
+            is_silent = replica is not None and replica.suspect is None and why.reason in _SILENCE
+            if is_silent and replica is not None:
                 # Most often its process is dead: no push waits for it until it is heard again.
                 change.put_replica(replace(replica, suspicion=why.message))
             in_place.abandon(change, transfer, [replica_id], why)
-        # What loads in place already is not given up because of one replica (in_place.py).
-        is_required = self.require_all and not self.required.isdisjoint(lost)
-        may_continue = transfer.loading or not is_required
-        enough = 1 if transfer.loading else self.min_replicas
-        if not may_continue or num_survivors < enough:
+        if not self.may_continue(transfer, group, lost):
             abort.abort(change, transfer, next(iter(lost.values())))
         else:
             reform.resume_without(change, transfer, lost)

@@ -72,6 +72,10 @@ class Watch:
     num_verified: Mapping[int, int] = field(default_factory=dict)
     """Buckets, from the first, that a receiver has reported."""
     debts: Mapping[int, Debt] = field(default_factory=dict)
+    held_up: Mapping[int, float] = field(default_factory=dict)
+    """For how many seconds a receiver, at work, was what all others waited for."""
+    looked_at: float = float("inf")
+    """When who holds the others up was noted last."""
 
     def heard(
         self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
@@ -105,7 +109,16 @@ class Watch:
             for rank, former in ranks.items()
             if (silence := self.silence(former, now)) > 0
         }
-        return Watch(debts=debts)
+        held_up = {r: self.held_up[old] for r, old in ranks.items() if old in self.held_up}
+        return Watch(debts=debts, held_up=held_up)
+
+    def with_holder(self, rank: int | None, now: float) -> Watch:
+        """This watch once a receiver holds the others up; None is nobody. The time since the
+        last look counts, a second at most: ticks are more frequent."""
+        if rank is None:
+            return self if self.looked_at == float("inf") else replace(self, looked_at=float("inf"))
+        seconds = self.held_up.get(rank, 0.0) + min(1.0, max(0.0, now - self.looked_at))
+        return replace(self, held_up={**self.held_up, rank: seconds}, looked_at=now)
 
     def silence(self, rank: int, now: float) -> float:
         """How long a rank has owed its step without a word; 0 if it owes nothing."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,6 +37,7 @@ from weft.coordinator.decisions.state.values import (
 
 if TYPE_CHECKING:  # what a purpose is asked with is made of transfers
     from weft.coordinator.decisions.change import Change
+    from weft.coordinator.decisions.state.group import Group
     from weft.coordinator.decisions.state.pool import PoolState
     from weft.coordinator.decisions.transfers.turns import Turns
 
@@ -144,6 +145,10 @@ class Purpose(ABC):
     def requires(self, replica_id: str) -> bool:
         """Whether a failure of this replica's receivers is the transfer's."""
         return True
+
+    def may_continue(self, transfer: Transfer, group: Group, lost: Collection[str]) -> bool:
+        """Whether it goes on without these replicas of its group."""
+        return False
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
         """Every rank has the same digest over all bytes: come to the commit point."""

@@ -13,7 +13,7 @@ stream that really broke.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.containers.frozen import replace
 from weft.contract.layout.manifest import WSUM64
@@ -132,21 +132,33 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
     if found is None or found[0].phase is not Phase.STAGING:
         return
     transfer, group = found
-    known = next(iter(transfer.attempt.staged.items()), None)
-    if wrong := _not_of_its_layout(transfer, event.digest):
-        abort.abort(change, transfer, _mismatch(group, event.rank, wrong))
-    elif known and known[1] != event.digest:
-        what = (
-            f"the digest {event.digest.value.hex()}, {group.rank_name(known[0])} "
-            f"{known[1].value.hex()}"
-        )
-        abort.abort(change, transfer, _mismatch(group, event.rank, what))
-    else:
-        staged = {**transfer.attempt.staged, event.rank: event.digest}
-        attempt = replace(transfer.attempt, staged=staged)
-        transfer = change.put_transfer(replace(transfer, attempt=attempt))
-        if len(staged) == group.size:
-            transfer.purpose.on_staged(change, transfer, event.digest)
+    staged = {**transfer.attempt.staged, event.rank: event.digest}
+    attempt = replace(transfer.attempt, staged=staged)
+    transfer = change.put_transfer(replace(transfer, attempt=attempt))
+    if mismatches := _mismatches(transfer, group):
+        _lose_ranks(change, transfer, group, mismatches)
+    elif len(staged) == group.size:
+        transfer.purpose.on_staged(change, transfer, event.digest)
+
+
+def _mismatches(transfer: Transfer, group: Group) -> dict[int, Failure]:
+    """The ranks whose digest is not that of the transfer: what its senders have. Before one of
+    them has told it, nobody knows which of two receivers is wrong."""
+    staged = transfer.attempt.staged
+    sender = next((rank for rank in staged if rank in group.senders), None)
+    found = {}
+    for rank, digest in staged.items():
+        wrong = _not_of_its_layout(transfer, digest)
+        if not wrong and sender is not None and digest != staged[sender]:
+            wrong = (
+                f"the digest {digest.value.hex()}, {group.rank_name(sender)} "
+                f"{staged[sender].value.hex()}"
+            )
+        if wrong:
+            metadata = {"member": group.member_name(rank)}
+            text = f"{group.rank_name(rank)} has {wrong}"
+            found[rank] = Failure("DIGEST_MISMATCH", text, metadata)
+    return found
 
 
 def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
@@ -159,13 +171,26 @@ def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
     return ""
 
 
-def _mismatch(group: Group, rank: int, what: str) -> Failure:
-    metadata = {"member": group.member_name(rank)}
-    return Failure("DIGEST_MISMATCH", f"{group.rank_name(rank)} has {what}", metadata)
+def _lose_ranks(
+    change: Change, transfer: Transfer, group: Group, failures: Mapping[int, Failure]
+) -> None:
+    """Ranks have failed by themselves: their replicas leave the transfer, or it ends. A sender
+    cannot be done without."""
+    lost = {group.member_name(rank): why for rank, why in failures.items()}
+    ends = [
+        why
+        for rank, why in failures.items()
+        if rank in group.senders
+        or not (transfer.loading or not transfer.purpose.requires(group.member_name(rank)))
+    ]
+    if ends:
+        abort.abort(change, transfer, ends[0])
+    else:
+        reform.lose_replicas(change, transfer, lost)
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:
-    """A rank cannot continue: nor can the transfer, unless it is loaded in place already."""
+    """A rank cannot continue: nor can its replica."""
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None:
         return
@@ -174,11 +199,7 @@ def rank_failed(change: Change, event: events.RankFailed) -> None:
     why = f"{group.rank_name(event.rank)}: {event.message}"
     failure = Failure(event.reason or "INTERNAL", why, {"member": member})
     if failure.reason != "PEER_GONE":
-        may_do_without = transfer.loading or not transfer.purpose.requires(member)
-        if event.rank in group.receivers and may_do_without:
-            reform.lose_replica(change, transfer, member, failure)
-        else:
-            abort.abort(change, transfer, failure)
+        _lose_ranks(change, transfer, group, {event.rank: failure})
         return
     attempt = transfer.attempt
     attempt = replace(
@@ -217,9 +238,20 @@ def watch_deadlines(change: Change) -> None:
             continue
         attempt = transfer.attempt
         if attempt.accusations and change.now >= attempt.judge_at:
-            abort.abort(change, transfer, next(iter(attempt.accusations.values())))
+            _judge(change, transfer)
         elif change.now >= transfer.deadline:
             abort.abort(change, transfer, _deadline(change.state, transfer))
+
+
+def _judge(change: Change, transfer: Transfer) -> None:
+    """Nobody's stream broke: who says that a peer is gone is itself what cannot reach the others,
+    unless that is said by a sender, or by all."""
+    group, accusations = change.state.groups[transfer.group_id], transfer.attempt.accusations
+    lost = {group.member_name(rank): why for rank, why in accusations.items()}
+    if transfer.trainer_id in lost or len(lost) == len(group.members):
+        abort.abort(change, transfer, next(iter(accusations.values())))
+    else:
+        _lose_ranks(change, transfer, group, accusations)
 
 
 def _deadline(state: PoolState, transfer: Transfer) -> Failure:

@@ -110,7 +110,35 @@ def check_names(state: PoolState, policy: str) -> None:
             )
 
 
-def check_room(
+def without_room(
+    state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
+) -> dict[str, Failure]:
+    """The replicas that have no room for it now, and why (``STAGING_FULL``); cheap."""
+    need = transfer.layout.wire_bytes
+    full = {}
+    for replica in replicas:
+        capabilities = replica.capabilities
+        if replica.loads_in_place(transfer.kind):
+            continue
+        if transfer.kind is PolicyKind.BASE:
+            room = capabilities.staging_capacity_bytes - replica.pinned_bytes
+            what = "staging"
+        elif capabilities.lora_enabled:
+            room = capabilities.adapter_capacity_bytes - replica.adapter_used_bytes
+            what = "adapter"
+        else:
+            continue  # refused with LORA_DISABLED by check_fit
+        if need > room:
+            error = CapacityError(
+                f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
+                f"this push needs {need}{_way_out(state, transfer, replica)}",
+                metadata={"replica": replica.replica_id, "need_bytes": str(need)},
+            )
+            full[replica.replica_id] = Failure.of(error)
+    return full
+
+
+def check_group(
     state: PoolState,
     transfer: Transfer,
     replicas: Iterable[Replica],
@@ -118,7 +146,8 @@ def check_room(
     check_finite: bool,
     carries_runs: bool,
 ) -> None:
-    """Refuse what a replica has no room, no backend or another base for; cheap.
+    """Refuse what these cannot take together: too many of them, a backend that one has not,
+    another base; cheap.
 
     Args:
         check_finite: Whether the sender gives up at the first value that is not finite.
@@ -127,7 +156,7 @@ def check_room(
     Raises:
         BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
-        CapacityError: ``STAGING_FULL``; metadata names the replica. ``GROUP_TOO_LARGE``.
+        CapacityError: ``GROUP_TOO_LARGE``.
         UnsupportedError: What is sent is to be checked, and is loaded before it can be; or
             it comes in an order that a replica does not take.
     """
@@ -141,7 +170,7 @@ def check_room(
                 "adapter_fingerprint": spec.base_fingerprint,
             },
         )
-    need, size = transfer.layout.wire_bytes, transfer.num_senders
+    size = transfer.num_senders
     lists_runs = carries_runs or transfer.send_plan is not None
     for replica in replicas:
         size += replica.capabilities.num_receivers
@@ -173,21 +202,6 @@ def check_room(
                 raise _checked_too_late(replica)
             if carries_runs:
                 raise _in_no_order(replica)
-            continue
-        if transfer.kind is PolicyKind.BASE:
-            room = capabilities.staging_capacity_bytes - replica.pinned_bytes
-            what = "staging"
-        elif capabilities.lora_enabled:
-            room = capabilities.adapter_capacity_bytes - replica.adapter_used_bytes
-            what = "adapter"
-        else:
-            continue  # refused with LORA_DISABLED by check_fit
-        if need > room:
-            raise CapacityError(
-                f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
-                f"this push needs {need}{_way_out(state, transfer, replica)}",
-                metadata={"replica": replica.replica_id, "need_bytes": str(need)},
-            )
 
 
 def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | None:

@@ -35,10 +35,13 @@ from weft.coordinator.decisions.replicas import suspects
 from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.progress import FIRST_STEP, Watch
+from weft.coordinator.decisions.state.progress import FIRST_STEP, Activity, Watch
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import reform
+
+# Of a push's time, how long others wait for one receiver before it may be left behind.
+_SHARE_OF_ITS_TIME = 0.25
 
 
 def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
@@ -108,10 +111,55 @@ def watch(change: Change) -> None:
             continue
         group = change.state.groups[transfer.group_id]
         seen = transfer.attempt.watch.with_debts(owed_steps(transfer, group), change.now)
+        seen = seen.with_holder(_holder(seen, group), change.now)
         if seen is not transfer.attempt.watch:
             transfer = _watched(change, transfer, seen)
         if not transfer.attempt.accusations:  # else somebody is about to be found dead
             _give_up(change, transfer, group)
+            _leave_behind(change, transfer, group)
+
+
+def _holder(watch: Watch, group: Group) -> int | None:
+    """The receiver that all others wait for now. Of several the first that is at work: behind
+    one that relays to it, another waits for bytes. Nobody where a sender owes a step, too."""
+    owing = [rank for rank in group.receivers if rank in watch.debts]
+    is_a_sender = any(rank in watch.debts for rank in group.senders)
+    if is_a_sender or not owing or len(owing) == group.num_receivers:
+        return None
+    words = watch.words
+    at_work = [r for r in owing if r in words and words[r].activity != Activity.WAITING]
+    return (at_work or owing)[0]
+
+
+def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
+    """Lose a member that holds the others up for long, where the transfer would not end in its
+    time because of it, and goes on without it."""
+    watch, seconds = transfer.attempt.watch, transfer.deadline - transfer.begin_at
+    for rank, held_up in watch.held_up.items():
+        name = group.member_name(rank)
+        is_long = held_up >= seconds * _SHARE_OF_ITS_TIME and rank in watch.debts
+        if not is_long or not _would_be_late(transfer, group, change.now):
+            continue
+        is_free = not transfer.purpose.requires(name)
+        if is_free and transfer.purpose.may_continue(transfer, group, {name}):
+            why = (
+                f"{name} cannot keep up: the others waited {held_up:.0f} s for it, and the push "
+                f"would not end in its time; it was to {watch.debts[rank].step}"
+            )
+            failure = Failure("TOO_SLOW", why, {"member": name})
+            reform.lose_replica(change, transfer, name, failure)
+            return
+
+
+def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:
+    """Whether a transfer would end after its deadline, if it went on at the pace so far."""
+    if transfer.phase is not Phase.STAGING:
+        return True
+    num_verified = transfer.attempt.watch.num_verified
+    least = min(num_verified.get(rank, 0) for rank in group.receivers)
+    # The bucket that it is at is taken for done, and what follows the last one for another.
+    share = (least + 1) / (transfer.layout.num_buckets + 1)
+    return now - transfer.start_at > share * (transfer.deadline - transfer.start_at)
 
 
 def forgive(change: Change, seconds: float) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.coordinator.decisions.machine import GONE, Machine
+from tests.unit.coordinator.decisions.machine import DIGEST, GONE, Machine
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import eligible_targets, explain_state
 from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.messages.wire import group_to_proto
+from weft.coordinator.messages.wire import group_to_proto, transfer_to_proto
 
 
 def _staging(**changes: int) -> tuple[Machine, int]:
@@ -144,3 +144,121 @@ def test_no_lost_replica_is_told_to_commit() -> None:
     assert {c.replica_id for c in m.ever(effects.CallCommit)} == {"r1", "r2"}
     m.answer_commits(ticket)
     assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.LOST
+
+
+# -- whoever remains -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["STAGING_FULL", "INTERNAL", "DIGEST_MISMATCH", "UNSUPPORTED"])
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.STAGING])
+def test_a_receiver_that_fails_by_itself_leaves_the_push(reason: str, phase: Phase) -> None:
+    m = Machine().pool("r0", "r1", "r2")
+    m.acquire("math")
+    ticket = m.begin(min_replicas=1)
+    m.attend_all(ticket)
+    if phase is Phase.STAGING:
+        m.prepare_all(ticket)
+    before = m.transfer(ticket)
+    m.do(events.RankFailed(before.group_id, before.transfer_id, 2, reason, "the reason"))
+    after = m.transfer(ticket)
+    assert (after.phase, after.targets, after.lost) == (Phase.FORMING, ("r0", "r2"), ("r1",))
+    assert after.losses["r1"].reason == reason
+    # It spoke for itself: it is in contact, and no reason to route nothing to it.
+    assert explain_state(m.state, m.state.replicas["r1"])[0] is not ReplicaState.LOST
+
+
+def test_where_every_receiver_fails_the_push_ends_with_the_last_reason() -> None:
+    m, ticket = _staging(min_replicas=1)
+    waiter = m.await_end(ticket)
+    for _ in range(3):
+        transfer = m.transfer(ticket)
+        failed = events.RankFailed(
+            transfer.group_id, transfer.transfer_id, 1, "DIGEST_MISMATCH", "other bytes"
+        )
+        m.do(failed)
+    assert m.error(waiter).reason == "DIGEST_MISMATCH"
+
+
+def test_a_receiver_that_fails_by_itself_ends_a_push_to_all() -> None:
+    m, ticket = _staging()
+    waiter, transfer = m.await_end(ticket), m.transfer(ticket)
+    m.do(events.RankFailed(transfer.group_id, transfer.transfer_id, 2, "STAGING_FULL", "no room"))
+    assert m.error(waiter).reason == "STAGING_FULL"
+
+
+_OTHER = replace(DIGEST, value=b"\2" * 8)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 1, 3, 0), (1, 0, 2, 3), (2, 0, 1, 3)])
+def test_a_receiver_with_another_digest_than_the_senders_leaves_the_push(
+    order: tuple[int, ...],
+) -> None:
+    m, ticket = _staging(min_replicas=1)
+    for rank in order:
+        if m.transfer(ticket).lost:
+            break
+        m.stage(ticket, rank, _OTHER if rank == 2 else DIGEST)
+    after = m.transfer(ticket)
+    assert (after.targets, after.lost) == (("r0", "r2"), ("r1",))
+    assert after.losses["r1"].reason == "DIGEST_MISMATCH"
+    m.attend_all(ticket)
+    m.prepare_all(ticket)
+    m.stage_all(ticket)
+    assert m.transfer(ticket).phase is Phase.COMMITTING
+
+
+def test_a_replica_without_room_is_left_out_and_named() -> None:
+    m = Machine().pool("r0")
+    m.register("r1", adapter_capacity_bytes=1)
+    m.acquire("math")
+    ticket = m.begin(min_replicas=1)
+    transfer = m.transfer(ticket)
+    assert (transfer.phase, transfer.targets, transfer.lost) == (Phase.FORMING, ("r0",), ("r1",))
+    assert transfer.losses["r1"].reason == "STAGING_FULL"
+    m.attend_all(ticket)
+    m.prepare_all(ticket)
+    m.stage_all(ticket)
+    m.answer_commits(ticket)
+    assert m.transfer(ticket).served_by == {"r0"}
+    assert [
+        r.replica_id for r in transfer_to_proto(m.transfer(ticket), m.state, m.now, 1).refusals
+    ] == ["r1"]
+
+
+@pytest.mark.parametrize("min_replicas", [0, 2])
+def test_where_too_few_have_room_the_push_is_refused(min_replicas: int) -> None:
+    m = Machine().pool("r0")
+    m.register("r1", adapter_capacity_bytes=1)
+    m.acquire("math")
+    assert m.error(m.begin(min_replicas=min_replicas)).metadata["replica"] == "r1"
+
+
+@pytest.mark.parametrize("accusers", [(1,), (1, 3)])
+def test_who_cannot_reach_the_others_leaves_the_push(accusers: tuple[int, ...]) -> None:
+    """They say that a peer is gone, and nobody's stream has broken."""
+    m, ticket = _staging(min_replicas=1)
+    before = m.transfer(ticket)
+    for rank in accusers:
+        failed = events.RankFailed(
+            before.group_id, before.transfer_id, rank, "PEER_GONE", "connection reset"
+        )
+        m.do(failed)
+    m.pass_time(1.0)
+    after = m.transfer(ticket)
+    assert set(after.lost) == {f"r{rank - 1}" for rank in accusers}
+    assert after.phase is Phase.FORMING
+
+
+@pytest.mark.parametrize("accusers", [(0,), (0, 1), (1, 2, 3)])
+def test_where_the_sender_or_all_cannot_reach_the_others_the_push_ends(
+    accusers: tuple[int, ...],
+) -> None:
+    m, ticket = _staging(min_replicas=1)
+    waiter, before = m.await_end(ticket), m.transfer(ticket)
+    for rank in accusers:
+        failed = events.RankFailed(
+            before.group_id, before.transfer_id, rank, "PEER_GONE", "connection reset"
+        )
+        m.do(failed)
+    m.pass_time(1.0)
+    assert m.error(waiter).reason == "PEER_GONE"

@@ -231,9 +231,10 @@ def test_replicas_that_take_no_runs_and_groups_that_are_too_large_are_refused() 
     assert _group(m, m.begin(layout=LAYOUT)).size == MAX_GROUP_SIZE
 
 
-def test_a_failure_of_a_receiver_is_not_a_senders() -> None:
-    m, ticket, _ = _staging(min_replicas=1)
+@pytest.mark.parametrize(("min_replicas", "phase"), [(0, Phase.ABORTED), (1, Phase.FORMING)])
+def test_a_failure_of_a_receiver_is_not_a_senders(min_replicas: int, phase: Phase) -> None:
+    m, ticket, _ = _staging(min_replicas=min_replicas)
     failure = Failure("DIGEST_MISMATCH", "other bytes", {})
     group_id = m.transfer(ticket).group_id
     m.do(events.RankFailed(group_id, f"t{ticket}", 2, failure.reason, failure.message))
-    assert m.transfer(ticket).phase is Phase.ABORTED  # it was ready at begin, so it is required
+    assert m.transfer(ticket).phase is phase

@@ -358,3 +358,68 @@ def test_a_sender_that_is_staged_has_sent_all() -> None:
     transfer: Transfer = m.transfer(ticket)
     owed = owed_steps(transfer, m.state.groups[transfer.group_id])
     assert owed == {1: "verify bucket 2", 2: "stage what it has", 3: "stage what it has"}
+
+
+# -- who cannot keep up --------------------------------------------------------------------
+
+
+def _slow(m: Machine, ticket: int, seconds: int, slow: int = 2) -> None:
+    """r1 (rank 2) works at its first bucket and says so; the others have all that was sent."""
+    num_verified = {rank: 0 if rank == slow else 2 for rank in (1, 2, 3)}
+    for _ in range(seconds):
+        if m.transfer(ticket).phase is Phase.STAGING:
+            say(m, ticket, Activity.WAITING, bucket=2, num_verified=num_verified)
+        m.pass_time(1.0)
+
+
+def test_one_that_would_outlast_the_push_leaves_it() -> None:
+    m, ticket, _ = push(Phase.STAGING, min_replicas=1, timeout=100.0)
+    _slow(m, ticket, 20)
+    assert m.transfer(ticket).phase is Phase.STAGING, "it may be slow for a while"
+    _slow(m, ticket, 10)
+    after = m.transfer(ticket)
+    assert (after.targets, after.lost) == (("r0", "r2"), ("r1",))
+    assert after.losses["r1"].reason == "TOO_SLOW"
+    assert not suspects_of(m), "it works: nothing is wrong with it but its pace"
+    assert explain_state(m.state, m.state.replicas["r1"])[0] is not ReplicaState.LOST
+
+
+@pytest.mark.parametrize("min_replicas", [0, 3])
+def test_one_that_is_required_has_until_the_deadline(min_replicas: int) -> None:
+    m, ticket, waiter = push(Phase.STAGING, min_replicas=min_replicas, timeout=100.0)
+    _slow(m, ticket, 98)
+    assert m.transfer(ticket).phase is Phase.STAGING
+    _slow(m, ticket, 5)
+    assert m.error(waiter).reason == "DEADLINE"
+
+
+def test_one_that_is_slow_and_will_be_done_in_time_stays() -> None:
+    m, ticket, _ = push(Phase.STAGING, min_replicas=1, timeout=100.0)
+    for second in range(60):
+        done = second // 15  # four buckets in 60 s
+        verified = {1: min(4, done + 2), 2: done, 3: min(4, done + 2)}
+        say(m, ticket, Activity.WAITING, bucket=min(4, done + 2), num_verified=verified)
+        m.pass_time(1.0)
+    assert not m.transfer(ticket).lost
+
+
+def test_a_slow_sender_costs_no_receiver_its_place() -> None:
+    m, ticket, waiter = push(Phase.STAGING, min_replicas=1, timeout=100.0)
+    for _ in range(105):
+        if not m.answered(waiter):
+            say(m, ticket, Activity.PACKING, bucket=1, num_verified={1: 1, 2: 1, 3: 1})
+        m.pass_time(1.0)
+    assert m.error(waiter).reason == "DEADLINE"
+    assert not m.transfer(ticket).lost
+
+
+def test_one_that_takes_too_long_to_get_ready_leaves_the_push() -> None:
+    m, ticket, _ = push(Phase.FORMING, min_replicas=1, timeout=100.0)
+    m.attend_all(ticket)
+    transfer = m.transfer(ticket)
+    for rank in (1, 3):
+        m.do(events.RankPrepared(transfer.group_id, transfer.transfer_id, rank))
+    pass_saying(m, ticket, 23, activity=Activity.ALLOCATING)
+    assert not m.transfer(ticket).lost
+    pass_saying(m, ticket, 4, activity=Activity.ALLOCATING)
+    assert m.transfer(ticket).losses["r1"].reason == "TOO_SLOW"
