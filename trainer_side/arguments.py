@@ -67,7 +67,9 @@ def check_replicas(require: object) -> int:
         return 0
     if isinstance(require, int) and not isinstance(require, bool) and require >= 1:
         return require
-    raise InvalidRequestError(f"require={require!r}: use 'all' or a number of replicas, at least 1")
+    raise InvalidRequestError(
+        f"require={require!r}: use a number of replicas, at least 1, or 'all'"
+    )
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:

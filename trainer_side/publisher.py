@@ -64,14 +64,18 @@ class Publisher(AsyncPushes, RolloutSleep):
     Args:
         coordinator: HOST:PORT; used by rank 0, and by ranks that send shards.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
-        require: Which replicas must hold a version, received whole and verified, before it
-            is committed: "all" that are ready when the push begins, or at least so
-            many. Once one of them loads a base in place, whoever is left. It is asked until
-            the commit and not after: a replica that dies or fails while it switches leaves
-            service and catches up later, and the push succeeds if one replica serves the
-            version. ``last_report.num_replicas`` counts those that do, ``remarks`` names
-            the others.
-        timeout_seconds: Longest time of a push, waiting for replicas included.
+        require: How many replicas must hold a version, received whole and verified, before it
+            is committed. By default one: a replica that is lost, stalls, has no room or cannot
+            keep up leaves the push, which goes on with whoever remains. Or "all" that are ready
+            when the push begins: then it fails with that replica (unless one of them loads a
+            base in place). It is asked until the commit and not after: a replica that dies or
+            fails while it switches leaves service and catches up later, and the push succeeds
+            if one replica serves the version. ``last_report.num_replicas`` counts those that
+            do, ``remarks`` names the others and says why.
+        timeout_seconds: Longest time of a push, waiting for replicas included. Within it a push
+            that ends for a reason that passes (too few replicas were left, the coordinator was
+            restarted) is begun again by itself: what it raises is final. Named tensors cannot
+            be read again.
         connect_seconds: Longest wait for a coordinator that was never reached: the first
             push then fails on every rank with ``COORDINATOR_UNREACHABLE``, which says what
             was tried. Jobs that start together with the pool say 300. A coordinator that was
@@ -240,7 +244,8 @@ class Publisher(AsyncPushes, RolloutSleep):
             InvalidAdapterError: The replicas cannot serve it; nothing changed.
             BaseMismatchError: It belongs to another base; nothing changed.
             NotFiniteError: A tensor holds NaN or infinity; nothing that is served changed.
-            PeerUnavailableError: A rank or the coordinator is gone; nothing changed.
+            PeerUnavailableError: A rank or the coordinator is gone, or no replica is left, until
+                the deadline; or with ``require="all"`` a replica; nothing changed.
             TransferTimeoutError: The deadline passed; ask what happened before pushing again.
             WeftError: It was refused or failed for another reason; nothing changed.
         """

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -29,6 +29,8 @@ from weft.contract.errors import (
     BaseMismatchError,
     PeerUnavailableError,
     TransferAbortedError,
+    WeftError,
+    error_from_reason,
 )
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.tensors import Reference
@@ -38,7 +40,23 @@ from weft.tracing import Span
 from weft.v1 import publish_pb2 as pb
 
 _T = TypeVar("_T")
+_FINAL = b"\1"
 _log = logging.getLogger(__name__)
+
+# Why a push may end though nothing is wrong with what is pushed: members are lost, or the
+# coordinator was restarted. Begun again, it waits for who is to take part.
+_PASSING = frozenset(
+    {
+        "PEER_GONE",
+        "STALLED",
+        "EPOCH_FENCED",
+        "TRANSFER_ABORTED",
+        "TRANSFER_UNKNOWN",
+        "COORDINATOR_AWAY",
+        "TOO_MANY_CALLS",
+    }
+)
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
 # What ranks that send beside rank 0 tell it as they agree on a plan: that they cannot use its
 # backend, that they have no place in a group that is kept.
@@ -120,9 +138,80 @@ class Pushing:
     def _push(
         self, request: PushRequest, began: float, is_replaced: Callable[[], bool], span: Span
     ) -> PushReport:
+        """Push once, and again after what passes, until the deadline."""
         deadline = time.monotonic() + request.timeout_seconds
         self._ranks.open(deadline)
+        remarks: list[str] = []
+        while True:
+            plans: list[PushPlan] = []
+            try:
+                return self._push_once(
+                    request, plans, began, deadline, is_replaced, span, tuple(remarks)
+                )
+            except WeftError as error:
+                if error.reason not in _PASSING:
+                    raise
+                self._begin_again(request, error, plans, deadline, len(remarks))
+                remarks.append(f"begun again, for {error}")
+
+    def _begin_again(
+        self,
+        request: PushRequest,
+        error: WeftError,
+        plans: Sequence[PushPlan],
+        deadline: float,
+        num_times: int,
+    ) -> None:
+        """Have all ranks begin a push again that has ended with ``error``, after a pause; or
+        raise it, at all of them.
+
+        Args:
+            plans: The one that it followed, if it came so far.
+            num_times: How often it was begun again before.
+        """
+        pause = min(_FIRST_PAUSE_SECONDS * 2**num_times, _LONGEST_PAUSE_SECONDS)
+
+        def decide() -> bytes:
+            is_of_all = request.require == "all" and error.reason in ("PEER_GONE", "STALLED")
+            is_own = error.metadata.get("member") == self._client.coordinator.trainer_id
+            if is_of_all or (error.reason == "STALLED" and is_own):
+                return _FINAL
+            if deadline - time.monotonic() < 2 * pause:
+                return _FINAL
+            what = plans[0].what if plans else None
+            if isinstance(what, NamedBase) and not what.steps.can_begin_again:
+                return _FINAL + (
+                    b"; named tensors cannot be read again: give a function that makes the "
+                    b"iterator, and such a push is begun again by itself"
+                )
+            time.sleep(pause)
+            return b""
+
+        self._ranks.go_on()
+        verdict = self._ranks.share(decide)
+        if verdict:
+            why = verdict.removeprefix(_FINAL).decode()
+            raise error_from_reason(error.reason, error.message + why, error.metadata) from error
+        _log.warning("the push of %s is begun again: %s", request.policy, error)
+
+    def _push_once(
+        self,
+        request: PushRequest,
+        plans: list[PushPlan],
+        began: float,
+        deadline: float,
+        is_replaced: Callable[[], bool],
+        span: Span,
+        remarks: tuple[str, ...],
+    ) -> PushReport:
+        """One transfer, from the look at the model to the outcome.
+
+        Args:
+            plans: Gets its plan.
+            remarks: Of former ones of the same push.
+        """
         plan = self._agree(request, is_replaced, deadline)
+        plans.append(plan)
         manifest, shards = plan.manifest, plan.shards
         span.set(
             kind="base" if plan.adapter is None else "adapter",
@@ -158,7 +247,7 @@ class Pushing:
             seconds=time.monotonic() - began,
             source=plan.description,
             backend=plan.backend,
-            remarks=(*plan.what.remarks, *plan.remarks, *about_base),
+            remarks=(*remarks, *plan.what.remarks, *plan.remarks, *about_base),
         )
         span.set(replicas=report.num_replicas, backend=report.backend)
         self._warn(version, report.remarks, (*plan.remarks, *about_base))

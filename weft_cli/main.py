@@ -95,8 +95,8 @@ def push(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     trainer_id: Annotated[str, typer.Option(help="Owner of the policy.")] = "weft-push",
     require: Annotated[
-        str, typer.Option(help="'all' replicas in contact, or at least so many.")
-    ] = DEFAULT_REQUIRE,
+        str, typer.Option(help="At least so many replicas, or 'all' that are ready.")
+    ] = str(DEFAULT_REQUIRE),
     timeout: Annotated[
         float, typer.Option(help="Seconds for the whole push.", min=1)
     ] = DEFAULT_TIMEOUT_SECONDS,

@@ -41,7 +41,7 @@ def push_path(
     with Publisher(
         coordinator,
         trainer_id=trainer_id,
-        require=_parse_require(require),
+        require=parse_require(require),
         timeout_seconds=timeout_seconds,
         check_finite=check_finite or None,
         connect_seconds=connect_seconds,
@@ -73,9 +73,14 @@ def push_path(
         Console().print(f"  {remark}", markup=False, highlight=False)
 
 
-def _parse_require(text: str) -> Require:
+def parse_require(text: str) -> Require:
+    """What ``--require`` says.
+
+    Raises:
+        InvalidRequestError: Neither "all" nor a number from 1 on.
+    """
     if text == "all":
         return "all"
     if text.isdigit() and int(text) >= 1:
         return int(text)
-    raise InvalidRequestError(f"--require {text!r}: use 'all' or a number of replicas, at least 1")
+    raise InvalidRequestError(f"--require {text!r}: use a number of replicas, at least 1, or 'all'")

@@ -74,7 +74,7 @@ def test_one_that_is_lost_midway_does_not_cost_the_others_their_weights(pool: Po
     add(pool, "replica-1")
     at_bucket(engine, 2, lambda: pool.remove_replica("replica-1"))
     with trainer(pool) as publisher:
-        publisher.push_base(Model(1))
+        publisher.push_base(Model(1), require="all")
         report = publisher.last_report
     assert report is not None
     assert report.num_replicas == 1
@@ -106,7 +106,7 @@ def test_a_push_that_runs_out_of_time_leaves_them_out_of_service(pool: Pool) -> 
         # The double's discard waits for this, and with it the loop that all are on.
         at_bucket(in_place, 2, lambda: time.sleep(3.5))
         with pytest.raises(WeftError) as failed:
-            publisher.push_base(Model(2))
+            publisher.push_base(Model(2), require="all")
     assert (failed.value.reason, failed.value.metadata["dirty"]) == ("DEADLINE", "true")
     assert "replica-0 had begun to load it in place" in failed.value.message
     assert same(staged.base, weights(Model(1)))

@@ -366,8 +366,32 @@ def test_without_a_survivor_the_push_fails_by_name(
             yield pair
 
     with pytest.raises(PeerUnavailableError, match="replica-1"):
-        publisher.push_base(named_tensors=losing())
+        publisher.push_base(named_tensors=losing(), require="all")
     assert served(engines, 0)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_without_anybody_left_only_what_can_be_read_again_is_begun_again(
+    pool: Pool, engines: list[EngineDouble], publisher: Publisher, is_function: bool
+) -> None:
+    made: list[int] = []
+
+    def losing() -> Iterator[tuple[str, torch.Tensor]]:
+        made.append(0)
+        for index, pair in enumerate(pairs_of(3)):
+            if index == 8 and len(made) == 1:
+                for name in ("replica-0", "replica-1"):
+                    pool.remove_replica(name)
+                pool.add_replica("replica-2", EngineDouble(weights(Model())))
+            yield pair
+
+    if is_function:
+        publisher.push_base(named_tensors=losing)
+        assert len(made) == 2
+        assert any("begun again" in each for each in publisher.last_report.remarks)
+    else:
+        with pytest.raises(PeerUnavailableError, match="give a function that makes the iterator"):
+            publisher.push_base(named_tensors=losing())
 
 
 def test_other_names_altogether_are_not_taken_for_tied(

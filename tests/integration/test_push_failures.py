@@ -1,7 +1,11 @@
 """Pushes that fail on their way: what the trainer is told, and what is served afterwards."""
 
 import collections
+import contextlib
+import functools
 import logging
+import threading
+import time
 import traceback
 
 import pytest
@@ -11,8 +15,15 @@ from torch import nn
 import trainer_side.pool.client
 import trainer_side.pool.packer
 import weft.transport.member
+from tests.doubles.engine import EngineDouble
 from tests.integration.models import Model, peft_of, same, until, weights
-from weft.contract.errors import DigestMismatchError, LoadFailedError, NotFiniteError
+from trainer_side import Publisher
+from weft.contract.errors import (
+    DigestMismatchError,
+    LoadFailedError,
+    NotFiniteError,
+    PeerUnavailableError,
+)
 
 
 @pytest.mark.parametrize("late", ["before it forms", "as it attends"])
@@ -162,3 +173,85 @@ def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_p
     publisher.push_base(Model(2))
     assert pool.agents["replica-0"].serving.dirty_reason == ""
     assert same(engines[0].base, weights(Model(2)))
+
+
+# -- what passes is tried again, until the deadline -----------------------------------------
+
+
+@contextlib.contextmanager
+def striking(pool, strike, **settings):
+    """A publisher in whose first push ``strike`` is called, once some buckets were verified."""
+    pending = [strike]
+
+    def progress(version, done, total):
+        if done >= 2 and pending:
+            pending.pop()()
+
+    settings = {"timeout_seconds": 30, "bucket_bytes": 2048, **settings}
+    with Publisher(pool.target, trainer_id="trainer-a", progress=progress, **settings) as publisher:
+        yield publisher
+
+
+def restart_coordinator(pool):
+    pool.stop_coordinator()
+    pool.start_coordinator()
+
+
+@pytest.mark.parametrize("require", [1, "all"])
+def test_a_coordinator_that_is_restarted_in_mid_push_ends_no_push(pool, engines, require):
+    with striking(pool, lambda: restart_coordinator(pool), require=require) as publisher:
+        assert publisher.push_base(Model(1)).version > 1, "the first number was used"
+        (remark,) = (r for r in publisher.last_report.remarks if "begun again" in r)
+        assert "restarted" in remark or "dropped" in remark
+    until(lambda: all(same(engine.base, weights(Model(1))) for engine in engines))
+
+
+def test_a_push_waits_for_a_replica_where_none_is_left(pool):
+    pool.add_replica("replica-0", EngineDouble(weights(Model())))
+    after = EngineDouble(weights(Model()))
+
+    def lose_the_only_one():
+        pool.remove_replica("replica-0")
+        later = threading.Timer(1.0, pool.add_replica, ("replica-1", after))
+        later.start()
+        timers.append(later)
+
+    timers = []
+    with striking(pool, lose_the_only_one) as publisher:
+        assert str(publisher.push_base(Model(1))) == "base@2"
+        assert publisher.last_report.num_replicas == 1
+        (remark,) = publisher.last_report.remarks
+        assert remark.startswith("begun again, for replica-0 is gone")
+    timers[0].join()
+    assert same(after.base, weights(Model(1)))
+
+
+def test_a_push_that_nobody_comes_for_ends_at_its_deadline_with_what_it_waits_for(pool):
+    pool.add_replica("replica-0", EngineDouble(weights(Model())))
+    lose = functools.partial(pool.remove_replica, "replica-0")
+    with striking(pool, lose, timeout_seconds=2.0) as publisher:
+        began = time.monotonic()
+        with pytest.raises(PeerUnavailableError) as caught:
+            publisher.push_base(Model(1))
+        assert 1.0 < time.monotonic() - began < 5.0
+        assert caught.value.reason == "POOL_EMPTY"
+
+
+def test_what_cannot_be_read_twice_is_not_begun_twice(pool):
+    pool.add_replica("replica-0", EngineDouble(weights(Model())))
+    lose = functools.partial(pool.remove_replica, "replica-0")
+    with striking(pool, lose) as publisher:
+        began = time.monotonic()
+        with pytest.raises(PeerUnavailableError, match="replica-0 is gone") as caught:
+            publisher.push_base(named_tensors=Model(1).named_parameters())
+        assert caught.value.reason == "PEER_GONE"
+        assert "cannot be read again" in caught.value.message
+        assert time.monotonic() - began < 10
+
+
+def test_all_means_all_and_is_final(pool, engines):
+    lose = functools.partial(pool.remove_replica, "replica-1")
+    with striking(pool, lose, require="all") as publisher:
+        with pytest.raises(PeerUnavailableError, match="replica-1 is gone"):
+            publisher.push_base(Model(1))
+        assert str(publisher.push_base(Model(2))) == "base@2"

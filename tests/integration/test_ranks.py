@@ -356,8 +356,36 @@ def test_a_coordinator_that_is_away_is_so_for_every_rank(tmp_path):
             trainer.push("base")
 
 
+@pytest.mark.parametrize("lost", ["the only replica", "the coordinator"])
+def test_a_push_that_ends_at_a_bucket_is_begun_again_by_all_ranks_together(lost, tmp_path):
+    """Both ranks send: they learn of it in mid-push, and neither is left behind."""
+    with running_pool(tmp_path / "weft.db") as pool:
+        engine = EngineDouble(weights(Model(9)))
+        pool.add_replica("replica-0", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            trainer.do("train", steps=1)
+            trainer.do("save", path=str(tmp_path / "whole.pt"))
+            trainer.do("hold_at", bucket=1)
+            trainer.tell("push", what="base", timeout=40.0)
+            until(lambda: (tmp_path / "held").exists())
+            if lost == "the coordinator":
+                pool.stop_coordinator()
+                pool.start_coordinator()
+            else:
+                pool.remove_replica("replica-0")
+                engine = EngineDouble(weights(Model(9)))
+                pool.add_replica("replica-0", engine)
+            (tmp_path / "held").unlink()
+            answers = [process.answer(60) for process in trainer.processes]
+            assert {answer.get("version") for answer in answers} == {"base@3"}, answers
+            assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+            trainer.push("base")
+
+
 def test_a_send_that_fails_at_a_bucket_ends_every_ranks_gather(tmp_path):
-    """The only replica goes away in the middle: ranks in their gathers learn of it."""
+    """The only replica goes away in the middle, and all are required: ranks learn of it."""
     with running_pool(tmp_path / "weft.db") as pool:
         engine = EngineDouble(weights(Model(9)))
         pool.add_replica("replica-0", engine)
@@ -365,13 +393,13 @@ def test_a_send_that_fails_at_a_bucket_ends_every_ranks_gather(tmp_path):
             trainer.do("make", kind="fsdp2")
             trainer.push("base")
             trainer.do("hold_at", bucket=1)
-            trainer.tell("push", what="base", timeout=20.0)
+            trainer.tell("push", what="base", timeout=20.0, require="all")
             until(lambda: (tmp_path / "held").exists())
             pool.remove_replica("replica-0")
             (tmp_path / "held").unlink()
             found = errors([process.answer(30) for process in trainer.processes])
             assert len(found) == 1, found
-            assert next(iter(found))[0] != "None"
+            assert next(iter(found))[1] == "PEER_GONE"
             pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
             trainer.push("base")
 

@@ -98,7 +98,7 @@ def test_the_only_replica_hangs_and_is_named_at_once(pool: Pool, hang: Hang) -> 
     engine.store.reserve = hang.before(engine.store.reserve)  # type: ignore[method-assign]
     with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
         with pytest.raises(StalledError, match="replica-0 makes no progress") as raised:
-            publisher.push_base(Model(1))
+            publisher.push_base(Model(1), require="all")
         assert raised.value.metadata["member"] == "replica-0"
         assert states(pool) == {"replica-0": inspect_pb2.REPLICA_STATE_SUSPECT}
         assert routed(pool) == ["replica-0"], "its engine serves what the pool serves"

@@ -59,6 +59,7 @@ class CoordinatorClient:
         credentials: Credentials | None = None,
     ) -> None:
         self.target, self.credentials = coordinator, credentials
+        self.trainer_id = trainer_id
         self._channel = open_channel(coordinator, credentials)
         #: Calls that ``call`` and ``with_lease`` make.
         self.stub = PublishServiceStub(self._channel)

@@ -60,6 +60,13 @@ class Ranks(Protocol):
             PeerUnavailableError: ``RANK_GONE``: not every rank came.
         """
 
+    def go_on(self) -> None:
+        """Continue a push after an error that all ranks have raised, until its deadline.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``: a rank has left it.
+        """
+
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         """Continue only if every rank can: one message.
 
@@ -189,6 +196,9 @@ class OneRank:
 
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
+
+    def go_on(self) -> None:
+        """See ``Ranks.go_on``."""
 
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         """See ``Ranks.agree``."""

@@ -125,6 +125,12 @@ class TorchRanks:
             raise self._gone(error) from error
         self.agree()
 
+    def go_on(self) -> None:
+        """See ``Ranks.go_on``: over the link that they have, or not at all."""
+        if self._link is not None:
+            self._over, self._ended_by = False, None
+        self.agree()
+
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
         """See ``Ranks.agree``; the first time it raises ends the push for all."""
         self._check_goes_on(error)

@@ -63,6 +63,12 @@ class NamedSteps:
         self.num_tensors = 0
         """How many were asked for."""
 
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether another push of what was given would be given all of it: not once an iterator
+        was begun, which a function would make anew."""
+        return self._iterator is None or not isinstance(self._given, Iterator)
+
     def advance(self) -> tuple[str, torch.Tensor] | None:
         """The next pair, once all ranks go on; None once all have ended. Collective.
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-#: Which replicas must hold a version before it is committed: all that are ready when the
-#: push begins, or at least so many.
+#: Which replicas must hold a version before it is committed: at least so many, whoever they
+#: are, or all that are ready when the push begins.
 Require = Literal["all"] | int
 #: What becomes of an adapter that would be served over another base than its own.
 OnBaseChange = Literal["warn", "refuse", "ignore"]
 
-DEFAULT_REQUIRE: Final = "all"
+#: Whoever remains: the loss of a replica ends nobody's training.
+DEFAULT_REQUIRE: Final = 1
 #: Longest time of a push, waiting for replicas included.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 #: Longest wait for a coordinator that was never reached.

@@ -14,6 +14,7 @@ from weft.coordinator.decisions.state.pool import Settings
 from weft.rpc.security.credentials import VARIABLES
 from weft.telemetry.config import TelemetryConfig
 from weft_cli.main import app
+from weft_cli.push import parse_require
 
 COMMANDS = typer.main.get_command(app).commands
 #: Options that have no default in a config: required there, or of the command alone.
@@ -70,6 +71,7 @@ def test_the_defaults_of_weft_push_are_the_publishers():
     of_a_push = inspect.signature(Publisher.push_adapter).parameters
     options = options_of("push")
     options["timeout_seconds"] = options.pop("timeout")
+    options["require"] = parse_require(options["require"])
     assert options.pop("check_finite") is False  # a flag; not given, it is the publisher's None
     for name in ("cast", "base_version"):
         assert options.pop(name) == of_a_push[name].default
