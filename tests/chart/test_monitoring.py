@@ -8,6 +8,14 @@ import pytest
 import yaml
 
 from tests.chart.rendering import CHART, PROFILES, args, render
+from weft.rpc.security.access import Role, parse_access
+
+MONITORED = (
+    "metrics.enabled=true",
+    "metrics.auth=true",
+    "metrics.serviceMonitor.enabled=true",
+    "metrics.serviceMonitor.scheme=https",
+)
 
 #: The metrics of Weft's that rules may speak of, with their labels.
 METRICS = {
@@ -90,23 +98,104 @@ def test_monitors_verify_and_show_credentials_where_metrics_ask():
         certificates = {c["spec"]["secretName"]: c["spec"] for c in rendered.all("Certificate")}
         secret = endpoint["tlsConfig"]["ca"]["secret"]["name"]
         assert endpoint["tlsConfig"]["serverName"] in certificates[secret]["dnsNames"]
-        assert endpoint["basicAuth"]["password"] == {"name": "scraper", "key": "password"}
+        assert "basicAuth" not in endpoint  # nobody is known by a password
+        shown = endpoint["tlsConfig"]["cert"]["secret"]
+        assert endpoint["tlsConfig"]["keySecret"] == {"name": shown["name"], "key": "tls.key"}
+        assert shown["key"] == "tls.crt"
+        (name,) = certificates[shown["name"]]["dnsNames"]
+        assert "client auth" in certificates[shown["name"]]["usages"]
+        rules_of = parse_access(rendered.of("ConfigMap", "-access")["data"]["access.toml"])
+        assert rules_of.identify([name], None).may_call("weft.v1.InspectService/GetPool")
+        assert rules_of.identify([name], None).roles == {Role.INSPECT}
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_prometheus_shows_the_certificate_of_a_secret_that_is_there():
+    rendered = render(
+        "tokens", *MONITORED, "access.by=certificates", "tls.monitorSecret=prometheus-tls",
+        "networkPolicy.enabled=false", access={"by": "certificates", "identities": []},
+    )  # fmt: skip
+    for monitor in rendered.all("ServiceMonitor"):
+        tls = monitor["spec"]["endpoints"][0]["tlsConfig"]
+        assert tls["cert"] == {"secret": {"name": "prometheus-tls", "key": "tls.crt"}}
+    assert (
+        "weft-monitor.rl.svc.cluster.local"
+        in (rendered.of("ConfigMap", "-access")["data"]["access.toml"])
+    )
+
+
+def test_prometheus_shows_a_token_where_callers_are_known_by_tokens():
+    rendered = render("tokens", *MONITORED, "metrics.serviceMonitor.basicAuthSecret=scraper")
+    for monitor in rendered.all("ServiceMonitor"):
+        endpoint = monitor["spec"]["endpoints"][0]
+        assert endpoint["basicAuth"]["password"] == {"name": "scraper", "key": "password"}
+        assert endpoint["tlsConfig"].keys() == {"ca", "serverName"}
+
+
+def test_no_certificate_is_made_for_who_has_to_show_none():
+    certificates = render("gpu").all("Certificate")
+    assert not any("monitor" in each["metadata"]["name"] for each in certificates)
+    assert "monitor" not in render("gpu").of("ConfigMap", "-access")["data"]["access.toml"]
+
+
+def test_who_scrapes_is_let_in():
+    """By the policy of the network, from where Prometheus is."""
+    rendered = render("gpu")
+    (rule,) = rendered.of("NetworkPolicy", "-metrics")["spec"]["ingress"]
+    assert any("namespaceSelector" in peer for peer in rule["from"])
+    for monitor in rendered.all("ServiceMonitor"):
+        service = rendered.of("Service", monitor["metadata"]["name"].removeprefix("weft"))
+        ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert {"protocol": "TCP", "port": ports[endpoint["port"]]} in rule["ports"]
+            assert {"targetLabel": "release", "replacement": "weft"} in endpoint["relabelings"]
 
 
 def test_the_dashboard_is_the_file_of_the_chart(tmp_path):
     chart = tmp_path / "weft"
     shutil.copytree(CHART, chart)
     (chart / "dashboards").mkdir(exist_ok=True)
-    dashboard = {"title": 'a "pool"', "panels": [{"expr": "rate(x[$__rate_interval])"}]}
+    variables = [{"name": "namespace"}, {"name": "release"}, {"name": "job", "current": {}}]
+    dashboard = {
+        "title": 'a "pool"',
+        "uid": "weft-pool",
+        "panels": [{"expr": "rate(x[$__rate_interval])", "id": 1000000}],
+        "templating": {"list": variables},
+    }
     (chart / "dashboards/weft.json").write_text(json.dumps(dashboard, indent=2))
     config = render("everything", chart=chart).of("ConfigMap", "-dashboard")
-    assert json.loads(config["data"]["weft.json"]) == dashboard
+    (name,) = config["data"]
+    shown = json.loads(config["data"][name])
+    assert name == "weft-rl-weft.json"
+    assert shown.pop("title") == "Weft rl/weft"
+    assert shown.pop("uid") != dashboard.pop("uid")
+    for variable, value in zip(variables, ("rl", "weft"), strict=False):
+        variable["current"] = {"text": [value], "value": [value]}
+    dashboard.pop("title")
+    assert shown == dashboard
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert not any("dashboard" in str(r["metadata"]) for r in render("cpu", chart=chart).resources)
     (chart / "dashboards/weft.json").unlink()
     bare = chart.rename(tmp_path / "bare")
     assert len(render("everything", chart=bare).all("ConfigMap")) == 2  # access and test
+
+
+def test_two_releases_have_a_dashboard_each():
+    """Grafana knows one by its uid, and its sidecar a file by its name, of all namespaces."""
+    made = [render("gpu", release=release).of("ConfigMap", "-dashboard") for release in ("a", "b")]
+    names = [name for each in made for name in each["data"]]
+    boards = [json.loads(text) for each in made for text in each["data"].values()]
+    assert len(set(names)) == len({board["uid"] for board in boards}) == 2
+    assert all(len(board["uid"]) <= 40 for board in boards)
+    for board, release in zip(boards, ("a", "b"), strict=True):
+        current = {v["name"]: v["current"] for v in board["templating"]["list"]}
+        assert current["release"]["value"] == [release]
+        assert current["namespace"]["value"] == ["rl"]
+        for panel in board["panels"]:
+            for target in panel.get("targets", []):
+                assert target["expr"].count('namespace=~"$namespace",release=~"$release"') == (
+                    target["expr"].count("{")
+                )
 
 
 # -- notes -----------------------------------------------------------------------------------
@@ -141,6 +230,9 @@ def test_the_notes_say_how_to_look_around(profile, tmp_path):
             assert "-cacert ca.crt" in call
             assert f"-authority {host}.rl.svc." in call
             assert ("Bearer" in call) == (profile == "tokens")
+    # An argument is read by whoever lists processes.
+    assert "$(" not in "".join(calls)
+    assert ('export TOKEN="$(cat token)"' in text) == (profile == "tokens")
     assert ("The pool is insecure" in text) == (profile == "cpu")
     assert ("IPC_LOCK" in text) == (profile == "everything")
     assert "unencrypted" in text

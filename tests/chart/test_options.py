@@ -113,9 +113,14 @@ def test_the_rules_are_ones_that_servers_take(profile):
         assert access.identify([coordinator], None).roles == {Role.COORDINATOR}
 
 
-def test_the_schema_has_the_roles_that_there_are():
+def test_the_schema_has_the_roles_that_the_comment_names():
+    """All that there are but the pool's own, which the chart gives its own processes."""
     identity = SCHEMA["properties"]["access"]["properties"]["identities"]["items"]
-    assert set(identity["properties"]["roles"]["items"]["enum"]) == {str(role) for role in Role}
+    roles = set(identity["properties"]["roles"]["items"]["enum"])
+    assert roles == {*map(str, Role)} - {"coordinator", "replica"}
+    text = (ROOT / "helm/weft/values.yaml").read_text()
+    said = re.search(r"`roles` of ([a-z, ]+), and for publish", text)
+    assert set(said[1].split(", ")) == roles
 
 
 def test_the_doctor_needs_no_more_than_the_coordinators_install():

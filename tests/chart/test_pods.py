@@ -1,19 +1,30 @@
 """What pods are allowed, what they are given, and when they are thought well or ill of."""
 
+import json
+import subprocess
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
+import yaml
 
 from tests.chart.rendering import (
     CHART,
+    HELM,
     NAMESPACE,
     PROFILES,
     ROOT,
     RefusedError,
+    Rendered,
     args,
     containers,
     render,
 )
 from weft import __version__
 from weft_cli.doctor.machine import _SHM_BYTES as SHM_BYTES
+
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 @pytest.fixture(params=PROFILES)
@@ -281,6 +292,89 @@ def test_an_autoscaler_alone_says_how_many():
     assert fixed.all("HorizontalPodAutoscaler") == []
 
 
+@contextmanager
+def api_server(stateful_set):
+    """As much of a Kubernetes API server as `lookup` asks; yields a kubeconfig's text."""
+    group = {"groupVersion": "apps/v1", "version": "v1"}
+    listed = {"name": "statefulsets", "namespaced": True, "kind": "StatefulSet", "verbs": ["get"]}
+    answers = {
+        "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
+        "/apis": {"kind": "APIGroupList", "groups": [
+            {"name": "apps", "versions": [group], "preferredVersion": group}]},
+        "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1",
+                          "resources": [listed]},
+        "/apis/apps/v1/namespaces/rl/statefulsets/weft-replicas": stateful_set,
+    }  # fmt: skip
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            found = answers.get(self.path.partition("?")[0])
+            missing = {"kind": "Status", "reason": "NotFound", "code": 404, "status": "Failure"}
+            body = json.dumps(found or missing).encode()
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        cluster = {"server": f"http://127.0.0.1:{server.server_port}"}
+        yield json.dumps({
+            "clusters": [{"name": "a", "cluster": cluster}],
+            "contexts": [{"name": "a", "context": {"cluster": "a", "namespace": NAMESPACE}}],
+            "current-context": "a",
+        })  # fmt: skip
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def render_there(kubeconfig, path, *options):
+    """What an upgrade applies: Helm asks the cluster what `lookup` looks for."""
+    path.write_text(kubeconfig)
+    command = [HELM, "template", "weft", CHART, "--namespace", NAMESPACE, "--dry-run=server"]
+    command += ["--kubeconfig", path, "--values", PROFILES["gpu"], *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    documents = yaml.load_all(done.stdout, yaml.CSafeLoader)
+    return Rendered(tuple(each for each in documents if each))
+
+
+@pytest.mark.parametrize("live", [4, 6, 0])
+def test_turning_the_autoscaler_on_stops_no_replica(live, tmp_path):
+    """A field that is left out of an upgrade becomes its default, 1, until the scaler looks."""
+    metric = {"type": "Pods", "pods": {"metric": {"name": "m"}, "target": {"type": "Value"}}}
+    scaled = [
+        "--set=replicas.autoscaling.enabled=true",
+        f"--set-json=replicas.autoscaling.metrics={json.dumps([metric])}",
+    ]
+    there = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": "weft-replicas", "namespace": NAMESPACE},
+        "spec": {"replicas": live},
+    }
+    config = tmp_path / "kubeconfig"
+    with api_server(there) as kubeconfig:
+        upgraded = render_there(kubeconfig, config, *scaled)
+        assert upgraded.of("StatefulSet")["spec"].get("replicas") == live
+        assert upgraded.of("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 1
+        # Without an autoscaler the values say how many, whatever there are.
+        assert render_there(kubeconfig, config).of("StatefulSet")["spec"]["replicas"] == 4
+    with api_server(None) as kubeconfig:  # the first installation
+        first = render_there(kubeconfig, config, *scaled)
+        assert "replicas" not in first.of("StatefulSet")["spec"]
+
+
 def test_replicas_spread_by_their_own_labels():
     rendered = render("gpu")
     labels = rendered.of("StatefulSet")["spec"]["template"]["metadata"]["labels"].items()
@@ -331,7 +425,7 @@ def test_there_is_one_coordinator_whose_catalog_outlives_it():
     spec = rendered.of("Deployment")["spec"]
     assert spec["replicas"] == 1
     assert spec["strategy"] == {"type": "Recreate"}
-    claim = rendered.of("PersistentVolumeClaim")
+    claim = rendered.of("PersistentVolumeClaim")  # of a profile that keeps it
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     volumes = {v["name"]: v for v in spec["template"]["spec"]["volumes"]}
     assert volumes["catalog"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -340,6 +434,27 @@ def test_there_is_one_coordinator_whose_catalog_outlives_it():
     assert render("everything").all("PersistentVolumeClaim") == []
     lost = {v["name"]: v for v in render("tokens").pod("-coordinator")["volumes"]}
     assert "emptyDir" in lost["catalog"]
+
+
+def test_nothing_is_left_when_the_release_goes_unless_that_is_asked_for():
+    """Helm removes what it made but for what it is told to keep, and for hooks."""
+    for profile in PROFILES:
+        rendered = render(profile)
+        kept = profile == "gpu"
+        for resource in rendered.resources:
+            annotations = resource["metadata"].get("annotations", {})
+            policy = annotations.get("helm.sh/resource-policy")
+            assert policy == ("keep" if kept and "Volume" in resource["kind"] else None)
+            if "helm.sh/hook" in annotations:
+                assert "hook-succeeded" in annotations["helm.sh/hook-delete-policy"]
+        spec = rendered.of("StatefulSet")["spec"]
+        if spec.get("volumeClaimTemplates"):
+            policy = spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"]
+            assert policy == ("Retain" if kept else "Delete")
+    spilled = render("gpu", "replicas.spill.whenDeleted=Delete").of("StatefulSet")["spec"]
+    assert spilled["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Delete"
+    assert VALUES["replicas"]["spill"]["whenDeleted"] == "Delete"
+    assert VALUES["coordinator"]["catalog"]["whenDeleted"] == "Delete"
 
 
 def test_the_coordinators_probes_name_what_it_serves(rendered):
@@ -364,10 +479,11 @@ def test_the_tests_pod_is_a_hook_and_nothing_else_is():
 
 
 def test_the_tiny_model_is_made_in_every_pod_that_reads_it():
-    rendered = render("cpu")
+    rendered = render("cpu", "model.resources.limits.memory=1Gi")
     for name in ("-replicas", "-test"):
         spec = rendered.pod(name)
         (init,) = spec["initContainers"]
+        assert init["resources"]["limits"] == {"memory": "1Gi"}
         assert 'make_model(Path("/models/tiny"))' in init["command"][-1]
         assert {"name": "models", "mountPath": "/models", "readOnly": True} in spec["containers"][
             0

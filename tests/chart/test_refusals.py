@@ -6,12 +6,21 @@ import pytest
 
 from tests.chart.rendering import CHART, RefusedError, render
 
+MONITORED = [
+    "metrics.enabled=true",
+    "metrics.auth=true",
+    "metrics.serviceMonitor.enabled=true",
+    "metrics.serviceMonitor.scheme=https",
+]
 #: Profile, what is set on top, and what the refusal says.
 REFUSED = [
     ("cpu", ["model.tiny=false"], "model.name is empty"),
     ("cpu", ["model.name=a"], "the tiny model has no other name"),
     ("cpu", ["model.claim=a"], "the tiny model is made in each pod"),
     ("tokens", ["model.name=Qwen/Qwen3-8B"], "is not below it"),
+    ("tokens", ["model.name=/models-of-mine/qwen"], "is not below it"),
+    ("tokens", ["model.claim="], "model.name=/models/qwen is a path, and nothing is mounted there"),
+    ("gpu", ["model.name=./qwen"], "is a path, and nothing is mounted there"),
     ("cpu", ["insecure=false"], "nothing says how the pool is secured"),
     ("cpu", ["tls.replicasSecret=a"], "insecure=true serves without TLS"),
     ("cpu", ["tls.certManager.enabled=true"], "insecure=true serves without TLS"),
@@ -56,11 +65,59 @@ REFUSED = [
     ("gpu", ["replicas.vllmArgs={--api-key=secret}"], "say it by openai.apiKeySecret"),
     ("gpu", ['replicas.vllmArgs=["-tp", "4"]'], "say it by replicas.tensorParallelSize"),
     ("gpu", ["replicas.env[0].name=VLLM_SERVER_DEV_MODE"], "behind the versions"),
-    ("gpu", ["replicas.env[0].name=WEFT_TLS_KEY"], "which is the chart's"),
+    ("gpu", ["replicas.env[0].name=WEFT_TLS_KEY"], "replicas.env has WEFT_TLS_KEY, which is the"),
+    ("cpu", ["coordinator.env[0].name=HOME"], "coordinator.env has HOME, which is the chart's"),
+    ("cpu", ["coordinator.env[0].name=WEFT_TRACES"], "coordinator.env has WEFT_TRACES, which is"),
+    (
+        "everything",
+        ["coordinator.env[0].name=OTEL_EXPORTER_OTLP_ENDPOINT"],
+        "coordinator.env has OTEL_EXPORTER_OTLP_ENDPOINT, and so has tracesEndpoint",
+    ),
+    ("cpu", ['coordinator.env=[{"name": "A"}, {"name": "A"}]'], "coordinator.env has A twice"),
+    (
+        "cpu",
+        ['replicas.env=[{"name": "A", "value": "1"}, {"name": "B"}, {"name": "A"}]'],
+        "replicas.env has A twice",
+    ),
+    ("cpu", ['imagePullSecrets=[{"name": "a"}, {"name": "a"}]'], "imagePullSecrets has a twice"),
+    (
+        "gpu",
+        [
+            "replicas.topologySpread[1].topologyKey=topology.kubernetes.io/zone",
+            "replicas.topologySpread[1].maxSkew=2",
+            "replicas.topologySpread[1].whenUnsatisfiable=ScheduleAnyway",
+            "replicas.topologySpread[0].topologyKey=topology.kubernetes.io/zone",
+            "replicas.topologySpread[0].maxSkew=1",
+            "replicas.topologySpread[0].whenUnsatisfiable=ScheduleAnyway",
+        ],
+        "replicas.topologySpread has topology.kubernetes.io/zone, ScheduleAnyway twice",
+    ),
+    ("tokens", ["coordinator.catalog.existingClaim=a"], "existingClaim says where: choose one"),
+    ("tokens", ["coordinator.catalog.storageClassName=a"], "of the claim that the chart makes"),
+    ("everything", ["coordinator.catalog.storageClassName=a"], "of the claim that the chart makes"),
+    ("cpu", ["replicas.spill.storageClassName=a"], "replicas.spill.kind=none makes none"),
     ("everything", ["replicas.autoscaling.metrics=null"], "replicas.autoscaling needs metrics"),
     ("everything", ["replicas.autoscaling.minReplicas=9"], "is less than minReplicas"),
     ("gpu", ["metrics.enabled=false"], "metrics asks for what would read them"),
-    ("gpu", ["metrics.auth=true"], "give metrics.serviceMonitor.basicAuthSecret"),
+    ("gpu", ["metrics.auth=true"], "say metrics.serviceMonitor.scheme=https"),
+    ("tokens", [*MONITORED], "asks Prometheus for a token: give metrics.serviceMonitor.basicAuth"),
+    (
+        "tokens",
+        [*MONITORED, "access.by=certificates"],
+        "asks Prometheus for a certificate, because access.by=certificates: give tls.monitorSecret",
+    ),
+    (
+        "everything",
+        ["metrics.serviceMonitor.basicAuthSecret=a"],
+        "basicAuthSecret is a token, which is asked for by metrics.auth with access.by=tokens only",
+    ),
+    ("tokens", [*MONITORED, "tls.monitorSecret=a"], "tls.monitorSecret is shown to metrics.auth"),
+    (
+        "gpu",
+        ['networkPolicy.metrics=[{"podSelector": {}}]'],
+        "networkPolicy.metrics lets no other namespace in",
+    ),
+    ("gpu", ["networkPolicy.metrics=[]"], "networkPolicy.metrics lets no other namespace in"),
 ]
 
 #: The same of the schema: types, choices, and keys that are none.
@@ -79,6 +136,10 @@ NOT_OF_THE_SCHEMA = [
     ("fullnameOverride=a-name-of-more-than-forty-characters-is-cut", "fullnameOverride"),
     ("securityContext.runAsUser=0", "securityContext.runAsUser"),
     ("securityContext.privileged=true", "Additional property privileged is not allowed"),
+    ("access.identities[0].roles[0]=replica", "access.identities.0.roles.0"),
+    ("access.identities[0].roles[0]=coordinator", "access.identities.0.roles.0"),
+    ('coordinator.env=[{"name": "A", "value": "b", "valueFrom": {}}]', "coordinator.env.0"),
+    ("coordinator.catalog.whenDeleted=Keep", "coordinator.catalog.whenDeleted"),
     ("access.identities[0].role=publish", "Additional property role is not allowed"),
     ("networkPolicy.clients[0].pod=a", "Additional property pod is not allowed"),
     ("model.cacheGib=0", "model.cacheGib"),

@@ -12,7 +12,7 @@ from typing import Final
 _FILE: Final = Path(__file__).parents[2] / "helm/weft/dashboards/weft.json"
 #: What Grafana puts in the place of each variable when all jobs are chosen. The interval spans
 #: two pushes of the demo's base, of which there is one every half minute.
-_VARIABLES: Final = {"$__rate_interval": "90s", "$job": ".*"}
+_VARIABLES: Final = {"$__rate_interval": "90s", "$job": ".*", "$namespace": ".*", "$release": ".*"}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ hash of 11 characters: 40 leaves room for every suffix. A Service's begins with 
 {{- define "weft.replicas" -}}{{ include "weft.fullname" . }}-replicas{{- end }}
 {{- define "weft.openai" -}}{{ include "weft.fullname" . }}-openai{{- end }}
 {{- define "weft.test" -}}{{ include "weft.fullname" . }}-test{{- end }}
+{{- define "weft.monitor" -}}{{ include "weft.fullname" . }}-monitor{{- end }}
 {{- define "weft.access" -}}{{ include "weft.fullname" . }}-access{{- end }}
 
 {{/* The DNS suffix of the namespace's Services. */}}

@@ -47,6 +47,13 @@ priorityClassName: {{ . }}
 {{- if and (not .Values.insecure) (eq .Values.access.by "tokens") -}}true{{- end -}}
 {{- end }}
 
+{{/* Whether Prometheus has to show a certificate. */}}
+{{- define "weft.monitorCertificate" -}}
+{{- with .Values.metrics -}}
+{{- if and .auth .serviceMonitor.enabled (not $.Values.insecure) (eq $.Values.access.by "certificates") -}}true{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* The Secret of a process's certificate. Call with (list . "coordinator"). */}}
 {{- define "weft.tlsSecret" -}}
 {{- $root := index . 0 -}}
@@ -205,9 +212,7 @@ initContainers:
         make_model(Path("/models/tiny"))
     env:
       {{- include "weft.modelEnv" . | nindent 6 }}
-    resources:
-      requests: {cpu: 100m, memory: 512Mi}
-      limits: {memory: 2Gi}
+    resources: {{- toYaml .Values.model.resources | nindent 6 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /var/cache/weft}

@@ -86,7 +86,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are(
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     others = {"weft_replica_ready", "weft_build_info", "weft_unused_files"}
     assert set(known) - shown == others, "all are looked at"
-    assert all('{job=~"$job"' in query for query in queries())
+    chosen = '{namespace=~"$namespace",release=~"$release",job=~"$job"'
+    assert all(chosen in query for query in queries())
 
 
 def test_the_manual_has_a_line_for_every_alert_with_an_anchor_by_its_name() -> None:
