@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2
 from rich.console import Console
 
 from tests.doubles.attacks import identities
@@ -458,5 +459,54 @@ async def test_one_identity_has_only_so_much_in_flight(tmp_path: Path) -> None:
             stream.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await pool.get_pool(viewer)
+    finally:
+        await pool.stop()
+
+
+def _services_of(channel: grpc.aio.Channel, version: str) -> Any:
+    """A call of reflection that stays open: what the services of a server are."""
+    call = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+
+    async def requests() -> AsyncIterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        await asyncio.sleep(_SECONDS)
+
+    return call(requests(), timeout=_SECONDS)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_asks_who_calls_counts_them_and_says_who_was_refused(
+    tmp_path: Path, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = Secured(tmp_path, ACCESS + "[limits]\nstreams = 2\n")
+    await pool.start()
+    try:
+        stranger = pool.channel(pool.authority.credentials("nobody.test"))  # of the CA, in no rule
+        with caplog.at_level(logging.INFO, logger="weft.audit"):
+            shown = _typed(anext(aiter(_services_of(stranger, version))))
+            assert await _reason(shown) == "UNAUTHENTICATED"
+        (line,) = [r.message for r in caplog.records if r.name == "weft.audit"]
+        assert "ServerReflectionInfo" in line
+        assert "UNAUTHENTICATED" in line
+        viewer = pool.channel(pool.authority.credentials("viewer.test"))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="weft.audit"):
+            calls = [_services_of(viewer, version) for _ in range(2)]
+            for call in calls:
+                answer = await anext(aiter(call))
+                names = {s.name for s in answer.list_services_response.service}
+                assert "weft.v1.InspectService" in names
+            assert await _reason(_typed(anext(aiter(_services_of(viewer, version))))) == (
+                "TOO_MANY_CALLS"
+            )
+            for call in calls:
+                call.cancel()
+            await pool.get_pool(pool.authority.credentials("viewer.test"))
+        lines = [r.message for r in caplog.records if r.name == "weft.audit"]
+        assert len(lines) == 1, lines  # of the one that was refused
     finally:
         await pool.stop()

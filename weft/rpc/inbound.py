@@ -154,8 +154,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     handler sees them.
 
     Applies to Weft's own services, for all four kinds of RPC; their handlers are
-    coroutines or, when they stream answers, async generators. Of others only reflection is
-    not open to everybody.
+    coroutines or, when they stream answers, async generators. Where callers are asked who they
+    are, reflection is guarded like them; health alone is open to everybody.
 
     Args:
         on_refused: Told the reason of each call that is answered with an error.
@@ -175,60 +175,32 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None:
             return None
-        if not method.startswith(_PREFIX):
-            return self._foreign(handler, handler_call_details)
+        is_ours = method.startswith(_PREFIX)
+        # Channelz, which cannot be guarded so, is served where nobody is asked.
+        if not is_ours and (is_open(method.lstrip("/")) or not self._guard.asks):
+            return handler
+        unary, stream = handler.unary_unary, handler.unary_stream
+        if handler.request_streaming:
+            unary, stream = handler.stream_unary, handler.stream_stream
+        inner = stream if handler.response_streaming else unary
+        parse = handler.request_deserializer
+        if is_ours:
+            inner, parse = _checking(inner, handler), parser(parse)
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            inner = handler.stream_stream or handler.unary_stream
-            guarded: Any = _guard_stream(
-                _checking(inner, handler), method, self._guard, self._on_refused
-            )
+            guarded: Any = _guard_stream(inner, method, self._guard, self._on_refused)
         else:
             make = (
                 grpc.stream_unary_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
-            inner = handler.stream_unary or handler.unary_unary
-            guarded = _guard_unary(_checking(inner, handler), method, self._guard, self._on_refused)
-        return make(guarded, parser(handler.request_deserializer), handler.response_serializer)
-
-    def _foreign(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
-        """The handler of a service that is not ours, or one that refuses."""
-        if is_open(details.method.lstrip("/")):
-            return handler
-        try:
-            self._guard.identify_token(details.invocation_metadata)
-        except WeftError as error:
-            self._on_refused(error.reason)
-            return _refusing(handler, error)
-        return handler
-
-
-def _refusing(handler: Any, error: WeftError) -> Any:
-    """A handler of the same kind that answers ``error``."""
-
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await abort_with_error(context, error)
-
-    async def refuse_stream(
-        _: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
-        await abort_with_error(context, error)
-        yield
-
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    behaviour: Any = refuse_stream if handler.response_streaming else refuse
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+            guarded = _guard_unary(inner, method, self._guard, self._on_refused)
+        return make(guarded, parse, handler.response_serializer)
 
 
 def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:

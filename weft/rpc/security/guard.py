@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -219,16 +219,6 @@ class Guard:
         names = _names_of(context)
         return self._file.access.identify(names, token), Shown(names, digest_of(token))
 
-    def identify_token(self, metadata: Sequence[tuple[str, Any]]) -> None:
-        """Refuse a caller who shows no known token, where tokens are asked for; whoever
-        has a connection has shown a certificate where those are.
-
-        Raises:
-            UnauthenticatedError: As ``Access.identify`` does.
-        """
-        if self._file is not None and not self._file.access.by_certificate:
-            self._file.access.identify((), token_of(metadata))
-
     def check_again(self, context: Any, method: str) -> None:
         """Whether a stream may go on under the rules of now.
 
@@ -288,7 +278,7 @@ def audit(name: str, peer: str, call: str, facts: Mapping[str, str], result: str
 
 def _is_worth_a_line(method: str, result: str, *, is_stream: bool) -> bool:
     """Of a call that was let in: whether it changes something that outlives it, or tried to."""
-    if method.startswith("weft.v1.InspectService/"):
+    if method.startswith(("weft.v1.InspectService/", "grpc.reflection.")):
         return is_stream and result == _CUT_OFF
     return method not in _UNAUDITED or result not in ("OK", "CANCELLED")
 
