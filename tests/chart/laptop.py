@@ -87,6 +87,8 @@ def run(rendered: Rendered, work: Path, paths: dict[str, str]) -> None:
         with ThreadPoolExecutor() as pool:
             for made, seconds in zip(replicas, pool.map(Pod.delete, replicas), strict=True):
                 _say(f"{made.name}: stopped in {seconds:.0f} s; " + "; ".join(made.check_limits()))
+        for made in (coordinator, *replicas):
+            made.check_lines()
         seconds = coordinator.delete()
         _say(
             f"{coordinator.name}: stopped in {seconds:.0f} s; "

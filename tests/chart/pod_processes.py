@@ -7,6 +7,7 @@ its pod, and a memory cgroup. Needs root, and Linux with overlayfs and network n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -169,6 +170,7 @@ class Pod:
         self.process: subprocess.Popen[bytes] | None = None
         self.memory: Memory | None = None
         self.log = self.work / "log"
+        self._own_lines = 0
         self._volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         for name, volume in self._volumes.items():
             self._make_volume(name, volume)
@@ -181,6 +183,8 @@ class Pod:
             self._run(container)
             if (code := self.wait(300)) != 0:
                 raise PodError(f"{self.name}: {container['name']} ended with {code}\n{self.tail()}")
+        if self.log.exists():  # an init container's lines are its own
+            self._own_lines = len(self.log.read_text().splitlines())
         (container,) = self.spec["containers"]
         self._run(container)
 
@@ -241,6 +245,17 @@ class Pod:
     def tail(self, lines: int = 30) -> str:
         """The end of what the last container printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def check_lines(self) -> None:
+        """Raise PodError for a line that is no JSON object, if the pod is told to write them."""
+        (container,) = self.spec["containers"]
+        if "--log-format=json" not in container.get("args", []):
+            return
+        for number, line in enumerate(self.log.read_text().splitlines()[self._own_lines :], 1):
+            try:
+                json.loads(line)["message"]
+            except (ValueError, KeyError):
+                raise PodError(f"{self.name}: line {number} is no JSON object: {line}") from None
 
     def check_limits(self) -> list[str]:
         """What each limit was, and how much of it was taken; raises PodError for one exceeded."""

@@ -131,7 +131,7 @@ def start_replica(
 
 def serving_url(process: Process) -> str:
     """Base URL of a replica's OpenAI server, once it listens."""
-    line = process.line(lambda text: text.startswith("serving on "), _START_SECONDS)
+    line = process.line(lambda text: "serving on http" in text, _START_SECONDS)
     match = re.search(r"http://[^\s,]+", line)
     assert match is not None
     return match.group()

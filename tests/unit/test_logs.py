@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +81,61 @@ def test_children_log_as_their_parent(
 def test_what_there_is_not(level: str, log_format: str) -> None:
     with pytest.raises(ValueError, match="there is no log"):
         logs.configure(level, log_format)
+
+
+_PRINTS = r"""
+import logging, os, subprocess, sys, warnings
+from weft import logs
+logs.configure("info", "json")
+logs.write_json_only()
+logging.getLogger("weft.x").info("ours")
+print("printed", flush=True)
+os.write(2, b"by a library in C\n\n")
+warnings.warn("beware", stacklevel=1)
+subprocess.run(["sh", "-c", "echo by a child; echo 50% >&2"], check=True)
+print("10%\r20%\r100%", file=sys.stderr)
+print('(EngineCore pid=7) {"message": "by vLLM"}')
+print("{no object}")
+raise ValueError("twice")
+"""
+
+
+def test_every_line_of_a_process_is_json_from_the_first_to_the_last() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    printed = [json.loads(line)["message"] for line in done.stdout.splitlines()]
+    assert printed == ["printed", "by a child", "by vLLM", "{no object}"]
+    errors = [json.loads(line) for line in done.stderr.splitlines()]
+    said = {error["message"] for error in errors}
+    assert {"ours", "by a library in C", "100%", "50%"} <= said
+    assert any("UserWarning: beware" in line for line in said)
+    (last,) = [error for error in errors if "exception" in error]
+    assert last["exception"].endswith("ValueError: twice")
+
+
+def test_vllms_processes_are_told_to_write_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(logs.VLLM_VARIABLE, "own.json")
+    logs.configure_vllm()
+    assert os.environ[logs.VLLM_VARIABLE] == "own.json"  # the user's stays
+    monkeypatch.setenv(logs.VLLM_VARIABLE, "")
+    logs.configure_vllm("warning")
+    made = json.loads(Path(os.environ[logs.VLLM_VARIABLE]).read_text())
+    root = logging.getLogger()
+    kept = root.handlers[:]
+    try:
+        logging.config.dictConfig(made)  # as vLLM does
+        logger = logging.getLogger("vllm.engine")
+        logger.warning("%d blocks", 7, extra={"vllm_process_name": "EngineCore"})
+        logger.info("not this")
+        logging.getLogger("other.library").warning("beware")
+    finally:
+        root.handlers[:] = kept
+        logging.getLogger("vllm").handlers.clear()
+    first, second = map(json.loads, capfd.readouterr().err.splitlines())
+    assert (first["message"], first["process"]) == ("7 blocks", "EngineCore")
+    assert (second["logger"], second["message"]) == ("other.library", "beware")

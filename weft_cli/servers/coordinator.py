@@ -68,10 +68,10 @@ def coordinator(
     log_format: LogFormat = "text",
 ) -> None:
     """Run the coordinator: registry, versions, transfers, commit."""
+    configure_logging(log_level, log_format)
     from weft.coordinator.server import serve
     from weft.telemetry.ports import Ports
 
-    configure_logging(log_level, log_format)
     allow_descriptors()
     config = CoordinatorConfig(
         listen=listen,

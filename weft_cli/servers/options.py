@@ -79,3 +79,5 @@ def configure_logging(level: str, log_format: logs.LogFormat) -> None:
         raise typer.BadParameter(f"--log-level {level!r}: use debug, info or warning") from None
     os.environ[logs.LEVEL_VARIABLE] = level
     os.environ[logs.FORMAT_VARIABLE] = log_format
+    if log_format == "json":
+        logs.write_json_only()

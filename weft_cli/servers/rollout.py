@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
+from weft import logs
 from weft.contract.capabilities import BackendChoice, RunningRequests
 from weft.telemetry.config import TelemetryConfig
 from weft_cli.options import DEFAULT_COORDINATOR, Coordinator
@@ -161,6 +162,8 @@ def rollout(
     if not context.args:
         raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")
     configure_logging(log_level, log_format)
+    if log_format == "json":
+        logs.configure_vllm()
     allow_descriptors()
     from rollout_side.main import run as run_replica
 
