@@ -588,6 +588,7 @@ class HeartbeatRequest(_message.Message):
     REFUSING_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -644,6 +645,12 @@ class HeartbeatRequest(_message.Message):
     def sleep(self) -> Global___Sleep:
         """See RegisterRequest.sleep. Set, too, while it is about to sleep and refuses new requests."""
 
+    @_builtins.property
+    def work(self) -> Global___Work:
+        """Set while it carries out an order, or its engine owes it an answer. One that has made no
+        progress for the coordinator's --stall-seconds is suspect, and nobody waits for it.
+        """
+
     def __init__(
         self,
         *,
@@ -663,14 +670,45 @@ class HeartbeatRequest(_message.Message):
         refusing: _builtins.str = ...,
         order_number: _builtins.int = ...,
         sleep: Global___Sleep | None = ...,
+        work: Global___Work | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class Work(_message.Message):
+    """What a replica is doing for the coordinator, and whether it gets on with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    SILENCE_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """For people: the call to its engine, or the order."""
+    @_builtins.property
+    def silence(self) -> _duration_pb2.Duration:
+        """How long ago the thread that does it was last seen to get on: to begin, to answer, or to
+        load a further tensor. That another thread of the replica lives says nothing. At most a day.
+        """
+
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        silence: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["silence", b"silence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silence", b"silence", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Work: _TypeAlias = Work  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
