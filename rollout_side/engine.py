@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.version_facts import VersionFacts
@@ -132,6 +132,16 @@ class Asleep:
     """Whether it must load a base before it can serve."""
 
 
+class EngineWork(NamedTuple):
+    """What an engine was asked and has not answered."""
+
+    owed: str
+    """The oldest call of that kind, for people; empty where there is none."""
+    seen_at: float
+    """``time.monotonic()`` when the engine was last seen to get on: it answered a call, took the
+    oldest one, or a thread of it that loads said so."""
+
+
 class Engine(Protocol):
     """A running engine. Every method is a coroutine of the agent's event loop, is
     bounded by the engine's own step time, and may be cancelled only by ending the
@@ -152,6 +162,11 @@ class Engine(Protocol):
     def dirty_reason(self) -> str:
         """Why the weights may be mixed; empty when they are not. Set by a switch that
         fails so, and by a load in place that ends before it is committed."""
+
+    @property
+    def work(self) -> EngineWork:
+        """What it owes an answer to, and when it was last seen to get on. Any thread may ask;
+        asks no worker."""
 
     @property
     def base_version(self) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import Any
 
 from rollout_side.agent.drain import Drain
-from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
+from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey, Work
 from rollout_side.agent.orders import ProbeOrders
 from rollout_side.agent.registration import Registration
 from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
@@ -27,6 +28,8 @@ from weft.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
 
+#: How long the event loop may be held by one thing without a word of it.
+_LOOP_SECONDS = 2.0
 _WILDCARDS = {"0.0.0.0", "::", ""}
 
 
@@ -54,6 +57,8 @@ class Agent:
         self._pins_told: tuple[int, ...] = ()
         self._last_epoch = 0
         self._heard = asyncio.Event()
+        # When the loop last had its turn.
+        self._ticked_at = float("inf")
         self._probes = ProbeOrders(engine)
         self._sleeps = SleepOrders(engine, self.serving.turns)
 
@@ -194,7 +199,19 @@ class Agent:
             last_epoch=self._last_epoch,
             asleep=self.engine.asleep,
             to_sleep=self._sleeps.to_sleep,
+            work=self._work(),
         )
+
+    def _work(self) -> Work | None:
+        """What is waited for, and since when it was not seen to get on; on any thread. The event
+        loop itself may be held by what it runs: then nothing else tells."""
+        now, engine, order = time.monotonic(), self.engine.work, self.serving.turns.begun
+        if engine.owed:
+            return Work(f"its engine, {engine.owed}", now - engine.seen_at)
+        if order is not None:
+            return Work(order.what, now - max(order.at, engine.seen_at))
+        held_for = now - self._ticked_at
+        return Work("its event loop", held_for) if held_for > _LOOP_SECONDS else None
 
     def order_refusal(self, order: OrderKey, reason: str) -> bool:
         """Refuse new requests from now on, or take them again where ``reason`` is empty; an
@@ -304,6 +321,7 @@ class Agent:
         ends: set[asyncio.Future[Any]] = {refused, chores}
         try:
             while not refused.done():
+                self._ticked_at = time.monotonic()
                 await asyncio.wait(ends, timeout=seconds_to_tick())
                 if chores.done():
                     chores.result()  # raises: it has no other end

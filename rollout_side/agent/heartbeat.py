@@ -31,6 +31,16 @@ class Identity:
     model_name: str
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is being done for the coordinator; see ``weft.v1.Work``."""
+
+    what: str
+    silence: float
+    """Seconds."""
+
+
+_LONGEST_SILENCE_SECONDS = 86_400.0
 _NOT_KNOWN = not_compared("it does not say what it was started with")
 
 
@@ -60,6 +70,8 @@ class Holdings:
     """Set while the engine sleeps."""
     to_sleep: Asleep | None = None
     """Set while it waits to sleep, refusing new requests."""
+    work: Work | None = None
+    """Set while an order is carried out, or the engine owes an answer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -136,6 +148,14 @@ def sleep_to_proto(asleep: Asleep | None) -> pb.Sleep | None:
     return pb.Sleep(
         trainer_id=asleep.trainer_id, weights_awake=asleep.weights_awake, level=asleep.level
     )
+
+
+def work_to_proto(work: Work | None) -> pb.Work | None:
+    """Work as the coordinator takes it; None while there is none."""
+    if work is None:
+        return None
+    silence = duration_to_proto(min(max(0.0, work.silence), _LONGEST_SILENCE_SECONDS))
+    return pb.Work(what=work.what, silence=silence)
 
 
 def drain_to_proto(drain: Draining | None) -> pb.Drain | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rollout_side.engine import Engine, JoinOrder, SpillOrder
 from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
@@ -18,32 +19,52 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
+class Begun(NamedTuple):
+    """An order that is being carried out."""
+
+    what: str
+    """For people."""
+    at: float
+    """``time.monotonic()``."""
+
+
 class Turns:
     """Carries out one order at a time, to its end: cut off in the middle it would leave mixed
     weights. One whose caller went away while it waited is not begun."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        #: The order whose turn it is; any thread may look.
+        self.begun: Begun | None = None
 
     @property
     def taken(self) -> bool:
         """Whether an order is being carried out."""
         return self._lock.locked()
 
-    async def take(self, order: Coroutine[Any, Any, _T]) -> _T:
-        """Carry out an order when its turn has come; returns what it returns."""
+    async def take(self, order: Coroutine[Any, Any, _T], what: str) -> _T:
+        """Carry out an order when its turn has come; returns what it returns.
+
+        Args:
+            what: It is, for people.
+        """
         try:
             await self._lock.acquire()
         except asyncio.CancelledError:
             order.close()
             raise
+        self.begun = Begun(what, time.monotonic())
         work = asyncio.ensure_future(order)
-        work.add_done_callback(lambda _: self._lock.release())
+        work.add_done_callback(self._ended)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             work.add_done_callback(_log_unheard)
             raise
+
+    def _ended(self, _: object) -> None:
+        self.begun = None
+        self._lock.release()
 
 
 def _log_unheard(work: asyncio.Future[Any]) -> None:

@@ -22,6 +22,7 @@ from rollout_side.agent.heartbeat import (
     drain_to_proto,
     held_to_proto,
     sleep_to_proto,
+    work_to_proto,
 )
 from rollout_side.config import AgentConfig
 from weft.contract.checkpoint import READING, Checkpoint
@@ -321,6 +322,7 @@ class Registration:
             refusing=now.refusing,
             order_number=now.order_number,
             sleep=sleep_to_proto(now.asleep or now.to_sleep),
+            work=work_to_proto(now.work),
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_told, self._held_wanted = now.held, response.held_versions_wanted

@@ -115,7 +115,8 @@ class Serving:
             LoadFailedError: As ``Engine``.
         """
         return await self.turns.take(
-            self._commit(transfer_id, version, config_json, content_digest, alias, facts)
+            self._commit(transfer_id, version, config_json, content_digest, alias, facts),
+            f"switching to {version}",
         )
 
     async def _commit(
@@ -169,7 +170,8 @@ class Serving:
             NotReadyError: It was not prepared here, or has ended.
             LoadFailedError: As ``Engine``.
         """
-        await self.turns.take(self._load_in_place(transfer_id, version, timeout_seconds))
+        order = self._load_in_place(transfer_id, version, timeout_seconds)
+        await self.turns.take(order, f"beginning to load {version}")
 
     async def _load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
@@ -185,7 +187,7 @@ class Serving:
         """Drop what was staged for a transfer, and end its loading in place. In turn with
         the orders to switch: once it returns, ``vector`` says whether one was of this
         transfer, and no later one finds anything."""
-        await self.turns.take(self._discard(transfer_id))
+        await self.turns.take(self._discard(transfer_id), "discarding what was staged")
 
     async def _discard(self, transfer_id: str) -> None:
         was_loading = self._engine.loading == transfer_id
@@ -204,7 +206,7 @@ class Serving:
             DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
             LoadFailedError: As ``Engine``.
         """
-        return await self.turns.take(self._switch(version, spilled))
+        return await self.turns.take(self._switch(version, spilled), f"switching to {version}")
 
     async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.

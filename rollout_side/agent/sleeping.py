@@ -81,7 +81,7 @@ class SleepOrders:
         """
         self._wanted = None
         self._engine.take_requests()
-        await self._turns.take(self._wake_up())
+        await self._turns.take(self._wake_up(), "waking")
 
     async def _wake_up(self) -> None:
         if self._wanted is not None:
@@ -107,7 +107,7 @@ class SleepOrders:
         await self._engine.end_requests(wanted.left(), lambda: self._wanted is wanted)
         if self._wanted is not wanted:
             return False
-        slept = await self._turns.take(self._sleep(wanted))
+        slept = await self._turns.take(self._sleep(wanted), "falling asleep")
         if not slept:
             await asyncio.sleep(_RETRY_SECONDS)
         return slept

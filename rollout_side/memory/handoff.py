@@ -31,6 +31,9 @@ from weft.transport.buckets import in_manifest_order
 from weft.transport.digests.wsum64 import content_digest
 from weft.transport.speaking import SPEAK_SECONDS
 
+#: How long an engine may take, without a word, to finish its layers after the last bucket.
+FINISHING_SECONDS = 60.0
+
 
 class Shared(NamedTuple):
     """Where other processes find a bucket."""
@@ -267,12 +270,16 @@ class HandoffQueue:
         """Block until every loader is done with all; raises as ``wait_loaded`` does.
 
         Once it was given the last bucket it is inside the engine, which finishes its layers
-        and cannot speak: that it still works is said from here.
+        and cannot speak: that it still works is said from here, for ``FINISHING_SECONDS``.
         """
+        given_at = 0.0
 
         def finishing() -> None:
+            nonlocal given_at
             if self._num_taken() == len(self.manifest.buckets):
-                self.speak()
+                given_at = given_at or time.monotonic()
+                if time.monotonic() - given_at < FINISHING_SECONDS:
+                    self.speak()
 
         self._wait(lambda: self.is_complete, "load the last bucket", check, finishing)
 

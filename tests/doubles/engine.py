@@ -14,6 +14,7 @@ import torch
 from rollout_side.engine import (
     AliasRefusals,
     Asleep,
+    EngineWork,
     JoinOrder,
     MemoryUse,
     SendOrder,
@@ -27,6 +28,7 @@ from rollout_side.memory.handoff import Handoff
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, tensor_in
+from rollout_side.owed_answers import OwedAnswers
 from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.in_place import InPlaceLoad
 from rollout_side.receive.receiver import Receiver
@@ -132,8 +134,14 @@ class EngineDouble:
         self.is_to_sleep = False
         #: What the engine's memory went through.
         self.sleeps: list[str] = []
+        #: Nothing, since all is done on the agent's loop.
+        self.owed = OwedAnswers()
         #: Called before each bucket that is loaded in place.
         self.before_bucket: Callable[[int], None] = lambda index: None
+
+    @property
+    def work(self) -> EngineWork:
+        return self.owed.work
 
     @property
     def loading(self) -> str:
@@ -364,8 +372,9 @@ class EngineDouble:
     ) -> None:
         assert self.spiller is not None
         self.spiller.restore(transfer_id, version, content_digest, layout_digest)
-        while not self.spiller.restored(transfer_id):
-            await asyncio.sleep(0.005)
+        with self.owed.elsewhere():
+            while not self.spiller.restored(transfer_id):
+                await asyncio.sleep(0.005)
 
     def close(self) -> None:
         """End its threads."""

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from rollout_side.engine import AliasRefusals
+from rollout_side.engine import AliasRefusals, EngineWork
+from rollout_side.owed_answers import OwedAnswers
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft.contract.errors import LoadFailedError
@@ -51,11 +52,17 @@ class WorkerDouble:
         self._worker.start()
         theirs.close()
         self._caller = ThreadPoolExecutor(1, "worker-calls")
+        self._owed = OwedAnswers()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:
             raise AttributeError(name)
         return functools.partial(self._ask, name)
+
+    @property
+    def work(self) -> EngineWork:
+        """See ``Engine``."""
+        return self._owed.work
 
     def num_requests(self) -> int:
         """It serves none."""
@@ -77,9 +84,12 @@ class WorkerDouble:
         self._worker.join(5)
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        loop = asyncio.get_running_loop()
+        loop, call = asyncio.get_running_loop(), object()
+        self._owed.begin(call, method)
         try:
-            ok, value = await loop.run_in_executor(self._caller, self._call, method, args)
+            answer = loop.run_in_executor(self._caller, self._call, method, args)
+            answer.add_done_callback(lambda _: self._owed.end(call))
+            ok, value = await answer
         except (EOFError, OSError) as error:
             self.dirty_reason = "the worker has ended"
             raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"}) from error

@@ -70,6 +70,7 @@ def _heartbeat(world: World) -> list[Message]:
         pinned_base_versions=[1],
         drain=registry.Drain(time_left=_SOON, reason="leaving"),
         sleep=registry.Sleep(trainer_id="fuzz", weights_awake=True, level=2),
+        work=registry.Work(what="switching to math@1", silence=_SOON),
     )
     return [beat]
 

@@ -253,6 +253,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Capabilities.trial_name": _ID,
     "Drain.reason": _kept(MAX_TEXT_CHARS),
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
+    "Work.silence": _duration(86_400),
     "GenerateRequest.text": _text(MAX_PROMPT, printable=False),
     "GroupPlan.num_senders": _number(0, MAX_SENDERS),
     "GroupPlan.rank": _number(0, MAX_GROUP_SIZE - 1),

@@ -77,14 +77,15 @@ class CopyPlan:
             pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
         return CopyPlan(manifest, pieces)
 
-    def load(self, data: torch.Tensor) -> None:
+    def load(self, data: torch.Tensor, speak: Callable[[], None] = lambda: None) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
 
         Args:
             data: uint8, the segment; of this device, or of one that it can read.
+            speak: Called with each bucket.
         """
         with torch.no_grad():
-            _launch(self._segment_pairs(data))
+            _launch(self._segment_pairs(data, speak))
         wait_for_copies(self.device)
 
     def load_bucket(self, index: int, wire: torch.Tensor) -> None:
@@ -195,8 +196,11 @@ class CopyPlan:
     def _pairs(self, index: int, wire: torch.Tensor) -> Iterator[_Pair]:
         return ((piece.target, piece.source(wire)) for piece in self._pieces[index])
 
-    def _segment_pairs(self, data: torch.Tensor) -> Iterator[_Pair]:
+    def _segment_pairs(
+        self, data: torch.Tensor, speak: Callable[[], None] = lambda: None
+    ) -> Iterator[_Pair]:
         for index, start in enumerate(self._starts):
+            speak()
             yield from self._pairs(index, self._payload(index, data[start:]))
 
     def _equal(self, pairs: Iterable[_Pair]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,11 @@ _UNMENTIONED = frozenset({"base_layer", "routed_experts"})
 
 
 def apply_base(
-    worker: Any, staged: StagedVersion, reference: Reference, plan: CopyPlan | None = None
+    worker: Any,
+    staged: StagedVersion,
+    reference: Reference,
+    plan: CopyPlan | None = None,
+    speak: Callable[[], None] = lambda: None,
 ) -> CopyPlan | None:
     """Replace the model's weights by a staged version. Call it while paused.
 
@@ -38,6 +42,7 @@ def apply_base(
 
     Args:
         plan: The copies that loading amounts to, of whatever layout, where they are known.
+        speak: Called with each tensor, or bucket, that is loaded.
 
     Returns:
         The plan for the next one, if there is any.
@@ -52,26 +57,39 @@ def apply_base(
     plan = plan and plan.for_layout(staged.manifest)
     if plan is not None:
         with mixing(staged.version, "copying"):
-            plan.load(staged.segment.data)
+            plan.load(staged.segment.data, speak)
         return plan
     model = worker.model_runner.get_model()
     with bridges.vllm_config_context(worker.vllm_config):
-        reload_layers(worker, staged.version, staged.tensors(), len(staged.manifest.tensors))
+        tensors = _spoken(staged.tensors(), speak)
+        reload_layers(worker, staged.version, tensors, len(staged.manifest.tensors))
         if not can_learn(worker):
             return None
         return learn(model, staged, bridges.base_names(model))
 
 
-def reload_files(worker: Any) -> None:
+def reload_files(worker: Any, speak: Callable[[], None] = lambda: None) -> None:
     """Load what the engine was started with, from its files. Call it while paused.
+
+    Args:
+        speak: Called with each tensor.
 
     Raises:
         UnsupportedError: They cannot be read again.
         LoadFailedError: As ``apply_base``.
     """
-    tensors = bridges.checkpoint_tensors(worker)
+    tensors = _spoken(bridges.checkpoint_tensors(worker), speak)
     with bridges.vllm_config_context(worker.vllm_config):
         reload_layers(worker, STARTED_WITH, tensors, None)
+
+
+def _spoken(
+    tensors: Iterable[tuple[str, torch.Tensor]], speak: Callable[[], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on; speaks once the model has taken each."""
+    for named in tensors:
+        yield named
+        speak()
 
 
 def can_learn(worker: Any) -> bool:

@@ -159,11 +159,12 @@ class HeldVersions:
         call = self._workers.call
         await call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
         deadline = time.monotonic() + self._restore_seconds
-        while not self._holdings.has_ended(transfer_id):
-            if time.monotonic() > deadline:
-                await call("weft_discard", transfer_id)
-                raise TransferTimeoutError(f"{version} was not read from the disk in time")
-            await asyncio.sleep(_RESTORE_LOOK_SECONDS)
+        with self._workers.owed.elsewhere():
+            while not self._holdings.has_ended(transfer_id):
+                if time.monotonic() > deadline:
+                    await call("weft_discard", transfer_id)
+                    raise TransferTimeoutError(f"{version} was not read from the disk in time")
+                await asyncio.sleep(_RESTORE_LOOK_SECONDS)
         await call("weft_restored", transfer_id)
 
 

@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout_side.engine import AliasRefusals, Asleep, SleepOrder, SwitchTimes
+from rollout_side.engine import (
+    AliasRefusals,
+    Asleep,
+    EngineWork,
+    SleepOrder,
+    SwitchTimes,
+)
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.ticks import seconds_to_tick
@@ -87,7 +93,12 @@ class VllmReplica(HeldVersions):
         deadlines: Deadlines,
         spill_folder: SpillFolder | None = None,
     ) -> None:
-        workers = WorkerCalls(parts.engine, deadlines, num_ranks=capabilities.tensor_parallel_size)
+        workers = WorkerCalls(
+            parts.engine,
+            deadlines,
+            num_ranks=capabilities.tensor_parallel_size,
+            spoken_at=parts.holdings.spoken_at,
+        )
         super().__init__(
             workers, parts.holdings, spill_folder, deadlines.restore_seconds, parts.started_with
         )
@@ -140,6 +151,11 @@ class VllmReplica(HeldVersions):
     def dirty_reason(self) -> str:
         """See ``Engine``."""
         return self._gate.dirty_reason
+
+    @property
+    def work(self) -> EngineWork:
+        """See ``Engine``."""
+        return self._workers.owed.work
 
     @property
     def base_version(self) -> int:
@@ -324,7 +340,8 @@ class VllmReplica(HeldVersions):
     async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
         """See ``Engine``."""
         if version == STARTED_WITH:
-            await self._started_with.check_unchanged()
+            with self._workers.owed.elsewhere():
+                await self._started_with.check_unchanged()
             return await self.apply_base(FROM_FILES, version, b"")
         held = await self.held(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from rollout_side.owed_answers import OwedAnswers
 from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, check_answers
 from weft.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
@@ -29,6 +30,10 @@ class Deadlines:
     """Reading a version from the spill directory."""
     call_seconds: float = 120.0
     """Any other call to the workers: it waits for the engine's step."""
+    quiet_seconds: float = 60.0
+    """How long an engine may say nothing where it moves all its weights in one call of vLLM's:
+    to sleep, to wake, or to learn how they are loaded. Elsewhere it says as it loads that it
+    gets on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +57,22 @@ class WorkerCalls:
         engine: vLLM's ``AsyncLLM``.
         deadlines: How long the calls may take.
         num_ranks: Of the engine.
+        spoken_at: When a worker last said that it gets on, as ``time.monotonic()``.
     """
 
-    def __init__(self, engine: Any, deadlines: Deadlines, *, num_ranks: int) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        deadlines: Deadlines,
+        *,
+        num_ranks: int,
+        spoken_at: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._engine = engine
         self._deadlines = deadlines
         self._num_ranks = num_ranks
-        self._unfinished: set[asyncio.Future[Any]] = set()
+        #: What is not answered yet, whoever still waits for it.
+        self.owed = OwedAnswers(spoken_at)
 
     async def call(
         self,
@@ -67,8 +81,10 @@ class WorkerCalls:
         timeout_seconds: float | None = None,
         changes_weights: bool = False,
         mixed_is_dirty: bool = False,
+        is_quiet: bool = False,
     ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks; see ``bounded`` for ``changes_weights``.
+        """Call a worker method on all ranks; see ``bounded`` for ``changes_weights`` and
+        ``is_quiet``.
 
         Raises:
             WeftError: Of the first rank that failed, or as ``bounded``.
@@ -79,6 +95,7 @@ class WorkerCalls:
             method,
             timeout_seconds=timeout_seconds,
             changes_weights=changes_weights,
+            is_quiet=is_quiet,
         )
         return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
 
@@ -89,6 +106,7 @@ class WorkerCalls:
         *,
         timeout_seconds: float | None = None,
         changes_weights: bool = True,
+        is_quiet: bool = False,
     ) -> T:
         """Await without ever cancelling: the engine would finish it anyhow.
 
@@ -99,6 +117,7 @@ class WorkerCalls:
             changes_weights: Whether they are unknown while it has not ended. Workers that
                 were only away for a while (stopped, swapped out) do the rest when they
                 are back, and nothing needs repair.
+            is_quiet: Whether it may take ``Deadlines.quiet_seconds`` without a word.
 
         Raises:
             TransferTimeoutError: The deadline passed (the work continues unattended).
@@ -107,7 +126,7 @@ class WorkerCalls:
         """
         timeout_seconds = timeout_seconds or self._deadlines.call_seconds
         task = asyncio.ensure_future(work)
-        self._unfinished.add(task)
+        self.owed.begin(task, what, self._deadlines.quiet_seconds if is_quiet else 0.0)
         task.add_done_callback(self._finished)
         done, _ = await asyncio.wait({task}, timeout=timeout_seconds)
         if not done:
@@ -126,7 +145,7 @@ class WorkerCalls:
             ) from error
 
     def _finished(self, task: asyncio.Future[Any]) -> None:
-        self._unfinished.discard(task)
+        self.owed.end(task)
         if not task.cancelled():
             task.exception()  # seen: an unattended one has been reported as an overrun
 

@@ -8,6 +8,9 @@ last outlives the worker.
 The page is a ``memfd`` of the reader's, which the writer opens by path. It has two slots, written
 in turn: each a header (number, length, checksum) and JSON. The valid slot of the higher number is
 what holds; a slot that is being written, or was when its writer died, is not valid.
+
+Behind the slots each rank writes when its thread last got on with what it was asked: the time of
+the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +32,12 @@ from weft.contract.names import PolicyVersion
 SLOT_BYTES = 4 * 2**20
 _HEADER = struct.Struct("<QII")
 _MOST_BYTES = SLOT_BYTES - _HEADER.size
+_TIME = struct.Struct("<d")
+#: Ranks that have a place of their own; further ones share them.
+_MAX_RANKS = 64
+_TIMES = struct.Struct(f"<{_MAX_RANKS}d")
+_TIMES_AT = 2 * SLOT_BYTES
+_PAGE_BYTES = _TIMES_AT + _TIMES.size
 #: JSON has no bytes: they are written as {"hex": "00ff"}.
 _HEX = "hex"
 
@@ -37,8 +47,8 @@ class HoldingsPage:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("weft_holdings", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, 2 * SLOT_BYTES)
-        self._map = mmap.mmap(self._fd, 2 * SLOT_BYTES, prot=mmap.PROT_READ)
+        os.ftruncate(self._fd, _PAGE_BYTES)
+        self._map = mmap.mmap(self._fd, _PAGE_BYTES, prot=mmap.PROT_READ)
         self._lock = threading.Lock()
         self._seen = 0
         self._held = memory_use({})
@@ -70,6 +80,14 @@ class HoldingsPage:
         """Whether the last restore was of this transfer, and has ended, well or not."""
         self.read()
         return self._ended_restore == transfer_id
+
+    def spoken_at(self) -> float:
+        """``time.monotonic()`` when a rank last got on; 0 where none has yet."""
+        with self._lock:
+            if self._fd < 0:
+                return 0.0
+            times: tuple[float, ...] = _TIMES.unpack_from(self._map, _TIMES_AT)
+            return max(times)
 
     def close(self) -> None:
         """Give the memory back; a writer's end stays usable."""
@@ -111,6 +129,26 @@ def memory_use(value: Mapping[str, Any]) -> MemoryUse:
     )
 
 
+class ProgressWriter:
+    """Where one rank says that it gets on; any of its threads may.
+
+    Args:
+        path: ``HoldingsPage.path``.
+        rank: Of the replica's.
+
+    Raises:
+        OSError: The page's process is gone.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._map = _opened(path)
+        self._at = _TIMES_AT + rank % _MAX_RANKS * _TIME.size
+
+    def speak(self) -> None:
+        """Say that the calling thread gets on; as often as one likes."""
+        _TIME.pack_into(self._map, self._at, time.monotonic())
+
+
 class HoldingsWriter:
     """The writer's end; one a page, used by one thread at a time.
 
@@ -122,11 +160,7 @@ class HoldingsWriter:
     """
 
     def __init__(self, path: str) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, 2 * SLOT_BYTES)
-        finally:
-            os.close(fd)
+        self._map = _opened(path)
         self._number = 0
 
     def write(self, value: Mapping[str, Any]) -> None:
@@ -143,6 +177,14 @@ class HoldingsWriter:
         header, end = begin + _HEADER.size, begin + _HEADER.size + len(text)
         self._map[header:end] = text
         _HEADER.pack_into(self._map, begin, self._number, len(text), _checksum(self._number, text))
+
+
+def _opened(path: str) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, _PAGE_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _checksum(number: int, text: bytes) -> int:

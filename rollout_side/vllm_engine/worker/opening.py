@@ -16,7 +16,7 @@ from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.worker import orphans
 from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter, ProgressWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
 from weft import logs
@@ -51,6 +51,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
         num_ranks=worker.parallel_config.world_size,
     )
     state = WorkerState(store, reference, settings.ranks_secret)
+    state.progress = ProgressWriter(settings.holdings_path, worker.rank)
     warm()
     backends = list(usable_backends(worker.device, settings.backend))
     if worker.local_rank == RECEIVER_RANK:

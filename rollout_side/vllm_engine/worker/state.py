@@ -21,6 +21,7 @@ from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.streaming import load_in_place
+from rollout_side.vllm_engine.worker.holdings_page import ProgressWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft.contract.layout.tensors import Reference
@@ -58,6 +59,8 @@ class WorkerState:
     """There, too, if the replica has a spill directory."""
     report: HoldingsReport | None = None
     """There, too: tells the replica's process what is held."""
+    progress: ProgressWriter | None = None
+    """On every rank: tells the replica's process that this one gets on."""
     reading: DigestReading | None = None
     """There, too: the version whose tensors are digested, or were last."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
@@ -74,6 +77,11 @@ class WorkerState:
         """Have the replica's process know what is held now; never raises."""
         if self.report is not None:
             self.report.notify()
+
+    def speak(self) -> None:
+        """Say that the calling thread gets on with what was asked of this worker."""
+        if self.progress is not None:
+            self.progress.speak()
 
     def end_reading(self) -> None:
         """Digest no more of what is being digested."""

@@ -34,6 +34,6 @@ async def learn_copies(
     try:
         async with gate.exclusive():
             if is_served():
-                await workers.call("weft_learn_copies", tensors)
+                await workers.call("weft_learn_copies", tensors, is_quiet=True)
     except WeftError as error:
         _log.info("how bases are loaded is learnt from the first push: %s", error)

@@ -157,7 +157,7 @@ class Sleeper:
         is_discarded = order.level == DISCARDS or (former is not None and former.base_discarded)
         self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_discarded)
         self._gate.sleep()
-        await self._workers.bounded(self._let_sleep(order.level), "falling asleep")
+        await self._workers.bounded(self._let_sleep(order.level), "falling asleep", is_quiet=True)
         _log.info("asleep at level %d, by order %s", order.level, _whose(order))
         return True
 
@@ -175,7 +175,7 @@ class Sleeper:
 
     async def _let_go(self, order: SleepOrder) -> bool:
         """Whether the workers have let go of all that is Weft's; not while weights are read."""
-        values = await self._workers.call("weft_sleep", order.level)
+        values = await self._workers.call("weft_sleep", order.level, is_quiet=True)
         if all(value["is_free"] for value in values):
             return True
         if order.timeout_seconds <= 0:
@@ -210,7 +210,7 @@ class Sleeper:
         if self.asleep is None or self.asleep.weights_awake:
             return
         await self._wake("weights")
-        await self._workers.call("weft_wake", self.asleep.level == DISCARDS)
+        await self._workers.call("weft_wake", self.asleep.level == DISCARDS, is_quiet=True)
         self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
 
     def base_loaded(self) -> None:
@@ -240,7 +240,8 @@ class Sleeper:
         return has_base
 
     async def _wake(self, tag: str) -> None:
-        await self._workers.bounded(sleep_mode.wake_up(self._engine, [tag]), f"waking its {tag}")
+        woken = sleep_mode.wake_up(self._engine, [tag])
+        await self._workers.bounded(woken, f"waking its {tag}", is_quiet=True)
 
 
 def _whose(order: SleepOrder) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rollout_side.agent.orders import ProbeOrders
+from rollout_side.agent.orders import ProbeOrders, Turns
 from rollout_side.engine import JoinOrder
 from weft.contract.group import GroupTicket
 
@@ -58,5 +58,22 @@ def test_workers_are_told_of_a_probe_once_however_often_it_is_repeated() -> None
         await orders.tell(_order("p2"))
         await orders.tell(_order("p2"))
         assert engine.orders == ["p1", "p2"]
+
+    asyncio.run(run())
+
+
+def test_the_order_whose_turn_it_is_can_be_told_until_it_has_ended() -> None:
+    async def run() -> None:
+        turns, go_on = Turns(), asyncio.Event()
+        order = asyncio.create_task(turns.take(go_on.wait(), "switching to math@1"))
+        after = asyncio.create_task(turns.take(go_on.wait(), "switching to math@2"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert turns.begun is not None
+        assert turns.begun.what == "switching to math@1"
+        go_on.set()
+        await asyncio.gather(order, after)
+        assert turns.begun is None
+        assert not turns.taken
 
     asyncio.run(run())

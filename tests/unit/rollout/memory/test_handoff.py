@@ -306,5 +306,15 @@ def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(
     finishing = threading.Event()
     handoff.tell(lambda bucket: finishing.set())
     assert finishing.wait(WAIT_SECONDS), "the engine ends its layers, and cannot speak"
+    monkeypatch.setattr(handoff_module, "FINISHING_SECONDS", 0.0)
+    waited = threading.Event()
+    num_looks = 0
+    assert waited.wait(WAIT_SECONDS)
+    spoke_late = list[int]()
+    handoff.tell(spoke_late.append)
+    waited = threading.Event()
+    num_looks = 0
+    assert waited.wait(WAIT_SECONDS)
+    assert not spoke_late, "nor is it spoken for without an end"
     handoff.complete()
     receiver.result(WAIT_SECONDS)

@@ -17,7 +17,12 @@ from rollout_side.memory.placement import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.worker.answers import guarded
-from rollout_side.vllm_engine.worker.holdings_page import SLOT_BYTES, HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings_page import (
+    SLOT_BYTES,
+    HoldingsPage,
+    HoldingsWriter,
+    ProgressWriter,
+)
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
 from weft.contract.layout.manifest import plan_buckets
@@ -53,6 +58,17 @@ def test_what_was_written_last_is_read(page: HoldingsPage) -> None:
         assert held.retained_bases == (number,)
         assert held.spilled == (PolicyVersion("math", number),)
         assert page.read() is held  # nothing is parsed where nothing has changed
+
+
+def test_the_last_word_of_any_rank_that_it_gets_on_is_read(page: HoldingsPage) -> None:
+    assert page.spoken_at() == 0.0
+    before = time.monotonic()
+    ProgressWriter(page.path, 0).speak()
+    first = page.spoken_at()
+    assert before <= first <= time.monotonic()
+    ProgressWriter(page.path, 7).speak()
+    assert page.spoken_at() > first
+    assert page.read().adapter_bytes == 0, "what is held is not touched"
 
 
 def test_a_slot_that_is_being_written_is_not_read(page: HoldingsPage) -> None:

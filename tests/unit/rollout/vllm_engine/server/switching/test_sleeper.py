@@ -184,7 +184,7 @@ async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None
         await asyncio.sleep(0.05)
         assert _refused(replica)
         assert orders.to_sleep == Asleep("t1")
-        switch = asyncio.create_task(turns.take(loading.wait()))
+        switch = asyncio.create_task(turns.take(loading.wait(), "loading"))
         waking = asyncio.create_task(orders.wake_up())
         with pytest.raises(StaleEpochError, match="told to wake"):
             await sleeping
@@ -235,7 +235,7 @@ async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn
     replica = make_replica(engine, can_sleep=True)
     orders = SleepOrders(replica, turns := Turns())
     loading = asyncio.Event()
-    switch = asyncio.create_task(turns.take(loading.wait()))
+    switch = asyncio.create_task(turns.take(loading.wait(), "loading"))
     await asyncio.sleep(0)
     waking = asyncio.create_task(orders.wake_up())
     await asyncio.sleep(0)
@@ -282,7 +282,7 @@ async def test_who_reads_the_weights_keeps_no_commit_waiting() -> None:
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
     while engine.calls.count("weft_sleep") < 2:
         await asyncio.sleep(0.005)
-    await asyncio.wait_for(turns.take(replica.apply_base("t", BASE, b"")), 2.0)
+    await asyncio.wait_for(turns.take(replica.apply_base("t", BASE, b""), "it"), 2.0)
     assert _refused(replica)
     free[0] = True
     await sleeping
