@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.catalog import CatalogModel
@@ -11,6 +12,10 @@ from tests.sim.clock import Process
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
     from tests.sim.world import World
+
+
+#: What an engine may hang in.
+_AT = ("join", "pause", "load", "load", "switch", "switch", "retire", "discard", "sleep", "wake")
 
 
 class Faults:
@@ -29,6 +34,7 @@ class Faults:
         world.corruption = maybe(0.3)
         world.clean_failure, world.dirty_failure = maybe(0.3), maybe(0.2)
         world.slow_disk, world.refusals = maybe(0.2), maybe(0.4)
+        self.was_slow, self.was_slow_disk = bool(network.slow), bool(world.slow_disk)
         kinds: list[Callable[[], None]] = [
             self._crash_replica,
             self._crash_trainer,
@@ -49,6 +55,10 @@ class Faults:
             self._kinds.append(self._lose_catalog)
         self._mean_seconds = random.choice([1.0, 3.0, 8.0])
         self._next()
+        # By a generator of their own: a seed without them is the run that it always was.
+        self._engines = Random(f"engines of {world.seed}")
+        if self._engines.random() < 0.4:
+            self._hang_engine_later()
 
     def _next(self) -> None:
         if self.on and self._kinds:
@@ -64,6 +74,8 @@ class Faults:
         """Heal everything and restart what is down; what is frozen thaws by itself."""
         self.on = False
         world = self.world
+        for replica in world.replicas.values():
+            replica.hangs_next = ("", 0.0)
         world.network.heal()
         world.network.loss = world.network.repeat = world.network.slow = 0.0
         world.corruption = world.clean_failure = world.dirty_failure = 0.0
@@ -173,6 +185,21 @@ class Faults:
         replica = self.world.random.choice(list(self.world.replicas.values()))
         replica.takes_no_orders = self.world.random.random() < 0.3
         self._freeze(replica.worker, self.world.random.choice([1.0, 5.0, 20.0, 40.0]))
+
+    def _hang_engine_later(self) -> None:
+        self.world.clock.after(self._engines.expovariate(1 / 4.0), self._hang_engine)
+
+    def _hang_engine(self) -> None:
+        """As it does something, or at any time; its process, and what receives, go on."""
+        if not self.on:
+            return
+        replica = self._engines.choice(list(self.world.replicas.values()))
+        seconds = self._engines.choice([1.0, 5.0, 20.0, 40.0])
+        if self._engines.random() < 0.8:
+            replica.hangs_next = self._engines.choice(_AT), seconds
+        else:
+            self._freeze(replica.engine, seconds)
+        self._hang_engine_later()
 
     def _hang_trainer(self) -> None:
         """It goes on renewing its leases."""

@@ -50,6 +50,7 @@ class SimRegistration:
                     refusing=replica.refusing,
                     order_number=replica.order[1],
                     asleep=replica.asleep or replica.sleep.to_sleep,
+                    work=replica.work(),
                 )
                 self._told, self._held_wanted = held, answer.held_wanted
                 replica.ready = answer.ready

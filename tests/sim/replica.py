@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
 from tests.sim.clone_source import CloneSource
-from tests.sim.data import layout_of
+from tests.sim.data import SPEAK_SECONDS, layout_of
 from tests.sim.drain import SimDrain
 from tests.sim.in_place import InPlace
 from tests.sim.probes import Probes
@@ -33,6 +33,7 @@ from weft.contract.layout.manifest import WSUM64
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.group import Group
+from weft.coordinator.decisions.state.progress import Work
 from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.transfer import switch_id
 from weft.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
@@ -68,6 +69,12 @@ class SimReplica(Process):
         self.in_place = InPlace(self)
         #: The threads that receive and send, which may hang while the process beats.
         self.worker = Process(world.clock, f"{name}'s worker")
+        #: The engine's own thread, through which orders go; it may hang, too.
+        self.engine = Process(world.clock, f"{name}'s engine")
+        #: What it is to hang in next, and for how long.
+        self.hangs_next: tuple[str, float] = ("", 0.0)
+        self._owed: dict[object, tuple[str, float]] = {}
+        self._seen_at = 0.0
         self.takes_no_orders = False
         self._probes = Probes(self)
         self._clones = CloneSource(self)
@@ -94,7 +101,40 @@ class SimReplica(Process):
     def crash(self) -> None:
         """End it at once."""
         self.worker.crash()
+        self.engine.crash()
         super().crash()
+
+    # -- what the engine does ------------------------------------------------------
+
+    def ask_engine(self, what: str, seconds: float = 0.0) -> Generator[Any, Any, None]:
+        """Have the engine do something that takes so long, or longer where it hangs."""
+        call = object()
+        self._owed[call] = what, self.clock.now
+        if self.hangs_next[0] == what:
+            self.engine.freeze(self.hangs_next[1])
+            self.world.trace(self.engine.name, f"hangs for {self.hangs_next[1]} s at: {what}")
+            self.hangs_next = ("", 0.0)
+        yield self.engine.spawn(self._do(seconds))
+        del self._owed[call]
+        self._seen_at = self.clock.now
+
+    def _do(self, seconds: float) -> Generator[Any, Any, None]:
+        while seconds > 0:
+            yield min(seconds, SPEAK_SECONDS)
+            seconds -= SPEAK_SECONDS
+            self._seen_at = self.clock.now
+
+    def work(self) -> Work | None:
+        """What it says that it is at."""
+        if not self._owed:
+            return None
+        what, begun_at = min(self._owed.values(), key=lambda owed: owed[1])
+        return Work(what, self.clock.now - max(begun_at, self._seen_at))
+
+    def owes_for(self) -> float:
+        """How long the engine has owed an answer, and hung, by now."""
+        begun = [begun_at for _, begun_at in self._owed.values()]
+        return min(self.engine.frozen_for(), self.clock.now - min(begun)) if begun else 0.0
 
     def _look_at_memory(self) -> None:
         bases = tuple(base.version.version for base in self.store.bases)
@@ -150,7 +190,7 @@ class SimReplica(Process):
                 self._hear_epoch(order.group)
                 self._clones.send(order, future)
             case effects.CallLoad():
-                self._load_in_place(order, future)
+                self.spawn(self._load_in_place(order, future))
             case effects.CallDiscard():
                 future = self.spawn(self._discard(order.transfer_id))
             case effects.CallRefuse():
@@ -165,9 +205,7 @@ class SimReplica(Process):
                     return future, None
                 future = self.spawn(self.sleep.carry_out(order))
             case effects.CallRetire():
-                self._drop_mistaken(order.mistaken)
-                self._retire(order.versions)
-                future.set(self.vector)
+                future = self.spawn(self._drop(order))
             case effects.CallCommit():
                 future = self.spawn(self.in_turn(self._commit(order)))
             case effects.CallSwitch():
@@ -193,6 +231,7 @@ class SimReplica(Process):
     def _take_order_to_join(
         self, order: effects.CallJoin, answer: Future
     ) -> Generator[Any, Any, None]:
+        yield from self.ask_engine("join")
         while self.takes_no_orders and (left := self.worker.frozen_until - self.clock.now) > 0:
             yield left
         if order.group.is_probe:
@@ -214,13 +253,20 @@ class SimReplica(Process):
     def _hear_epoch(self, group: Group) -> None:
         self.last_epoch = max(self.last_epoch, group.epoch)
 
-    def _load_in_place(self, order: effects.CallLoad, answer: Future) -> None:
+    def _load_in_place(self, order: effects.CallLoad, answer: Future) -> Generator[Any, Any, None]:
+        yield from self.ask_engine("pause")
         try:
             self.in_place.order(order)
             self._wake_weights()
             answer.set(True)
         except NotReadyError as error:
             answer.set(error=error)
+
+    def _drop(self, order: effects.CallRetire) -> Generator[Any, Any, VersionVector]:
+        yield from self.ask_engine("retire")
+        self._drop_mistaken(order.mistaken)
+        self._retire(order.versions)
+        return self.vector
 
     def _retire(self, versions: tuple[PolicyVersion, ...]) -> None:
         for version in versions:
@@ -270,6 +316,7 @@ class SimReplica(Process):
 
     def _discard(self, transfer_id: str) -> Generator[Any, Any, Any]:
         def drop() -> Generator[Any, Any, None]:
+            yield from self.ask_engine("discard")
             yield 0.0
             self.store.discard(transfer_id)
             self.in_place.discard(transfer_id)
@@ -294,6 +341,7 @@ class SimReplica(Process):
             self.failed.append(call.transfer_id)
             raise refusal
         yield from self._load(call.transfer_id)
+        yield from self.ask_engine("switch")
         held = self.vector.adapters.get(version.policy, AdapterVersions()).versions
         alias = call.alias if call.alias in held else version.version
         is_late = self._is_late(call.transfer_id)
@@ -313,6 +361,8 @@ class SimReplica(Process):
         if version.policy != BASE_POLICY:
             if not self.vector.holds(version):
                 raise NotReadyError(f"{version} is not served here", reason="NOT_RETAINED")
+            yield from self.ask_engine("switch")
+            is_late = self._is_late(call.transfer_id)
             self.world.checks.standing_for(self, version, is_late=is_late)
             self.vector = self.vector.with_adapter(version)
             self.world.trace(self.name, f"serves {version} by its name")
@@ -336,7 +386,7 @@ class SimReplica(Process):
     def _load(self, transfer_id: str) -> Generator[Any, Any, None]:
         self._wake_weights()
         outcome = self.world.load_outcome()
-        yield self.world.random.uniform(0.001, outcome.seconds)
+        yield from self.ask_engine("load", self.world.random.uniform(0.001, outcome.seconds))
         if not outcome.failure:
             return
         if transfer_id:

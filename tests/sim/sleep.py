@@ -103,7 +103,7 @@ class SimSleep:
             return
         if replica.in_place.loading:
             raise NotReadyError("it loads in place", reason="TRANSFER_UNDER_WAY")
-        yield replica.world.random.uniform(0.01, 0.5)
+        yield from replica.ask_engine("sleep", replica.world.random.uniform(0.01, 0.5))
         slept.append(True)
         former = replica.asleep
         sleeps_on = former is not None and not former.weights_awake
@@ -118,7 +118,7 @@ class SimSleep:
         replica = self._replica
         if self._wanted is not None:
             raise StaleEpochError("it was told to sleep")
-        yield replica.world.random.uniform(0.01, 0.5)
+        yield from replica.ask_engine("wake", replica.world.random.uniform(0.01, 0.5))
         replica.asleep = None
         if self._wanted is None:
             self.refuses = False

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: How late the coordinator may find out: words and orders on a slow network, a frozen
 #: sender that sends nothing, a former member of the transfer that stalled before.
 _SLACK_SECONDS = 10.0
+#: How much longer than ``stall_seconds`` anybody may wait for a replica that is to switch.
+PROMISED_SECONDS = 2.0
 
 
 class StallChecks:
@@ -34,10 +36,39 @@ class StallChecks:
         self._held_since = {
             key: since for key, since in self._held_since.items() if key[0] in state.transfers
         }
+        self._check_routes(state)
         for transfer in state.transfers.values():
+            self._check_switching(transfer)
             if transfer.phase in (Phase.FORMING, Phase.STAGING):
                 self._check_members(transfer, state.groups[transfer.group_id])
                 self._check_trainer(state, transfer)
+
+    def _longest(self) -> float:
+        """How long anybody may wait for one that does not get on: what is promised, and what
+        a slow network and a slow disk add to it."""
+        world = self._world
+        return (
+            world.settings.stall_seconds
+            + PROMISED_SECONDS
+            + 3.0 * world.faults.was_slow
+            + 2 * 2.0 * world.faults.was_slow_disk
+        )
+
+    def _check_switching(self, transfer: Transfer) -> None:
+        """Who is to switch and hangs keeps its transfer, and whoever waits for that, no longer."""
+        waited = self._world.clock.now - transfer.commit_at
+        for name in transfer.switching:
+            hangs_for = self._world.replicas[name].engine.frozen_for()
+            if min(hangs_for, waited) > self._longest():
+                fail(f"{transfer.transfer_id} waits for {name} to switch, whose engine hangs")
+
+    def _check_routes(self, state: PoolState) -> None:
+        """Nobody is routed to an engine that has hung for so long in what it was asked."""
+        for replica in state.replicas.values():
+            there = self._world.replicas[replica.replica_id]
+            is_it = there.alive and there.incarnation == replica.incarnation
+            if is_it and replica.routed and there.owes_for() > self._longest():
+                fail(f"requests are routed to {replica.replica_id}, whose engine hangs")
 
     def _check_members(self, transfer: Transfer, group: Group) -> None:
         if transfer.loading:
@@ -45,14 +76,17 @@ class StallChecks:
         longest = self._world.settings.stall_seconds + _SLACK_SECONDS
         now = self._world.clock.now
         for name in transfer.occupied:
-            key, hangs_for = (transfer.transfer_id, name), self._hangs_for(name)
+            key, hangs_for = (transfer.transfer_id, name), self._hangs_for(transfer, name)
             if not hangs_for or not self._is_waited_for(transfer, group, name):
                 self._held_since.pop(key, None)
             elif min(hangs_for, now - self._held_since.setdefault(key, now)) > longest:
                 fail(f"{transfer.transfer_id} goes on with {name}, whose worker hangs")
 
-    def _hangs_for(self, name: str) -> float:
-        return self._world.replicas[name].worker.frozen_for()
+    def _hangs_for(self, transfer: Transfer, name: str) -> float:
+        replica = self._world.replicas[name]
+        if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
+            return max(replica.worker.frozen_for(), replica.engine.frozen_for())
+        return replica.worker.frozen_for()
 
     def _is_waited_for(self, transfer: Transfer, group: Group, name: str) -> bool:
         """Whether a replica has yet to do what was asked of it. One that has verified all

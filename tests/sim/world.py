@@ -222,6 +222,7 @@ class World:
         self.operator.spawn(self.operator.put_back())
         # The longest push, a commit's answer, a lost replica, an expired lease.
         workers = [p.worker for p in (*self.replicas.values(), *self.trainers.values())]
+        workers += [replica.engine for replica in self.replicas.values()]
         workers += [rank for trainer in self.trainers.values() for rank in trainer.others]
         awake_at = max(worker.frozen_until for worker in workers)
         self.clock.run_until(max(self.clock.now, awake_at) + 10.0)

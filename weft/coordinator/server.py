@@ -207,6 +207,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
         epoch=known.epoch,
         number_floor=known.number_floor,
         coordinator_id=secrets.token_hex(8),
+        secret=secrets.token_hex(32),
         policies={policy.name: policy for policy in known.policies if not policy.forgotten},
         forgotten={policy.name: policy for policy in known.policies if policy.forgotten},
         out_of_service=known.out_of_service,

@@ -100,7 +100,9 @@ def _apply(change: Change, event: events.Event) -> None:
             leases.expire_leases(change)
             sleeps.watch(change)
             stalls.watch(change)
+            course.watch_switching(change)
             course.watch_deadlines(change)
+            suspects.watch(change)
             suspects.probe(change)
             discard.repeat_discards(change)
             if change.now >= change.state.retire_at:

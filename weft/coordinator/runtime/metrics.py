@@ -137,9 +137,12 @@ class PoolMetrics:
 
     def _count_course(self, was: Transfer | None, now: Transfer) -> None:
         """What a transfer has reached that it had not reached before."""
-        known = was.losses if was else {}
-        stalled = [n for n, why in now.losses.items() if why.reason == _STALLED and n not in known]
-        self._stalls.inc(len(stalled))
+        for known, found in (
+            (was.losses if was else {}, now.losses),
+            (was.refusals if was else {}, now.refusals),
+        ):
+            new = [n for n, why in found.items() if why.reason == _STALLED and n not in known]
+            self._stalls.inc(len(new))
         if now.purpose.name != "push":
             return
         kind = _KINDS[now.kind]
@@ -150,7 +153,7 @@ class PoolMetrics:
             self._bytes.labels(kind).inc(now.layout.total_bytes)
 
     def _count_end(self, ended: Transfer) -> None:
-        if ended.failure and ended.failure.reason == _STALLED:
+        if ended.failure and ended.failure.reason == _STALLED and not ended.refusals:
             self._stalls.inc()
         if ended.purpose.name == "rollback":
             self._rollbacks.labels("failed" if ended.failure else "succeeded").inc()

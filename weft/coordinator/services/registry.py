@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.progress import Work
 from weft.coordinator.decisions.state.replica import NOT_TOLD
 from weft.coordinator.messages.sleep import asleep_from_proto
 from weft.coordinator.messages.wire import held_from_proto
@@ -145,6 +146,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.refusing,
                 request.order_number,
                 asleep_from_proto(request),
+                _work(request),
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
@@ -184,6 +186,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             if index % _HELD_AT_ONCE == _HELD_AT_ONCE - 1:
                 await asyncio.sleep(0)
         return tuple(heard)
+
+
+def _work(request: registry_pb2.HeartbeatRequest) -> Work | None:
+    if not request.HasField("work"):
+        return None
+    return Work(request.work.what, duration_from_proto(request.work.silence))
 
 
 def _drain_note(

@@ -14,6 +14,7 @@ from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft.coordinator.decisions.state.pool import PoolState, Settings
+from weft.coordinator.decisions.state.progress import Work
 from weft.coordinator.decisions.state.replica import NOT_TOLD
 from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft.coordinator.decisions.state.values import (
@@ -68,6 +69,8 @@ class Machine:
         self.answered_lookups = self.answered_inquiries = 0
         #: What a replica names in heartbeats, with digests, until a test changes it.
         self.says: dict[str, Any] = {}
+        #: What it says that it is at.
+        self.works: dict[str, Work] = {}
 
     def do(self, event: events.Event) -> list[effects.Effect]:
         self.state, self.last = step(self.state, event, self.now)
@@ -100,6 +103,7 @@ class Machine:
                         refusing=refuse_reason(self.state, replica.replica_id),
                         order_number=self.state.order_number,
                         asleep=replica.asleep,
+                        work=self.works.get(replica.replica_id),
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft.contract.layout.manifest import WSUM64
 from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.progress import Activity, Word
+from weft.coordinator.decisions.state.progress import Activity, Word, Work
 from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 
 LATE = Failure("DEADLINE", "the deadline of JoinGroup passed", {})
@@ -51,6 +51,15 @@ def pass_saying(m: Machine, ticket: int, seconds: float, **said: object) -> None
         if m.transfer(ticket).uncommitted:
             say(m, ticket, **said)  # type: ignore[arg-type]
         m.pass_time(1.0)
+
+
+def pass_stuck(m: Machine, replica_id: str, what: str, seconds: float, since: float = 0.0) -> None:
+    """Time goes by in which a replica says that it is at something and does not get on, which it
+    has not for ``since`` seconds before."""
+    begun_at, end = m.now - since, m.now + seconds
+    while m.now < end:
+        m.works[replica_id] = Work(what, m.now + 0.25 - begun_at)
+        m.pass_time(0.25)
 
 
 def suspects_of(m: Machine) -> list[str]:

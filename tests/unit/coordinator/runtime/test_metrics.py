@@ -199,6 +199,16 @@ def test_a_member_that_stalls_counts_once_whether_the_push_continues_or_not(
     assert m.pushes().get("aborted", 0) == (min_replicas == 0)
 
 
+@pytest.mark.parametrize("replicas", [("r0",), ("r0", "r1")])
+def test_a_member_that_stalls_after_the_commit_counts_once(replicas: tuple[str, ...]) -> None:
+    m = _pool(*replicas, stall_seconds=5.0)
+    ticket = m.run_to(Phase.COMMITTING)
+    for replica_id in replicas[1:]:
+        m.answer_commit(ticket, replica_id)
+    m.pass_time(6.0)
+    assert m.value("stalls_total") == 1
+
+
 def test_gauges() -> None:
     m = _pool("r0", "r1", policies=("math", "base"))
     assert m.value("leases_held") == 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
 from weft.contract.names import PolicyVersion, VersionVector
+from weft.coordinator.decisions.state.progress import Work
 from weft.coordinator.decisions.state.replica import NOT_TOLD
 from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.values import HeldVersion, VersionRecord
@@ -94,6 +95,8 @@ class Heartbeat:
     order_number: int = 0
     """The number of the order by which it refuses requests, or takes them."""
     asleep: Asleep | None = None
+    work: Work | None = None
+    """Set while it carries out an order, or its engine owes an answer."""
 
 
 @dataclass(frozen=True)

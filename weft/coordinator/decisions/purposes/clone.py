@@ -164,7 +164,7 @@ class Clone(Repair):
         abort.abort(change, transfer, next(iter(lost.values())))  # it is scheduled anew
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
-        suspects.suspect(change, transfer, self.source, failure.message)
+        suspects.suspect(change, self.source, failure.message)
         abort.abort(change, transfer, failure)
 
     def on_aborted(self, change: Change, ended: Transfer) -> None:

@@ -75,6 +75,8 @@ def register(change: Change, event: events.Register) -> None:
         refusing=event.refusing,
         asleep=event.asleep or (old.asleep if old else None),
         sleep_call_until=old.sleep_call_until if old else float("-inf"),
+        work=old.work if old else "",
+        worked_at=old.worked_at if old else float("-inf"),
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
@@ -170,6 +172,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         # One that was on its way while it fell asleep says that it is awake: that it woke, only
         # its answer tells.
         asleep=event.asleep or replica.asleep,
+        work=event.work.what if event.work else "",
+        worked_at=_worked_at(change, replica, event),
     )
     replica = heard(change.state, replica, event.refusing, event.order_number)
     # While it loads in place its weights are mixed, as they must be.
@@ -200,6 +204,16 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     # What it says of itself now counts at once against it, though not yet for it.
     whole = loading or not event.dirty_reason
     change.reply(event.ticket, replace(answer, ready=answer.ready and whole))
+
+
+def _worked_at(change: Change, replica: Replica, event: events.Heartbeat) -> float:
+    """When a replica last got on with what it carries out. What it says after a gap in its
+    heartbeats is not held against it: the whole process may have been stopped."""
+    if event.work is None:
+        return replica.worked_at
+    was_away = change.now - replica.last_heard > 2 * change.state.settings.heartbeat_seconds
+    silence = 0.0 if was_away else event.work.silence
+    return max(replica.worked_at, change.now - silence)
 
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
@@ -243,7 +257,8 @@ def forgive_own_sleep(change: Change) -> None:
         return
     stalls.forgive(change, gap)
     for replica in list(change.state.replicas.values()):
-        change.put_replica(replace(replica, last_heard=replica.last_heard + gap))
+        last_heard = replica.last_heard + gap
+        change.put_replica(replace(replica, last_heard=last_heard, worked_at=change.now))
     for policy in list(change.state.policies.values()):
         if policy.lease is not None:
             lease = replace(policy.lease, expires_at=policy.lease.expires_at + gap)

@@ -37,12 +37,15 @@ def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
 
 def is_routable(state: PoolState, replica: Replica) -> bool:
     """Whether requests may be sent to a replica: it serves what the pool serves, and is
-    open. The engine of a suspect answers like any other."""
+    open. So may they be to a suspect, once its engine has taken the order to attend a probe."""
     match replica_state(state, replica):
         case ReplicaState.READY:
             return True
         case ReplicaState.SUSPECT:
-            return replica.is_open and not lacks(state, replica) and not doubt(state, replica)
+            assert replica.suspect is not None
+            answers = replica.suspect.is_told and not replica.work
+            serves = not lacks(state, replica) and not doubt(state, replica)
+            return answers and replica.is_open and serves
     return False
 
 

@@ -1,11 +1,14 @@
-"""Suspects: replicas whose process lives, and of which a working thread has stalled.
+"""Suspects: replicas whose process lives, and of which a working thread hangs.
 
-Heartbeats do not clear them, since those come from another thread. A suspect takes no
-part in transfers until each of its receivers has attended a *probe*: a group of its own in
-which nothing is sent, and which a receiver attends only once the threads that may be stuck
-have answered or ended (see rollout_side/receive/probe.py). The order to attend is repeated with
-growing pauses until the replica has taken it, and given anew when a stream of the probe
-broke; a thread that is stuck attends by itself once it is free.
+It may be a thread that receives, the engine's own, or the one that takes orders. Heartbeats
+do not clear a suspect, since those come from another thread. It takes no part in transfers
+until each of its receivers has attended a *probe*: a group of its own in which nothing is sent,
+and which a receiver attends only once the threads that may be stuck have answered or ended
+(see rollout_side/receive/probe.py). The order to attend passes through the thread that takes
+orders and through the engine: until it is taken, nobody is routed to the replica. It is repeated
+with growing pauses until then, and given anew when a stream of the probe broke; a thread that
+is stuck attends by itself once it is free. Nor is a replica cleared that says of an order, or of
+its engine, that it does not get on.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallJoin, EventKind, OpenGroup
 from weft.coordinator.decisions.state.group import Group, Member
 from weft.coordinator.decisions.state.replica import Replica, Suspicion
-from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.transfers import abort
 
 #: Between two orders to attend a probe; doubled each time, from the first to the second.
@@ -26,18 +28,32 @@ FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 60.0
 
 
-def suspect(change: Change, transfer: Transfer, replica_id: str, why: str) -> None:
-    """Let a replica take no part in transfers until it has answered a probe.
-
-    Args:
-        transfer: The one that it stalled.
-    """
+def suspect(change: Change, replica_id: str, why: str) -> None:
+    """Let a replica take no part in transfers until it has answered a probe, which it is told
+    to at once."""
     replica = change.state.replicas.get(replica_id)
     if replica is None or replica.suspect is not None:
         return
-    secret = f"{transfer.ids.secret}.{transfer.epoch}"
-    probe_at = change.now + FIRST_SECONDS
-    change.put_replica(replace(replica, suspect=Suspicion(why, secret, probe_at)))
+    change.put_replica(replace(replica, suspect=Suspicion(why, change.now)))
+
+
+def watch(change: Change) -> None:
+    """Suspect whoever says that it does not get on with what it carries out; with each tick."""
+    for replica in list(change.state.replicas.values()):
+        if not replica.lost and replica.suspect is None and _hangs(change, replica):
+            silence = replica.silence(float("-inf"), change.now)
+            suspect(
+                change,
+                replica.replica_id,
+                f"{replica.replica_id} hangs in its work "
+                f"({replica.work}) and has not got on for {silence:.1f} s",
+            )
+
+
+def _hangs(change: Change, replica: Replica) -> bool:
+    """Whether a replica is at work, by its last word, and has not got on for too long."""
+    silence = replica.silence(float("-inf"), change.now)
+    return bool(replica.work) and silence >= change.state.settings.stall_seconds
 
 
 def probe(change: Change) -> None:
@@ -54,11 +70,13 @@ def probe(change: Change) -> None:
 
 def _probe(change: Change, replica: Replica, suspicion: Suspicion) -> None:
     group = change.state.groups.get(suspicion.group_id)
+    if group is not None and _clear(change, replica, group):
+        return
     if change.now < suspicion.probe_at or (group is not None and suspicion.is_told):
         return
     delay = min(LONGEST_SECONDS, FIRST_SECONDS * 2.0 ** min(suspicion.num_probes, 30))
     if group is None:
-        group = _new_group(change, replica, suspicion)
+        group = _new_group(change, replica)
     suspicion = replace(
         suspicion,
         group_id=group.group_id,
@@ -70,10 +88,9 @@ def _probe(change: Change, replica: Replica, suspicion: Suspicion) -> None:
     change.emit(CallJoin(group.group_id, replica.replica_id, replica.address, group, 1))
 
 
-def _new_group(change: Change, replica: Replica, suspicion: Suspicion) -> Group:
-    epoch = change.next_epoch()
-    name, count = replica.replica_id, suspicion.num_probes
-    seed = f"{suspicion.secret}.probe.{name}.{count}"
+def _new_group(change: Change, replica: Replica) -> Group:
+    epoch, name = change.next_epoch(), replica.replica_id
+    seed = f"{change.state.secret}.probe.{name}.{epoch}"
     group = Group(
         f"probe-{name}-{epoch}",
         hashlib.sha256(seed.encode()).hexdigest(),
@@ -104,11 +121,21 @@ def join_answered(change: Change, event: events.JoinAnswered) -> bool:
 def rank_attends(change: Change, event: events.RankAttends) -> None:
     """Once every receiver has attended its probe, the replica is one as any other."""
     group = change.state.groups.get(event.group_id)
-    if group is None or not group.is_probe or len(group.attending - {0}) < group.size - 1:
+    if group is None or not group.is_probe:
         return
     replica = change.state.replicas.get(group.members[0].replica_id)
     if replica is not None and replica.suspect and replica.suspect.group_id == group.group_id:
-        change.put_replica(replace(replica, suspect=None))
-        why = f"every receiver of it has answered; {replica.suspect.why}"
-        change.announce(EventKind.REPLICA_ANSWERS, replica.replica_id, why)
+        _clear(change, replica, group)
+
+
+def _clear(change: Change, replica: Replica, group: Group) -> bool:
+    """Take a replica for one as any other, if every receiver attends its probe and it gets on
+    with what it is at; returns whether it is."""
+    assert replica.suspect is not None
+    if len(group.attending - {0}) < group.size - 1 or _hangs(change, replica):
+        return False
+    change.put_replica(replace(replica, suspect=None))
+    why = f"every receiver of it has answered; {replica.suspect.why}"
+    change.announce(EventKind.REPLICA_ANSWERS, replica.replica_id, why)
     abort.close_group(change, group.group_id, "every receiver has answered")
+    return True

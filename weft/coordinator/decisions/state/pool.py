@@ -171,6 +171,8 @@ class PoolState:
     generation: int = 1
     coordinator_id: str = ""
     """Random for each process."""
+    secret: str = field(default="", repr=False)
+    """So is this, which is never sent: what the tokens of probes are derived from."""
     wall_offset_seconds: float = 0.0
     fingerprint: str = ""
     """The fingerprint of the pool's base model; durable, empty before the first replica."""

@@ -50,6 +50,15 @@ class Word:
         return "working"
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a replica says that it carries out; see ``weft.v1.Work``."""
+
+    what: str
+    silence: float
+    """Seconds since it got on."""
+
+
 #: What every rank of a new group owes first.
 FIRST_STEP = "join the group"
 

@@ -25,11 +25,9 @@ class Backoff:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A thread of a replica stalled a transfer; it has not answered a probe since."""
+    """A replica hangs in a transfer, or in an order; it has not answered a probe since."""
 
     why: str
-    secret: str = field(repr=False)
-    """Tokens of its probes are derived from it; never sent."""
     probe_at: float
     """When it may next be told to attend a probe."""
     num_probes: int = 0
@@ -78,6 +76,10 @@ class Replica:
     """Why it may be dead: a transfer lost it, and it was not heard of since."""
     suspect: Suspicion | None = None
     """Set while it takes no part in transfers, though its process is heard."""
+    work: str = ""
+    """What it said last that it carries out; empty where it said nothing."""
+    worked_at: float = float("-inf")
+    """When that was last seen to get on, by what it said; of late, by what it carried out last."""
     dirty_reason: str = ""
     """Why its engine may hold mixed weights: it stays out of service."""
     commit_failure: str = ""
@@ -129,6 +131,10 @@ class Replica:
     def loads_in_place(self, kind: PolicyKind) -> bool:
         """Whether it has no copy of what it received of such a policy before it switches."""
         return kind is PolicyKind.BASE and self.capabilities.loads_in_place
+
+    def silence(self, since: float, now: float) -> float:
+        """How long nothing was heard of what it was told at ``since``, or has begun itself."""
+        return now - max(since, self.worked_at)
 
     @property
     def in_contact(self) -> bool:

@@ -77,9 +77,9 @@ class Attempt:
     prepared: Mapping[int, int] = field(default_factory=dict)
     """Buckets that each receiver has verified already, by rank."""
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
-    pausing: frozenset[str] = frozenset()
+    pausing: Mapping[str, float] = field(default_factory=dict)
     """Replicas that load in place and have not answered yet that they have paused
-    generation."""
+    generation, and since when they are told to."""
     watch: Watch = field(default_factory=Watch)
     """What the ranks say of their work."""
     accusations: Mapping[int, Failure] = field(default_factory=dict)

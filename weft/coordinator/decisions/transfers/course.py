@@ -20,7 +20,7 @@ from weft.contract.layout.manifest import WSUM64
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart
-from weft.coordinator.decisions.replicas import holdings
+from weft.coordinator.decisions.replicas import holdings, suspects
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
@@ -117,7 +117,8 @@ def load_answered(change: Change, event: events.LoadAnswered) -> None:
     """A replica that cannot load in place, or cannot be told to, is lost to the push."""
     transfer = change.state.transfers.get(event.transfer_id)
     if transfer and event.replica_id in transfer.attempt.pausing:
-        pausing = transfer.attempt.pausing - {event.replica_id}
+        pausing = transfer.attempt.pausing
+        pausing = {name: since for name, since in pausing.items() if name != event.replica_id}
         attempt = replace(transfer.attempt, pausing=pausing)
         transfer = change.put_transfer(replace(transfer, attempt=attempt))
     if event.failure and transfer and transfer.uncommitted:
@@ -252,6 +253,20 @@ def _judge(change: Change, transfer: Transfer) -> None:
         abort.abort(change, transfer, next(iter(accusations.values())))
     else:
         _lose_ranks(change, transfer, group, accusations)
+
+
+def watch_switching(change: Change) -> None:
+    """Go on without replicas that were told to switch, and do not get on with it."""
+    seconds = change.state.settings.stall_seconds
+    for transfer in list(change.state.transfers.values()):
+        for name in sorted(transfer.switching):
+            replica = change.state.replicas.get(name)
+            if replica is None or replica.silence(transfer.commit_at, change.now) < seconds:
+                continue
+            step = f"switch to {transfer.policy_version}"
+            failure = stalls.silent(change, replica, step, transfer.commit_at)
+            suspects.suspect(change, name, failure.message)
+            note_commit_answer(change, change.state.transfers[transfer.transfer_id], name, failure)
 
 
 def _deadline(state: PoolState, transfer: Transfer) -> Failure:

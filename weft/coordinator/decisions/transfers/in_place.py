@@ -28,7 +28,8 @@ def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
     It is told again in a new group; if it loads already it answers at once.
     """
     ordered = {replica.replica_id}
-    attempt = replace(transfer.attempt, pausing=transfer.attempt.pausing | ordered)
+    pausing = {replica.replica_id: change.now, **transfer.attempt.pausing}
+    attempt = replace(transfer.attempt, pausing=pausing)
     change.put_transfer(replace(transfer, loading=transfer.loading | ordered, attempt=attempt))
     change.emit(
         CallLoad(

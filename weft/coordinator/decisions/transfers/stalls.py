@@ -16,11 +16,14 @@ bytes flow            a receiver that was sent more than   BucketVerified
 bytes flow            a receiver that has reported all     Staged
 bytes flow            a sender, if all have reported       a further bucket, Staged
                       what it has sent
+it loads in place     a replica that was told to pause     LoadTransfer's answer
+it is committed       a replica that was told to switch    CommitTransfer's answer
 ====================  ===================================  =======================
 
-Everybody else waits, and owes nothing: above all a receiver to which another one does not
-relay what it has got. Any word of the rank puts the end off; a rank that works may be slow
-until the push's deadline.
+The last two are done by the engine's thread, of which heartbeats tell that it gets on
+(``weft.v1.Work``); the others by a rank's own, which says so itself. Everybody else waits, and
+owes nothing: above all a receiver to which another one does not relay what it has got. Any word
+of the rank puts the end off; a rank that works may be slow until the push's deadline.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from weft.coordinator.decisions.replicas.replica_state import base_targets
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.progress import FIRST_STEP, Activity, Watch
+from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import Failure, Phase
 from weft.coordinator.decisions.transfers import reform
@@ -116,7 +120,8 @@ def watch(change: Change) -> None:
             transfer = _watched(change, transfer, seen)
         if not transfer.attempt.accusations:  # else somebody is about to be found dead
             _give_up(change, transfer, group)
-            _leave_behind(change, transfer, group)
+            if change.state.transfers.get(transfer.transfer_id) is transfer:
+                _leave_behind(change, transfer, group)
 
 
 def _holder(watch: Watch, group: Group) -> int | None:
@@ -191,7 +196,7 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
         transfer.purpose.on_sender_stalled(change, transfer, failure)
         if transfer.transfer_id not in change.state.transfers:
             return
-    lost = {
+    lost = _that_do_not_pause(change, transfer) | {
         name: _failure(name, _what(transfer, rank, change.now))
         for rank in reversed(ranks)
         if rank in group.receivers
@@ -199,6 +204,23 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
     }
     if lost := _spared(transfer, group, lost):
         _lose(change, transfer, lost)
+
+
+def _that_do_not_pause(change: Change, transfer: Transfer) -> dict[str, Failure]:
+    seconds, found = change.state.settings.stall_seconds, {}
+    for name, since in transfer.attempt.pausing.items():
+        replica = change.state.replicas[name]
+        if replica.silence(since, change.now) >= seconds:
+            found[name] = silent(change, replica, "pause generation", since)
+    return found
+
+
+def silent(change: Change, replica: Replica, step: str, since: float) -> Failure:
+    """The failure of a replica that was told to do a step, and does not get on with it."""
+    silence = replica.silence(since, change.now)
+    said = f", and last said that it was at work ({replica.work})" if replica.work else ""
+    what = f"it was to {step} and has been silent for {silence:.1f} s{said}"
+    return _failure(replica.replica_id, what)
 
 
 def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> dict[str, Failure]:
@@ -212,7 +234,7 @@ def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> di
 
 def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
     for name, failure in lost.items():
-        suspects.suspect(change, transfer, name, failure.message)
+        suspects.suspect(change, name, failure.message)
     reform.lose_replicas(change, transfer, lost)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 
 from tests.unit.coordinator.decisions.machine import Machine
-from tests.unit.coordinator.decisions.stalling import LATE, suspects_of
+from tests.unit.coordinator.decisions.stalling import LATE, pass_stuck, suspects_of
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.replicas.replica_state import (
     eligible_targets,
     explain_state,
     routes,
 )
-from weft.coordinator.decisions.state.values import ReplicaState
+from weft.coordinator.decisions.state.progress import Work
+from weft.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def _suspect(*replica_ids: str, **capabilities: object) -> Machine:
@@ -48,16 +49,28 @@ def test_a_suspect_is_shown_and_heartbeats_do_not_clear_it() -> None:
     ]
 
 
-def test_a_suspect_that_serves_what_the_pool_serves_stays_routed() -> None:
+def _told(m: Machine) -> effects.CallJoin:
+    """Its engine takes the order to attend a probe."""
+    m.do(events.Tick())
+    (call,) = _probes(m)
+    m.do(events.JoinAnswered(call.transfer_id, "r0", None))
+    return call
+
+
+def test_a_suspect_is_routed_only_once_its_engine_takes_orders_and_serves_all() -> None:
     m = _suspect("r0")  # the push has failed: nothing is lacking
     assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.SUSPECT
+    assert routes(m.state) == []
+    _told(m)
     assert [r.replica_id for r in routes(m.state)] == ["r0"]
+    assert eligible_targets(m.state) == [], "what receives may hang on"
     replica = m.state.replicas["r0"]
     m.do(events.Heartbeat(77, "r0", replica.incarnation, replica.vector, 0))
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.ready
     m = _suspect("r0", "r1")  # that push is served: it lacks the version
+    _told(m)
     assert [r.replica_id for r in routes(m.state)] == ["r1"]
     assert m.found(effects.RoutesChanged) or m.ever(effects.RoutesChanged)
 
@@ -78,10 +91,8 @@ def test_probes_that_are_not_taken_come_less_and_less_often() -> None:
 
 def test_every_receiver_must_answer_the_probe() -> None:
     m = _suspect("r0", "r1", num_receivers=2)
-    m.pass_time(1.5)
-    (call,) = _probes(m)
+    call = _told(m)
     assert (call.first_rank, call.group.size) == (1, 3)
-    m.do(events.JoinAnswered(call.transfer_id, "r0", None))
     m.do(events.RankAttends(call.group.group_id, 1))
     m.pass_time(300.0)
     assert suspects_of(m) == ["r0"]
@@ -94,9 +105,7 @@ def test_every_receiver_must_answer_the_probe() -> None:
 
 def test_a_probe_whose_stream_breaks_is_made_anew() -> None:
     m = _suspect("r0", "r1", num_receivers=2)
-    m.pass_time(1.5)
-    (call,) = _probes(m)
-    m.do(events.JoinAnswered(call.transfer_id, "r0", None))
+    call = _told(m)
     m.do(events.RankAttends(call.group.group_id, 1))
     m.do(events.RankGone(call.group.group_id, 1, "it broke"))
     m.pass_time(3.0)
@@ -125,3 +134,65 @@ def test_a_push_that_finds_suspects_alone_waits_and_says_so() -> None:
     error = m.error(ticket)
     assert error.reason == "POOL_EMPTY"
     assert "r0 is suspect" in error.message
+
+
+def _hung() -> Machine:
+    m = Machine()
+    for replica_id in ("r0", "r1"):
+        m.register(replica_id, http_url=f"http://{replica_id}")
+    m.do(events.ReferenceKnown("f" * 64))
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.pass_time(1.0)
+    return m
+
+
+def _attends(m: Machine) -> None:
+    call = _told(m)
+    m.do(events.RankAttends(call.group.group_id, 1))
+
+
+def test_a_replica_that_does_not_get_on_with_its_work_is_suspect_without_any_transfer() -> None:
+    m = _hung()
+    what = "its engine, weft_drop_adapter"  # an order to retire
+    pass_stuck(m, "r0", what, 9.5)
+    assert not suspects_of(m)
+    assert [r.replica_id for r in routes(m.state)] == ["r0", "r1"]
+    pass_stuck(m, "r0", what, 0.75, since=9.5)
+    assert suspects_of(m) == ["r0"]
+    assert [r.replica_id for r in routes(m.state)] == ["r1"]
+    why = explain_state(m.state, m.state.replicas["r0"])[1]
+    assert "its engine, weft_drop_adapter" in why
+    ticket = m.run_to(Phase.COMMITTED)
+    assert m.transfer(ticket).served_by == {"r1"}
+
+
+def test_a_replica_that_answers_its_probe_and_hangs_in_an_order_stays_suspect() -> None:
+    m = _hung()
+    m.works["r0"] = Work("switching to math@1", 11.0)
+    m.pass_time(0.25)
+    _attends(m)
+    m.works["r0"] = Work("switching to math@1", 16.0)
+    m.pass_time(5.0)
+    assert suspects_of(m) == ["r0"]
+    assert [r.replica_id for r in routes(m.state)] == ["r1"]
+    del m.works["r0"]
+    m.pass_time(0.25)
+    assert not suspects_of(m)
+    assert [r.replica_id for r in routes(m.state)] == ["r0", "r1"]
+
+
+def test_work_that_gets_on_may_take_its_time() -> None:
+    m = _hung()
+    m.works["r0"] = Work("its engine, weft_apply_base", 0.5)
+    m.pass_time(60.0)
+    assert not suspects_of(m)
+
+
+def test_what_a_replica_says_after_it_was_away_itself_is_not_held_against_it() -> None:
+    m = _hung()
+    m.pass_time(5.0, beats=False)
+    pass_stuck(m, "r0", "switching to math@1", 9.5, since=60.0)
+    assert not suspects_of(m)
+    pass_stuck(m, "r0", "switching to math@1", 1.0, since=69.5)
+    assert suspects_of(m) == ["r0"]
