@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from tests.doubles.trainer import FakeTrainer
-from weft.contract.errors import StalledError, WeftError
-from weft.v1 import inspect_pb2, rendezvous_pb2
+from weft.contract.errors import LoadFailedError, StalledError, WeftError
+from weft.contract.names import PolicyVersion
+from weft.rpc.codec import duration_to_proto
+from weft.v1 import inspect_pb2, registry_pb2, rendezvous_pb2
 
 #: What the coordinator allows here.
 STALL_SECONDS = 0.6
@@ -27,15 +31,19 @@ async def test_a_silent_receiver_is_named_and_suspect_until_it_answers(pool: Poo
     silent.attends = False
     begun = await trainer.begin()
     sending = asyncio.create_task(trainer.send(begun))
-    error = await error_of(trainer.wait(begun.transfer_id))
-    silent.join_error = WeftError("not yet")
+    outcome = asyncio.create_task(trainer.wait(begun.transfer_id))
+    async with asyncio.timeout(10):
+        while "join" not in silent.calls:
+            await asyncio.sleep(0.01)
+    silent.join_error = WeftError("not yet")  # of the probe, which it is told of at once
+    error = await error_of(outcome)
     await asyncio.gather(sending, return_exceptions=True)
     assert isinstance(error, StalledError)
     assert (error.status, error.metadata["member"]) == ("UNAVAILABLE", "r1")
     assert "r1 makes no progress: it was to join the group" in error.message
     await silent.heartbeat()
     assert await _state(trainer, "r1") == inspect_pb2.REPLICA_STATE_SUSPECT
-    assert await silent.heartbeat(), "it serves what the pool serves"
+    assert not await silent.heartbeat(), "its engine takes no order"
     transfer = await trainer.push()
     assert list(transfer.replica_ids) == ["r0"]
     assert not await silent.heartbeat()
@@ -46,6 +54,55 @@ async def test_a_silent_receiver_is_named_and_suspect_until_it_answers(pool: Poo
             await silent.heartbeat()
             await asyncio.sleep(0.05)
     assert silent.calls.count("join") > joins, "it attended a probe"
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_a_replica_that_does_not_switch_keeps_nobody_waiting(
+    pool: Pool, num_replicas: int
+) -> None:
+    await pool.restart(stall_seconds=STALL_SECONDS)
+    stuck = await pool.replica("r0")
+    others = [await pool.replica("r1")] if num_replicas > 1 else []
+    trainer, other = await pool.trainer(), await pool.trainer("t2", policy="code")
+    stuck.commit_gate.clear()
+    pushing = asyncio.create_task(trainer.push())
+    async with asyncio.timeout(10):
+        while "commit" not in stuck.calls:
+            await asyncio.sleep(0.01)
+        if others:
+            assert list((await other.push()).replica_ids) == ["r1"]
+            transfer = await pushing
+            assert list(transfer.serving_replica_ids) == ["r1"]
+        else:
+            error = await error_of(pushing)
+            assert isinstance(error, LoadFailedError)
+            assert error.metadata["cause"] == "STALLED"
+        assert await _state(trainer, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT
+        stuck.commit_gate.set()  # it does in the end what it was told
+        while await _state(trainer, "r0") != inspect_pb2.REPLICA_STATE_READY:
+            await stuck.heartbeat()
+            await asyncio.sleep(0.05)
+    assert stuck.vector.holds(PolicyVersion("math", 1))
+
+
+async def test_a_replica_that_says_that_it_gets_on_is_waited_for(pool: Pool) -> None:
+    await pool.restart(stall_seconds=STALL_SECONDS)
+    slow = await pool.replica("r0")
+    trainer = await pool.trainer()
+    slow.commit_gate.clear()
+    pushing = asyncio.create_task(trainer.push())
+    for _ in range(12):
+        slow.work = registry_pb2.Work(what="loading", silence=duration_to_proto(0.05))
+        await slow.heartbeat()
+        await asyncio.sleep(STALL_SECONDS / 4)
+    assert not pushing.done()
+    for step in range(12):
+        slow.work = registry_pb2.Work(what="loading", silence=duration_to_proto(step * 0.15))
+        await slow.heartbeat()
+        await asyncio.sleep(STALL_SECONDS / 4)
+    error = await error_of(pushing)
+    assert isinstance(error, LoadFailedError)
+    assert "last said that it was at work (loading)" in error.message
 
 
 async def test_a_receiver_that_says_that_it_works_is_waited_for(pool: Pool) -> None:

@@ -54,6 +54,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.attends = True
         self.prepares = True
         self.join_error: WeftError | None = None
+        #: What its heartbeats say that it is at.
+        self.work: registry_pb2.Work | None = None
         self.stage_failure: tuple[str, str] | None = None
         self.breaks_at = ""
         self.load_error: WeftError | None = None
@@ -132,6 +134,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
                 held_versions_complete=True,
                 refusing=self.refusing,
                 order_number=self.order_number,
+                work=self.work,
             )
         )
         self._obey(response.refuse_reason, response.order_number)
