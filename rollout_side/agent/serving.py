@@ -365,7 +365,7 @@ class Serving:
             if version.policy == BASE_POLICY:
                 continue
             if version.policy in ended:  # in turn: a later version may be on its way here
-                await self.turns.take(self._drop_alias(version))
+                await self.turns.take(self._drop_alias(version), f"retiring {version}")
             if self._alias_of(version.policy) == version.version:
                 continue
             self.vector = self.vector.without_adapter(version)

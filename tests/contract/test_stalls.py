@@ -69,6 +69,7 @@ async def test_a_replica_that_does_not_switch_keeps_nobody_waiting(
     async with asyncio.timeout(10):
         while "commit" not in stuck.calls:
             await asyncio.sleep(0.01)
+        stuck.join_error = WeftError("its engine hangs")
         if others:
             assert list((await other.push()).replica_ids) == ["r1"]
             transfer = await pushing
@@ -78,6 +79,7 @@ async def test_a_replica_that_does_not_switch_keeps_nobody_waiting(
             assert isinstance(error, LoadFailedError)
             assert error.metadata["cause"] == "STALLED"
         assert await _state(trainer, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT
+        stuck.join_error = None
         stuck.commit_gate.set()  # it does in the end what it was told
         while await _state(trainer, "r0") != inspect_pb2.REPLICA_STATE_READY:
             await stuck.heartbeat()
