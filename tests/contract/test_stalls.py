@@ -81,7 +81,7 @@ async def test_a_replica_that_does_not_switch_keeps_nobody_waiting(
         assert await _state(trainer, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT
         stuck.join_error = None
         stuck.commit_gate.set()  # it does in the end what it was told
-        while await _state(trainer, "r0") != inspect_pb2.REPLICA_STATE_READY:
+        while await _state(trainer, "r0") == inspect_pb2.REPLICA_STATE_SUSPECT:
             await stuck.heartbeat()
             await asyncio.sleep(0.05)
     assert stuck.vector.holds(PolicyVersion("math", 1))
