@@ -17,8 +17,10 @@ from prometheus_client.registry import Collector
 
 from rollout_side.agent.agent import Agent
 from rollout_side.config import RolloutConfig
+from rollout_side.disk import answer_within
 from rollout_side.engine import SwitchTimes
 from weft.contract.capabilities import RunningRequests
+from weft.contract.errors import TransferTimeoutError
 from weft.contract.names import BASE_POLICY
 from weft.telemetry.process import process_registry
 
@@ -89,8 +91,11 @@ class ReplicaMetrics(Collector):
             measure: Its bytes; called on another thread.
         """
         while True:
-            with contextlib.suppress(OSError):  # it is spoken of where it is written to
-                self._spill_bytes = await asyncio.to_thread(measure)
+            # Where it is written to, a disk that fails or hangs is spoken of.
+            with contextlib.suppress(OSError, TransferTimeoutError):
+                self._spill_bytes = await answer_within(
+                    SPILL_LOOK_SECONDS, "the size of the spill directory", measure
+                )
             await asyncio.sleep(SPILL_LOOK_SECONDS)
 
     def collect(self) -> Iterator[Metric]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
+_log = logging.getLogger(__name__)
+
 #: Environment variable that says from which level on; child processes inherit it.
 LEVEL_VARIABLE = "WEFT_LOG_LEVEL"
 #: Environment variable that says how lines are written; child processes inherit it.
@@ -68,6 +70,15 @@ def configure(level: str, log_format: str = "text") -> None:
     for name in _NAMES:
         _write(name, formatter).setLevel(number)
     _write(_AUDIT, logging.Formatter("%(message)s"))
+    threading.excepthook = _say_end
+
+
+def _say_end(ended: threading.ExceptHookArgs) -> None:
+    """Say in the log that a thread has ended by an error; its owner finds out by itself."""
+    if ended.exc_type is SystemExit or ended.exc_value is None:
+        return
+    name = ended.thread.name if ended.thread is not None else "unknown"
+    _log.critical("the thread %s has ended", name, exc_info=ended.exc_value)
 
 
 def _write(name: str, formatter: logging.Formatter) -> logging.Logger:

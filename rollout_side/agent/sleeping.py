@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollout_side.agent.orders import Turns
 from rollout_side.engine import Asleep, Engine, SleepOrder
-from weft.contract.errors import StaleEpochError, WeftError
+from weft.contract.errors import StaleEpochError
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class SleepOrders:
         while (wanted := self._wanted) is not None:
             try:
                 slept = await self._attempt(wanted)
-            except WeftError:
+            except Exception:  # whatever it is: a replica that waits to sleep takes no requests
                 if self._wanted is wanted:
                     self._wanted = None
                     raise

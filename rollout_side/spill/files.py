@@ -44,6 +44,8 @@ SHARD_BYTES = 5 * 10**9
 
 _CONFIG = "adapter_config.json"
 _PIECE_BYTES = 32 * 2**20
+# Of one read: a slow disk shows so that it works.
+_READ_BYTES = 8 * 2**20
 _MAX_HEADER_BYTES = 256 * 2**20
 
 
@@ -146,12 +148,15 @@ def read_manifest(directory: Path) -> Manifest:
         return decoder.finish()
 
 
-def read_into(directory: Path, manifest: Manifest, data: torch.Tensor) -> bytes:
+def read_into(
+    directory: Path, manifest: Manifest, data: torch.Tensor, speak: Callable[[], None]
+) -> bytes:
     """Read a version's tensors to where its manifest lays them.
 
     Args:
         data: uint8, at least ``manifest.wire_bytes``; written as if it had been
             received, trailers excepted.
+        speak: Called after each piece that the disk gave.
 
     Returns:
         The content digest of what was read.
@@ -162,15 +167,17 @@ def read_into(directory: Path, manifest: Manifest, data: torch.Tensor) -> bytes:
     starts, digests = bucket_starts(manifest), list[list[int]]()
     with contextlib.ExitStack() as stack, _as_damage(directory):
         found = _tensors_in(directory, stack)
+        speak()
         for index, bucket in enumerate(manifest.buckets):
             payload = data[starts[index] : starts[index] + bucket.payload_bytes]
             end = 0
             for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
                 payload[end : slot.offset_bytes].zero_()  # digested with the tensor before it
                 end = slot.offset_bytes + slot.meta.num_bytes
-                _read_tensor(found, slot, payload[slot.offset_bytes : end])
+                _read_tensor(found, slot, payload[slot.offset_bytes : end], speak)
             payload[end:].zero_()
             digests.append(part_digests(payload, whole_parts(manifest, index)))
+            speak()
     return content_digest(in_manifest_order(manifest, digests))
 
 
@@ -256,7 +263,9 @@ def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _P
     return found
 
 
-def _read_tensor(found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tensor) -> None:
+def _read_tensor(
+    found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tensor, speak: Callable[[], None]
+) -> None:
     place = found.get(slot.meta.name)
     if place is None or (place.dtype, place.shape) != (
         slot.meta.dtype.safetensors_name,
@@ -265,8 +274,12 @@ def _read_tensor(found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tenso
         raise InvalidManifestError(f"tensor {slot.meta.name!r} is missing or of another shape")
     place.file.seek(place.at)
     host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
-    if place.file.readinto(host.numpy().data) != slot.meta.num_bytes:
-        raise InvalidManifestError(f"the file ends within tensor {slot.meta.name!r}")
+    view = host.numpy().data
+    for begin in range(0, slot.meta.num_bytes, _READ_BYTES):
+        piece = view[begin : begin + _READ_BYTES]
+        if place.file.readinto(piece) != len(piece):
+            raise InvalidManifestError(f"the file ends within tensor {slot.meta.name!r}")
+        speak()
     if host is not out:
         out.copy_(host)
 

@@ -44,6 +44,8 @@ _NAME = re.compile(r"(?P<version>.+)\.(?P<digest>[0-9a-f]{16})")
 _PARTIAL = ".partial."
 _REMOVED = ".removed."
 _OWNER = ".weft-owner"
+# Of what is no version, in the log.
+_MAX_NAMED = 20
 # Beside the tensors: configs, index and manifest, generously.
 _OVERHEAD_BYTES = 2**20
 
@@ -71,6 +73,7 @@ class SpillFolder:
         self.path = Path(settings.directory) / f"{fingerprint[:16]}.{FORMAT}"
         self._former = Path(settings.directory) / fingerprint[:16]
         self._settings = settings
+        self._foreign: set[str] = set()
         self._fingerprint = fingerprint
 
     def open(self) -> None:
@@ -99,13 +102,23 @@ class SpillFolder:
         Raises:
             OSError: The directory cannot be read.
         """
-        found = {}
+        found, foreign = {}, set[str]()
         for path in self.path.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and not path.name.startswith("."):
-                with contextlib.suppress(InvalidNameError):
-                    found[path] = PolicyVersion.parse(match["version"])
+            if path.name.startswith("."):
+                continue
+            version = _version_of(path.name)
+            if version is None:
+                foreign.add(path.name)
+            else:
+                found[path] = version
+        self._say_foreign(foreign)
         return found
+
+    def _say_foreign(self, names: set[str]) -> None:
+        """Name what is no version: nothing of it is read, counted or removed."""
+        for name in sorted(names - self._foreign)[:_MAX_NAMED]:
+            _log.warning("%s is no spilled version: it is left alone", self.path / name)
+        self._foreign = names
 
     def num_bytes(self) -> int:
         """The size of every version that lies there whole; blocks on the disk.
@@ -221,6 +234,18 @@ class SpillFolder:
                 f"{self.path} holds {used:,} of {self._settings.capacity_bytes:,} bytes: no room "
                 f"for {copy.version} ({need:,} bytes); start the replicas with a larger --spill-gib"
             )
+
+
+def _version_of(name: str) -> PolicyVersion | None:
+    """The version whose directory is called so; None where it is none."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    try:
+        version = PolicyVersion.parse(match["version"])
+    except InvalidNameError:
+        return None
+    return version if str(version) == match["version"] else None  # not of math@007
 
 
 def superseded(

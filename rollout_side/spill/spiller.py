@@ -11,9 +11,10 @@ import contextlib
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
+from rollout_side.disk import read_within
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, is_adapter
@@ -26,6 +27,7 @@ from weft.contract.errors import (
     NotFoundError,
     NotReadyError,
     TransferAbortedError,
+    TransferTimeoutError,
 )
 from weft.contract.layout.manifest import Manifest
 from weft.contract.names import BASE_POLICY, PolicyVersion
@@ -39,6 +41,40 @@ _LOOK_SECONDS = 10.0
 # Between two attempts at a version that the disk did not take.
 _RETRY_SECONDS = 60.0
 _STOP_SECONDS = 2.0
+#: A read of which the disk has given nothing for so long is given up.
+STALL_SECONDS = 10.0
+# Reads that were given up and hang on; beyond that nothing is read.
+_MAX_HUNG = 4
+
+
+class _Restore:
+    """One version that is read, and how far that has come."""
+
+    def __init__(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes, place: Path
+    ) -> None:
+        self.transfer_id, self.version = transfer_id, version
+        self.content_digest, self.place = content_digest, place
+        self.outcome: Future[None] = Future()
+        self.thread: threading.Thread | None = None
+        self._spoke_at = time.monotonic()
+
+    def speak(self, done: int = 0, total: int = 0) -> None:
+        """Note that the disk has given something, or memory was made; see ``Speak``."""
+        self._spoke_at = time.monotonic()
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the disk has given nothing for too long."""
+        return not self.outcome.done() and time.monotonic() - self._spoke_at >= STALL_SECONDS
+
+    def end(self, error: BaseException | None) -> bool:
+        """Give the outcome; False where it has one."""
+        try:
+            self.outcome.set_exception(error) if error else self.outcome.set_result(None)
+        except InvalidStateError:
+            return False
+        return True
 
 
 class Spiller:
@@ -59,10 +95,15 @@ class Spiller:
         self._closed = False
         self._refused: dict[str, float] = {}
         self._retry_at: dict[PolicyVersion, float] = {}
-        self._restore: tuple[str, Future[None]] | None = None
+        self._restore: _Restore | None = None
+        #: Threads that read a version from a disk that did not answer, by its directory's name.
+        self._hung: dict[str, threading.Thread] = {}
         self._listed: tuple[PolicyVersion, ...] = ()
         self._digests: tuple[tuple[PolicyVersion, bytes], ...] = ()
-        self._list()
+        try:
+            read_within(STALL_SECONDS, str(folder.path), self._list)
+        except (OSError, TransferTimeoutError) as error:
+            _log.warning("nothing is known to be spilled yet: %s", error)
         self._thread = threading.Thread(target=self._run, name="weft-spill", daemon=True)
         self._thread.start()
 
@@ -175,7 +216,7 @@ class Spiller:
         now = time.monotonic()
         found: dict[PolicyVersion, list[bytes]] = {}
         for path, version in self._folder.complete().items():
-            if now >= self._refused.get(path.name, 0.0):
+            if now >= self._refused.get(path.name, 0.0) and not self._hangs(path.name):
                 found.setdefault(version, []).append(self._folder.digest_of(path))
         ordered = sorted(found, key=lambda v: (v.policy != BASE_POLICY, -v.version, v.policy))
         listed = ordered[:MAX_LISTED]
@@ -193,58 +234,92 @@ class Spiller:
     ) -> None:
         """Begin to read a version and stage it as ``transfer_id``; returns at once.
         The outcome of the last one is told by ``restored``."""
-        if self._restore and self._restore[0] == transfer_id:
+        if self._restore and self._restore.transfer_id == transfer_id:
             return
-        outcome: Future[None] = Future()
-        self._restore = transfer_id, outcome
+        place = self._folder.place_of(version, content_digest)
+        restore = self._restore = _Restore(transfer_id, version, content_digest, place)
+        hanging = [name for name in self._hung if self._hangs(name)]
+        if place.name in hanging or len(hanging) >= _MAX_HUNG:
+            restore.end(
+                NotReadyError(
+                    f"{version} cannot be restored: {len(hanging)} reads of the spill directory "
+                    f"hang, of {hanging[0]} and others: the disk does not answer",
+                    reason="NOT_RETAINED",
+                )
+            )
+            return
 
         def run() -> None:
             try:
-                self._read(transfer_id, version, content_digest, layout_digest)
-                outcome.set_result(None)
+                self._read(restore, layout_digest)
+                restore.end(None)
             except BaseException as error:  # noqa: BLE001 (handed to who asks)
-                outcome.set_exception(error)
+                restore.end(error)
 
-        threading.Thread(target=run, name=f"weft-restore-{transfer_id}", daemon=True).start()
+        restore.thread = threading.Thread(
+            target=run, name=f"weft-restore-{transfer_id}", daemon=True
+        )
+        restore.thread.start()
 
     @property
     def ended_restore(self) -> str:
         """Transfer of the last restore, once it has ended, well or not; else empty."""
-        last_id, outcome = self._restore or ("", None)
-        return last_id if outcome is not None and outcome.done() else ""
+        restore = self._last_restore()
+        return restore.transfer_id if restore is not None and restore.outcome.done() else ""
 
     def restored(self, transfer_id: str) -> bool:
         """Whether a restore is staged; False while it is read.
 
         Raises:
-            NotReadyError: ``NOT_RETAINED``: nothing of it is there, or it cannot be read.
+            NotReadyError: ``NOT_RETAINED``: nothing of it is there, it cannot be read, or the
+                disk has given nothing of it for ``STALL_SECONDS``.
             DigestMismatchError: It is not what was asked for, and no longer listed.
             CapacityError: There is no memory for it.
         """
-        last_id, outcome = self._restore or ("", None)
-        if outcome is None or last_id != transfer_id:
+        restore = self._last_restore()
+        if restore is None or restore.transfer_id != transfer_id:
             raise NotReadyError(f"{transfer_id} is not being restored", reason="NOT_RETAINED")
-        if not outcome.done():
+        if not restore.outcome.done():
             return False
-        outcome.result()
+        restore.outcome.result()
         return True
 
-    def _read(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        content_digest: bytes,
-        layout_digest: bytes,
-    ) -> None:
-        place, began = self._folder.place_of(version, content_digest), time.monotonic()
+    def _last_restore(self) -> _Restore | None:
+        """The last restore. One whose disk does not answer has failed: its thread is left
+        behind, with the memory that it may still write to."""
+        restore = self._restore
+        if restore is None or not restore.is_stalled or restore.thread is None:
+            return restore
+        self._hung[restore.place.name] = restore.thread
+        self._listed = tuple(version for version in self._listed if version != restore.version)
+        self._digests = tuple(
+            known for known in self._digests if known != (restore.version, restore.content_digest)
+        )
+        error = NotReadyError(
+            f"{restore.version} cannot be restored: the disk of {restore.place} has given nothing "
+            f"for {STALL_SECONDS:g} s",
+            reason="NOT_RETAINED",
+        )
+        if restore.end(error):
+            _log.warning("%s", error.message)
+        return restore
+
+    def _hangs(self, name: str) -> bool:
+        """Whether a read of that directory has been left behind, and is not over yet."""
+        thread = self._hung.get(name)
+        return thread is not None and thread.is_alive()
+
+    def _read(self, restore: _Restore, layout_digest: bytes) -> None:
+        place, version, began = restore.place, restore.version, time.monotonic()
         try:
             if not place.exists():
                 self._refuse(version, float("inf"))  # what is there is of another catalog
                 raise NotFoundError(f"{place} is not there")
             manifest = self._folder.manifest(place)
+            restore.speak()
             if manifest.layout_digest != layout_digest:
                 raise DigestMismatchError("it lies in another layout")
-            self._stage(place, manifest, transfer_id, version, content_digest)
+            self._stage(restore, manifest)
         except (InvalidManifestError, DigestMismatchError) as error:
             self._refuse(version, float("inf"))
             raise DigestMismatchError(
@@ -257,27 +332,25 @@ class Spiller:
             ) from error
         _log.info("read %s from %s in %.3f s", version, place, time.monotonic() - began)
 
-    def _stage(
-        self,
-        place: Path,
-        manifest: Manifest,
-        transfer_id: str,
-        version: PolicyVersion,
-        content_digest: bytes,
-    ) -> None:
-        segment = self._store.reserve(transfer_id, manifest.wire_bytes, adapter=is_adapter(version))
+    def _stage(self, restore: _Restore, manifest: Manifest) -> None:
+        transfer_id, version = restore.transfer_id, restore.version
+        segment = self._store.reserve(
+            transfer_id, manifest.wire_bytes, adapter=is_adapter(version), speak=restore.speak
+        )
         try:
-            found = read_into(place, manifest, segment.data)
-            if found != content_digest:
+            found = read_into(restore.place, manifest, segment.data, restore.speak)
+            if found != restore.content_digest:
                 raise DigestMismatchError(
-                    f"its tensors digest to {found.hex()}, not to {content_digest.hex()}"
+                    f"its tensors digest to {found.hex()}, not to {restore.content_digest.hex()}"
                 )
         except BaseException:
             self._store.release(transfer_id, segment)
             raise
         self._store.put_staged(
-            StagedVersion(transfer_id, version, manifest, segment, content_digest)
+            StagedVersion(transfer_id, version, manifest, segment, restore.content_digest)
         )
+        if restore.outcome.done():  # it was given up meanwhile: nobody knows of it
+            self._store.discard(transfer_id)
 
     def _refuse(self, version: PolicyVersion, seconds: float) -> None:
         """List a version no more for so long, unless it is written anew."""

@@ -23,6 +23,7 @@ from tests.doubles.trainer import FakeTrainer
 from weft.coordinator.config import CoordinatorConfig
 from weft.coordinator.server import Coordinator
 from weft.rpc.channel import open_aio_channel
+from weft.rpc.security.unused_files import UNUSED_FILES
 from weft.v1 import inspect_pb2, inspect_pb2_grpc
 
 
@@ -82,6 +83,14 @@ async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
     await made.start()
     yield made
     await made.stop()
+
+
+@pytest.fixture(autouse=True)
+def _files_of_other_tests() -> Iterator[None]:
+    """What this process does not use is of the whole process, as its environment is."""
+    yield
+    for line in UNUSED_FILES.list():
+        UNUSED_FILES.drop(line.partition(":")[0])
 
 
 @pytest.fixture

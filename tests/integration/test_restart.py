@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -303,3 +304,37 @@ def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_
     assert same(engine.base, weights(Model(6)))
     with trainer(pool) as publisher:
         assert publisher.push_base(Model(5)).version > 1002
+
+
+def test_a_file_whose_read_hangs_holds_up_neither_its_replica_nor_a_push(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to stands for a disk that does not answer."""
+    monkeypatch.setattr(rollout_side.spill.spiller, "STALL_SECONDS", 1.0)
+    pool.add_replica("replica-0", double(tmp_path / "spill"))
+    adapter = peft_of(Model())
+    with trainer(pool) as publisher:
+        publisher.push_adapter(adapter, "math")
+        publisher.push_adapter(adapter, "code")
+    until(lambda: spilled(pool, "replica-0") == ["code@1", "math@1"], 20)
+    pool.remove_replica("replica-0")
+    (file,) = (tmp_path / "spill").glob("*/math@1.*/adapter_model.safetensors")
+    file.unlink()
+    os.mkfifo(file)
+    pool.add_replica("replica-0", double(tmp_path / "spill"))
+    with Publisher(pool.target, trainer_id="other", timeout_seconds=20) as other:
+        began = time.monotonic()
+        other.push_adapter(adapter, "chess")
+        assert time.monotonic() - began < 5
+    # Nobody else has it: its owner is asked, as if it had not been spilled.
+    until(lambda: policy(pool, "math").publish_again_version == 1, 20)
+    until(lambda: policy(pool, "code").served_version == 1 and "code" in served(pool), 20)
+    assert "math" not in served(pool)
+    with trainer(pool) as publisher:
+        assert str(publisher.push_adapter(adapter, "math")) == "math@2"
+    until(lambda: is_ready(pool, "replica-0"), 20)
+    file.write_bytes(b"x")  # ends the read
+
+
+def served(pool: Pool) -> set[str]:
+    return set(pool.agents["replica-0"].serving.vector.adapters)

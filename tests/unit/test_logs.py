@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +140,20 @@ def test_vllms_processes_are_told_to_write_json(
     first, second = map(json.loads, capfd.readouterr().err.splitlines())
     assert (first["message"], first["process"]) == ("7 blocks", "EngineCore")
     assert (second["logger"], second["message"]) == ("other.library", "beware")
+
+
+def test_a_thread_that_ends_by_an_error_is_said(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    logs.configure("info", "json")
+
+    def fail() -> None:
+        raise ValueError("nobody expected this")
+
+    thread = threading.Thread(target=fail, name="weft-x")
+    thread.start()
+    thread.join()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "the thread weft-x has ended"
+    assert "nobody expected this" in json.loads(line)["exception"]

@@ -226,6 +226,8 @@ class Leases:
                     else:
                         _log.warning("lost the lease of %s: %s", policy, error)
                         self.forget(policy)
+                except Exception:  # noqa: BLE001 (no lease would be renewed any more)
+                    _log.exception("renewing %s failed; it is tried again", policy)
 
     def _note(self, policy: str, held: _Held, lost_version: int) -> None:
         with self._lock:

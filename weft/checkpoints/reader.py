@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _LOWEST_PRIORITY = 19
 _STOP_SECONDS = 5.0
+#: Without anything from the disk, after which nobody waits for it; the reading goes on.
+SILENT_SECONDS = 120.0
 
 
 def read_checkpoint(files: Sequence[Path], cache: DigestCache, stop: threading.Event) -> Checkpoint:
@@ -75,6 +77,18 @@ def _digest_cached(
     return found
 
 
+class _Stop(threading.Event):
+    """An order to stop reading, asked for between reads: so it shows that they go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_at = time.monotonic()
+
+    def is_set(self) -> bool:
+        self.asked_at = time.monotonic()
+        return super().is_set()
+
+
 class CheckpointReader:
     """Reads a checkpoint beside everything else that a process does.
 
@@ -88,7 +102,7 @@ class CheckpointReader:
         self, find: Callable[[], Sequence[Path]], cache: DigestCache | None = None
     ) -> None:
         self._find, self._cache = find, cache or DigestCache.of_user()
-        self._stop, self._done = threading.Event(), threading.Event()
+        self._stop, self._done = _Stop(), threading.Event()
         self._checkpoint = READING
         self._tensors: tuple[StoredTensor, ...] = ()
         self._thread = threading.Thread(target=self._run, name="weft-checkpoint", daemon=True)
@@ -96,7 +110,13 @@ class CheckpointReader:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is known now; does not block."""
+        """What is known now; does not block. Files of which the disk gives nothing are compared
+        with nothing until it does."""
+        silent_seconds = time.monotonic() - self._stop.asked_at
+        if self._checkpoint == READING and silent_seconds >= SILENT_SECONDS:
+            return not_compared(
+                f"its files do not answer: the disk gave nothing for {SILENT_SECONDS:g} s"
+            )
         return self._checkpoint
 
     @property
@@ -107,7 +127,7 @@ class CheckpointReader:
     def wait(self, timeout_seconds: float) -> Checkpoint:
         """Block until it is known, or the time is up."""
         self._done.wait(max(0.0, timeout_seconds))
-        return self._checkpoint
+        return self.checkpoint
 
     def close(self) -> None:
         """Stop reading; blocks for the read that is under way."""

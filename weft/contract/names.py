@@ -12,6 +12,8 @@ from weft.contract.errors import InvalidNameError
 
 #: The policy whose bytes are the base model's weights.
 BASE_POLICY = "base"
+#: Of a policy; exact in JSON, too, and as much as a message can say.
+MAX_VERSION: Final = 2**53 - 1
 
 _SENDER_PREFIX = "replica:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -76,12 +78,15 @@ class PolicyVersion:
         """Read ``math@17``.
 
         Raises:
-            InvalidNameError: Not of that form.
+            InvalidNameError: Not of that form, or of a number above ``MAX_VERSION``.
         """
         policy, at, number = text.rpartition("@")
         if not at or not number.isascii() or not number.isdigit():
             raise InvalidNameError(f"{text[:80]!r} is not of the form name@version")
-        return cls(check_name(policy, "policy"), int(number))
+        digits = number.lstrip("0") or "0"
+        if len(digits) > len(str(MAX_VERSION)) or int(digits) > MAX_VERSION:
+            raise InvalidNameError(f"{text[:80]!r} has a number above {MAX_VERSION}")
+        return cls(check_name(policy, "policy"), int(digits))
 
 
 #: What an engine was started with.

@@ -26,6 +26,7 @@ from weft.contract.group import (
     MAX_RECEIVERS,
     MAX_SENDERS,
 )
+from weft.contract.names import MAX_VERSION
 from weft.tracing import MAX_TRACEPARENT_CHARS
 
 #: Of this process. Raised by a change that a peer of before would misunderstand; see
@@ -35,7 +36,7 @@ PROTOCOL_REVISION: Final = 2
 MAX_DURATION_SECONDS: Final = 315_360_000
 MAX_DRAIN_SECONDS: Final = 86_400
 #: Of versions, tokens, epochs and generations; exact in JSON, too.
-MAX_NUMBER: Final = 2**53 - 1
+MAX_NUMBER: Final = MAX_VERSION
 #: Of sizes and counts of 64 bits; what a signed integer, and the catalog, can hold.
 MAX_SIZE: Final = 2**63 - 1
 MAX_ID_CHARS: Final = 256

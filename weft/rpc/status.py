@@ -44,7 +44,8 @@ _NO_BLIND_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
 
 
 class InvalidResponseError(grpc.RpcError):
-    """A server's answer that cannot be taken; ``error`` is the typed failure."""
+    """A call that failed on this side, by a server's answer that cannot be taken or for want of
+    credentials to show; ``error`` is the typed failure."""
 
     def __init__(self, error: WeftError) -> None:
         super().__init__(error.message)

@@ -143,7 +143,10 @@ class HttpServer:
 
     def _run(self, listener: socket.socket, ready: threading.Event) -> None:
         with asyncio.Runner() as runner, contextlib.suppress(asyncio.CancelledError):
-            runner.run(self._serve(listener, ready))
+            try:
+                runner.run(self._serve(listener, ready))
+            except Exception:  # noqa: BLE001 (the edge of the thread)
+                _log.exception("nothing is answered over HTTP any more: restart this process")
 
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -253,7 +256,7 @@ class _Certificate:
             _log.warning("new certificates are not used for HTTPS yet: %s", error)
         else:
             self._context = context
-            self._stamps = stamps
+        self._stamps = stamps  # of before the reading; looked at again when they change
         return self._context
 
 

@@ -95,9 +95,14 @@ class RankServer:
             if not self._strangers.acquire(blocking=False):
                 connected.close()
                 continue
-            threading.Thread(
-                target=self._admit, args=(connected,), name="weft-rank", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._admit, args=(connected,), name="weft-rank", daemon=True
+                ).start()
+            except RuntimeError as error:  # this process can have no further thread
+                _log.warning("a rank is turned away: %s", error)
+                self._strangers.release()
+                connected.close()
 
     def _admit(self, connected: socket.socket) -> None:
         """Serve a rank; close the connection of anybody else."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from rollout_side.disk import answer_within
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.version_facts import VersionFacts
@@ -26,6 +27,8 @@ from weft.contract.layout.manifest import Manifest
 from weft.contract.names import STARTED_WITH, PolicyVersion
 
 _RESTORE_LOOK_SECONDS = 0.05
+# Of what a spilled version is; of the files that the engine was started with, once they are known.
+_FACTS_SECONDS, _FILES_SECONDS = 10.0, 600.0
 # Between two looks at what was digested: the workers of a small version have it at once.
 _DIGEST_LOOK_SECONDS = (0.01, 0.25)
 
@@ -107,7 +110,7 @@ class HeldVersions:
     ) -> AsyncGenerator[Sequence[StoredTensor], None]:
         """See ``Engine``."""
         if version == STARTED_WITH:
-            yield await asyncio.to_thread(self._started_with.tensors)
+            yield await answer_within(_FILES_SECONDS, "the checkpoint", self._started_with.tensors)
             return
         async with self._digesting:
             await self._workers.call("weft_digest", version.policy, version.version)
@@ -138,8 +141,10 @@ class HeldVersions:
         if folder is None:
             raise NotFoundError("this replica has no --spill-dir")
         try:
-            return await asyncio.to_thread(folder.facts, version, content_digest)
-        except (OSError, InvalidManifestError) as error:
+            return await answer_within(
+                _FACTS_SECONDS, str(version), lambda: folder.facts(version, content_digest)
+            )
+        except (OSError, InvalidManifestError, TransferTimeoutError) as error:
             raise NotFoundError(f"{version} cannot be read: {error}") from error
 
     async def restore(

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
+from rollout_side.disk import read_within
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges, engine_core
 from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
@@ -30,7 +31,7 @@ from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft.checkpoints.files import local_model_dir
 from weft.contract.capabilities import BackendChoice, RunningRequests
-from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
 from weft.contract.layout.tensors import Reference
 from weft.contract.names import BASE_POLICY, PolicyVersion
 
@@ -41,6 +42,8 @@ WORKER_EXTENSION = "rollout_side.vllm_engine.worker.extension.WeftWorker"
 #: Made on the receiving rank, with the worker's store and tracer.
 DEFAULT_RECEIVER = "rollout_side.receive.receiver:Receiver"
 _SHUTDOWN_SECONDS = 10
+# Of the spill directory, before the engine's workers look into it.
+_OPEN_SECONDS = 30.0
 #: What RL trainers expect of sampling. They score what was sampled after temperature, and what
 #: a request leaves out must not be what the model's own generation_config.json says.
 RL_DEFAULTS: Final = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
@@ -199,8 +202,9 @@ async def open_engine(
 
 def _make_folder(spill: SpillSettings, described: Reference) -> None:
     try:
-        SpillFolder(spill, described.fingerprint).open()
-    except OSError as error:
+        folder = SpillFolder(spill, described.fingerprint)
+        read_within(_OPEN_SECONDS, spill.directory, folder.open)
+    except (OSError, TransferTimeoutError) as error:
         raise InvalidRequestError(
             f"--spill-dir {spill.directory} cannot be used: {error}"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from rollout_side.disk import answer_within
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.files import local_model_dir, weight_files
 from weft.checkpoints.reader import CheckpointReader, read_tensors
@@ -17,7 +18,7 @@ from weft.contract.checkpoint import (
     checkpoint_digest,
     not_compared,
 )
-from weft.contract.errors import NotReadyError, WeftError
+from weft.contract.errors import NotReadyError, TransferTimeoutError, WeftError
 
 # vLLM's ways to load that read a model's safetensors files as they lie.
 _FORMATS = frozenset(
@@ -34,6 +35,8 @@ _FORMATS = frozenset(
 
 
 _LOOK_SECONDS = 0.25
+# Of all files, whose digests are most often known.
+_FILES_SECONDS = 600.0
 
 
 class StartedWith:
@@ -124,7 +127,11 @@ class StartedWith:
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED:
             return
-        if checkpoint_digest(await asyncio.to_thread(self.tensors)) != known.digest:
+        try:
+            tensors = await answer_within(_FILES_SECONDS, f"what is in {self._dir}", self.tensors)
+        except TransferTimeoutError as error:
+            raise NotReadyError(error.message, reason="NOT_RETAINED") from error
+        if checkpoint_digest(tensors) != known.digest:
             raise NotReadyError(
                 f"the files in {self._dir} are not what the replica was started with",
                 reason="NOT_RETAINED",

@@ -218,3 +218,28 @@ def test_only_what_a_loader_takes_counts(tmp_path: Path) -> None:
     assert weight_files(tmp_path / "nothing") == []
     assert local_model_dir(str(tmp_path), None) == tmp_path
     assert local_model_dir("nobody/has-this", None) is None
+
+
+def test_files_that_do_not_answer_are_compared_with_nothing_until_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.checkpoints.reader.SILENT_SECONDS", 0.2)
+    path = save(tmp_path / "model.safetensors")
+    go_on = threading.Event()
+
+    def find() -> list[Path]:
+        go_on.wait(10)
+        return [path]
+
+    reader = CheckpointReader(find, NO_CACHE)
+    try:
+        assert reader.checkpoint.state is CheckpointState.READING
+        assert reader.wait(0.4).state is CheckpointState.NOT_COMPARED
+        assert "the disk gave nothing for 0.2 s" in reader.checkpoint.reason
+        go_on.set()
+        for _ in range(500):
+            if reader.wait(0.02).state is CheckpointState.DIGESTED:
+                break
+        assert reader.checkpoint == read(path)
+    finally:
+        reader.close()

@@ -170,8 +170,11 @@ class Driver:
 
     async def _tick(self) -> None:
         while True:
-            for heard in self.groups.take_progress():
-                self.post(heard)
+            try:
+                for heard in self.groups.take_progress():
+                    self.post(heard)
+            except Exception:  # noqa: BLE001 (without ticks no deadline would be kept any more)
+                _log.exception("what members said of their progress is lost")
             self.post(events.Tick())
             await asyncio.sleep(TICK_SECONDS)
 
@@ -320,7 +323,12 @@ class Driver:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._aside.add(task)
-        task.add_done_callback(self._aside.discard)
+        task.add_done_callback(self._done_aside)
+
+    def _done_aside(self, task: asyncio.Task[None]) -> None:
+        self._aside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("what a transfer waits for failed unexpectedly", exc_info=error)
 
     async def _check_fit_aside(self, effect: effects.CheckFit) -> None:
         failure = await asyncio.to_thread(self._fit, effect)

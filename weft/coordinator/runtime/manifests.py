@@ -4,6 +4,7 @@ looked up, or asked of a replica, of a version whose manifest is not known."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from typing import Final, Protocol
 
@@ -25,6 +26,8 @@ MAX_TENSORS_HELD: Final = 4_000_000
 MAX_CHARS_HELD: Final = 256 * 2**20
 _MAX_ENCODED: Final = 4
 _MAX_REFERENCES: Final = 4
+
+_log = logging.getLogger(__name__)
 
 
 class LayoutCache:
@@ -150,8 +153,8 @@ async def look_up(
         if layout is None:
             try:
                 layout = await _fetch(effect, record, manifests, describer)
-            except WeftError as error:
-                failure = Failure.of(error)
+            except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
+                failure = _failure_of(error)
     return events.LookedUp(
         replica_id=effect.replica_id,
         incarnation=effect.incarnation,
@@ -164,6 +167,13 @@ async def look_up(
     )
 
 
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, WeftError):
+        return Failure.of(error)
+    _log.error("a replica could not be asked what it holds", exc_info=error)
+    return Failure("INTERNAL", "asking the replica failed; the coordinator's log says how")
+
+
 async def describe_held(
     effect: effects.DescribeHeld, catalog: Catalog, describer: Describer
 ) -> events.HeldDescribed:
@@ -172,8 +182,8 @@ async def describe_held(
     failure: Failure | None = None
     try:
         facts = await describer.facts(effect.address, effect.version, effect.digest)
-    except WeftError as error:
-        failure = Failure.of(error)
+    except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
+        failure = _failure_of(error)
     return events.HeldDescribed(
         replica_id=effect.replica_id,
         incarnation=effect.incarnation,

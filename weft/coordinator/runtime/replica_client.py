@@ -11,6 +11,7 @@ from typing import Any, Final
 import grpc
 
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state.values import Failure
 from weft.coordinator.messages.sleep import asleep_from_proto, sleep_request
 from weft.coordinator.messages.wire import (
     adapter_to_proto,
@@ -93,6 +94,16 @@ class ReplicaCaller:
             pause = 0.0
 
     async def _carry_out(self, call: effects.ReplicaCall) -> None:
+        try:
+            await self._make(call)
+        except Exception as error:  # noqa: BLE001 (whoever waits for the answer would wait on)
+            _log.error("a call to a replica failed unexpectedly", exc_info=error)
+            text = f"the coordinator could not make the call: {error}"[:MAX_TEXT_CHARS]
+            failed = _unanswered(call, Failure("INTERNAL", text, {"member": call.replica_id}))
+            if failed is not None:
+                self._post(failed)
+
+    async def _make(self, call: effects.ReplicaCall) -> None:
         match call:
             case effects.CallJoin():
                 await self._join(call)
@@ -337,3 +348,20 @@ class ReplicaCaller:
             self._post(events.SleepAnswered(*of, asleep, failure))
         else:
             self._post(events.WakeAnswered(*of, failure, dirty_reason))
+
+
+def _unanswered(call: effects.ReplicaCall, failure: Failure) -> events.Event | None:
+    """The outcome of a call that could not be made; None of those that are made again anyhow."""
+    of_transfer = getattr(call, "transfer_id", ""), call.replica_id
+    match call:
+        case effects.CallJoin() | effects.CallSend():
+            return events.JoinAnswered(*of_transfer, failure)
+        case effects.CallLoad():
+            return events.LoadAnswered(*of_transfer, failure)
+        case effects.CallCommit() | effects.CallSwitch() | effects.CallRestore():
+            return events.CommitAnswered(*of_transfer, call.incarnation, None, 0.0, failure, ())
+        case effects.CallSleep():
+            return events.SleepAnswered(call.replica_id, call.incarnation, None, failure)
+        case effects.CallWake():
+            return events.WakeAnswered(call.replica_id, call.incarnation, failure, "")
+    return None

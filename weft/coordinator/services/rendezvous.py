@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from weft.rpc.inbound import on_call_end
 from weft.v1 import rendezvous_pb2, rendezvous_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
 
 #: Longest wait for a key, whatever was asked.
 MAX_WAIT_SECONDS: Final = 3_600.0
@@ -110,6 +113,10 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         except WeftError as error:
             self._groups.leave(link, error.message)
             link.end(error)
+        except Exception as error:  # noqa: BLE001 (a rank that nobody hears would only stall)
+            _log.warning("what rank %d says cannot be taken", link.rank, exc_info=error)
+            self._groups.leave(link, f"its stream failed: {error!r}")
+            link.end(WeftError("the coordinator failed on this stream; read its log"))
         else:
             self._groups.leave(link, "it closed its stream")
             link.end(None)

@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import grpc
 
+from weft.contract.errors import InvalidRequestError
 from weft.rpc.security.credentials import Credentials
+from weft.rpc.status import InvalidResponseError
 
 #: How often the files are looked at, at most.
 _LOOK_SECONDS: Final = 1.0
@@ -88,8 +90,16 @@ class _Fresh:
         raise NotImplementedError
 
     def metadata(self, given: Any) -> tuple[tuple[str, Any], ...]:
-        """What a call carries: what its caller gives, and the token."""
-        return (*(given or ()), *self._credentials.metadata(self._target))
+        """What a call carries: what its caller gives, and the token.
+
+        Raises:
+            InvalidResponseError: There is none to show: as a call fails, for callers who take
+                whatever becomes of a call.
+        """
+        try:
+            return (*(given or ()), *self._credentials.metadata(self._target))
+        except InvalidRequestError as error:
+            raise InvalidResponseError(error) from error
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
         """As ``grpc.Channel`` has it."""

@@ -131,6 +131,8 @@ class LoadsInPlace:
                     await self.end(keep_loaded=True)
         except WeftError as error:
             _log.error("a load in place could not be ended: %s", error)
+        except Exception:  # noqa: BLE001 (the edge of a task that nobody waits for)
+            _log.exception("a load in place could not be ended")
 
 
 def _stop(pending: _Pending) -> None:

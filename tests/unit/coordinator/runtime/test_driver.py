@@ -19,6 +19,7 @@ from weft.coordinator.runtime import driver as driver_module
 from weft.coordinator.runtime.catalog.database import Catalog
 from weft.coordinator.runtime.driver import Driver
 from weft.coordinator.runtime.manifests import ReferenceCache
+from weft.coordinator.runtime.replica_client import ReplicaCaller
 from weft.coordinator.runtime.watchers import Feed
 
 
@@ -141,3 +142,56 @@ def test_a_thousand_replicas_are_decided_in_reasonable_time() -> None:
     m.answer_commits(ticket)
     assert m.transfer(ticket).served_by == set(m.state.replicas)
     assert time.process_time() - begin < 5
+
+
+async def test_ticks_go_on_whatever_fails_before_one(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver_module, "TICK_SECONDS", 0.005)
+    driver, catalog = _driver(catalog_path)
+    ticks = 0
+
+    def count(event: object, *_: object) -> None:
+        nonlocal ticks
+        ticks += isinstance(event, events.Tick)
+
+    def fail() -> list[events.Event]:
+        raise ValueError("what a member said")
+
+    driver._on_step = [count]
+    monkeypatch.setattr(driver.groups, "take_progress", fail)
+    driver.start()
+    for _ in range(1000):
+        if ticks > 3:
+            break
+        await asyncio.sleep(0.005)
+    assert ticks > 3
+    assert "what a member said" in caplog.text
+    await driver.stop()
+    catalog.close()
+
+
+@pytest.mark.parametrize("kind", ["load", "commit", "sleep"])
+async def test_a_call_that_cannot_be_made_is_answered_all_the_same(kind: str) -> None:
+    """Whoever waits for the answer would wait on: for a commit, until somebody restarts it."""
+    posted: list[events.Event] = []
+
+    class Reader:
+        def stub(self, address: str) -> object:
+            raise ValueError("no such address")
+
+    caller = ReplicaCaller(Reader(), lambda: 1, posted.append, 1.0)  # type: ignore[arg-type]
+    call: effects.ReplicaCall = {
+        "load": effects.CallLoad("t", "r0", "h:1", PolicyVersion("base", 1), 1.0),
+        "commit": effects.CallSwitch("t", "r0", "i0", "h:1", PolicyVersion("base", 1)),
+        "sleep": effects.CallSleep("r0", "i0", "h:1", "trainer", 1, False, 1.0, 1.0),
+    }[kind]
+    caller.start(call)
+    for _ in range(1000):
+        if posted:
+            break
+        await asyncio.sleep(0.002)
+    (answer,) = posted
+    assert answer.failure.reason == "INTERNAL"  # type: ignore[union-attr]
+    assert "no such address" in answer.failure.message  # type: ignore[union-attr]
+    await caller.close()

@@ -36,7 +36,9 @@ def write(directory: Path, copy: StagedVersion, **options: int) -> Path:
 def digest_of(directory: Path) -> bytes:
     """As a restore would, into memory that held something else before."""
     manifest = read_manifest(directory)
-    return read_into(directory, manifest, torch.full((manifest.wire_bytes,), 7, dtype=torch.uint8))
+    return read_into(
+        directory, manifest, torch.full((manifest.wire_bytes,), 7, dtype=torch.uint8), lambda: None
+    )
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 700, 10**9])

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+import rollout_side.spill.files as spill_files
 import rollout_side.spill.folder as spill_folder
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
+from rollout_side.spill import spiller
 from rollout_side.spill.folder import SpillFolder, SpillSettings, superseded
 from rollout_side.spill.spiller import Spiller
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
@@ -361,3 +363,110 @@ def test_what_a_former_weft_wrote_is_named_and_neither_read_nor_removed(
         assert former.exists()
     finally:
         worker.spiller.close()
+
+
+# -- disks that hang, and names that are none ---------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["manifest", "tensors"])
+def test_a_read_that_hangs_is_given_up_and_others_are_made(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A pipe that nobody writes to stands for a disk that does not answer."""
+    monkeypatch.setattr(spiller, "STALL_SECONDS", 0.2)
+    worker = start()
+    stuck, well = worker.hold("math@1"), worker.hold("code@1")
+    for copy in (stuck, well):
+        worker.folder.write(copy, CONFIG, going_on=lambda: True)
+    place = worker.folder.place_of(stuck.version, stuck.content_digest)
+    file = place / ("weft.manifest" if where == "manifest" else "adapter_model.safetensors")
+    content = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file)
+    worker.spiller._list()
+    with pytest.raises(NotReadyError, match=r"math@1 .* has given nothing for 0\.2 s"):
+        worker.restore(stuck)
+    assert worker.spiller.ended_restore == "t-back"
+    assert worker.spiller.listed == parsed("code@1")
+    worker.restore(well, "t-other")
+    with pytest.raises(NotReadyError, match="the disk does not answer"):
+        worker.restore(stuck, "t-again")  # no second thread hangs
+    file.write_bytes(content)  # ends the read
+    (thread,) = worker.spiller._hung.values()
+    thread.join(10)
+    assert not thread.is_alive()
+    held_bytes = worker.store.usage()
+    with pytest.raises(NotReadyError):
+        worker.store.staged("t-back", stuck.content_digest)
+    assert held_bytes == worker.store.usage()
+    worker.spiller._refused.clear()
+    worker.spiller._list()
+    assert set(worker.spiller.listed) == set(parsed("math@1", "code@1"))
+
+
+def test_a_slow_disk_is_no_disk_that_hangs(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spiller, "STALL_SECONDS", 0.3)
+    worker = start()
+    copy = worker.hold("math@1")
+    worker.folder.write(copy, CONFIG, going_on=lambda: True)
+    real = spill_files._read_tensor
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.2)
+        real(*args)
+
+    monkeypatch.setattr(spill_files, "_read_tensor", slow)
+    began = time.monotonic()
+    worker.restore(copy)
+    assert time.monotonic() - began > 0.3
+
+
+def test_a_directory_that_hangs_does_not_keep_a_worker_from_starting(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spiller, "STALL_SECONDS", 0.1)
+    go_on = threading.Event()
+    real = SpillFolder.complete
+
+    def complete(folder: SpillFolder) -> dict[Path, PolicyVersion]:
+        go_on.wait(10)
+        return real(folder)
+
+    monkeypatch.setattr(SpillFolder, "complete", complete)
+    worker = start()
+    assert worker.spiller.listed == ()
+    copy = worker.hold("math@1")
+    worker.follow("math@1")
+    go_on.set()
+    worker.lists("math@1")
+    worker.restore(copy)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "math@99999999999999999999",
+        f"math@{2**53}",
+        f"math@{'9' * 200}",
+        "math@007",
+        "math@-1",
+        "math@",
+        "math@1",
+    ],
+)
+def test_what_is_no_version_is_skipped_and_named_once(
+    start: Callable[..., Worker], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    worker = start()
+    worker.hold("math@1")
+    foreign = worker.folder.path / (name if name == "math@1" else f"{name}.{'0' * 16}")
+    foreign.mkdir()
+    worker.follow("math@1")
+    worker.lists("math@1")
+    worker.spiller._list()
+    said = [r for r in caplog.records if "is no spilled version" in r.getMessage()]
+    assert len(said) == 1
+    assert str(foreign) in said[0].getMessage()
+    assert foreign.exists()

@@ -152,3 +152,18 @@ def test_what_was_told_before_is_said_with_the_next_lease() -> None:
             leases.forget("math")  # it was fenced: the coordinator may have lost its catalog
     finally:
         leases.close()
+
+
+def test_what_fails_at_a_renewal_does_not_end_the_renewing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = Coordinator()
+    leases = Leases(coordinator, "trainer", lambda policy: 1 / 0)  # type: ignore[arg-type]
+    try:
+        leases.token("math", ADAPTER, time.monotonic() + 10)
+        coordinator.say(3)
+        coordinator.say(3)
+        assert leases.held_token("math")
+        assert "ZeroDivisionError" in caplog.text
+    finally:
+        leases.close()
