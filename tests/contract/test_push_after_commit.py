@@ -22,7 +22,7 @@ from weft.v1 import inspect_pb2, publish_pb2
 
 async def test_who_serves_it_is_counted_and_the_others_named(pool: Pool) -> None:
     """A replica is lost in the commit, another one refuses."""
-    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.3)
+    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=1.0)
     replicas = [await pool.replica(f"r{i}") for i in range(3)]
     trainer = await pool.trainer()
     replicas[1].commit_error = LOAD_FAILED
