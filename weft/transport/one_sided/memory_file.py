@@ -26,6 +26,8 @@ from weft.transport.one_sided.messages import Export, next_export_id
 
 # Linux 5.1; Python names it since 3.13.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
+# Of stat, on every file system.
+_BLOCK_BYTES: Final = 512
 # Between two looks at whether the group was aborted: a millisecond's work.
 _COPIED_BYTES: Final = 4 * 2**20
 
@@ -99,16 +101,25 @@ class Mapping:
         num_bytes: That are mapped.
 
     Raises:
-        OneSidedError: It is no memory file, is smaller, or could be shrunk.
+        OneSidedError: It is no memory file, is smaller, could be shrunk, or has holes: mapping
+            it would fill them with this machine's memory.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OneSidedError("the peer's memory file is not sealed against shrinking")
-            size = os.fstat(fd).st_size
-            if not 0 < num_bytes <= size:
-                raise OneSidedError(f"the peer's memory file has {size:,} of {num_bytes:,} bytes")
+            status = os.fstat(fd)
+            if not 0 < num_bytes <= status.st_size:
+                raise OneSidedError(
+                    f"the peer's memory file has {status.st_size:,} of {num_bytes:,} bytes"
+                )
+            held_bytes = status.st_blocks * _BLOCK_BYTES
+            if held_bytes < status.st_size:
+                raise OneSidedError(
+                    f"the peer's memory file has holes: {held_bytes:,} of {status.st_size:,} bytes "
+                    "are there"
+                )
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self._map = mmap.mmap(fd, num_bytes, flags=flags, prot=mmap.PROT_READ)
         except OSError as error:  # also where it is no memory file

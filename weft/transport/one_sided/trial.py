@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 _ASK_SECONDS = 2.0
+# Of a memory file that is mapped for a trial: anybody on this host may ask for one.
+_MAX_TRIED_BYTES = 64 * 1024
 # After an error that is not the socket's end.
 _RETRY_SECONDS = 0.1
 # Replicas that a trainer remembers: more than a pool of one host has.
@@ -99,6 +101,8 @@ class TrialAnswerer:
                 export = ExportDevice(0, asked.num_bytes, asked.gpu, asked.handle)
                 mapped = DeviceMapping(export, self._device)
             elif isinstance(asked, Try) and fd is not None:
+                if asked.num_bytes > _MAX_TRIED_BYTES:
+                    raise OneSidedError(f"a trial of {asked.num_bytes:,} bytes")
                 mapped = Mapping(fd, asked.num_bytes)
             else:
                 raise OneSidedError(f"it began with {type(asked).__name__}")

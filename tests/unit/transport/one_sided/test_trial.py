@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
@@ -205,3 +206,29 @@ def test_a_buffer_is_sealed_and_ends_with_its_last_view(directory: Path) -> None
     assert len(os.listdir("/proc/self/fd")) > before
     del view
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("num_bytes", [3 * 2**30, 4096])
+def test_a_file_with_holes_is_not_filled_by_who_maps_it(
+    answerer: TrialAnswerer, num_bytes: int
+) -> None:
+    """A sparse file of a stranger's would take as much memory as it says."""
+    fd = os.memfd_create("holes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        channel = Channel(connect(answerer.name, 2.0))
+        try:
+            channel.send(Try(num_bytes), fd)
+            with pytest.raises(OneSidedError):
+                channel.receive(2.0)
+        finally:
+            channel.close()
+        assert os.fstat(fd).st_blocks == 0, "nothing of it was made"
+        with pytest.raises(OneSidedError, match="has holes"):
+            memory_file.Mapping(fd, num_bytes)
+        assert os.fstat(fd).st_blocks == 0
+    finally:
+        os.close(fd)
+    assert why_not_readable([answerer.name]) == "", "it answers others"
+    answerer.close()
