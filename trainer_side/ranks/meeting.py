@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ _log = logging.getLogger(__name__)
 _SECRET_BYTES: Final = 32
 #: Who connects: the secret of this meeting, a rank and a channel.
 _HELLO: Final = struct.Struct(f"<{_SECRET_BYTES}sIB")
+#: A rank says who it is as soon as it has connected.
+_HELLO_SECONDS: Final = 10.0
+#: Connections that are silent, beside those of the ranks that are expected.
+_MAX_STRANGERS: Final = 256
 _LOOPBACK: Final = "127.0.0.1"
 # Of documentation (RFC 5737): the default route leads there, and nothing is sent.
 _ANYWHERE: Final = "192.0.2.1:9"
@@ -116,58 +121,87 @@ def _accepted(
     listener: socket.socket, secret: bytes, expected: set[tuple[Channel, int]], deadline: float
 ) -> Iterator[tuple[tuple[Channel, int], socket.socket]]:
     """Connections of the ranks expected, as they say who they are; others are turned away,
-    however slowly they speak."""
+    however slowly they speak. Those that are silent are bounded in number and in time."""
     with _pollable(listener) as (poll, arrivals):
         while expected:
-            left = deadline - time.monotonic()
-            ready = poll.poll(left * 1000 + 1) if left > 0 else []
-            if not ready:
+            now = time.monotonic()
+            _drop_silent(poll, arrivals, now, len(expected) + _MAX_STRANGERS)
+            if now >= deadline:
                 missing = ", ".join(map(str, sorted({rank for _, rank in expected})))
                 raise LinkError(f"rank {missing} did not connect in time")
-            for number, _ in ready:
+            oldest = next(iter(arrivals.values()), None)
+            until = min(deadline, oldest.until) if oldest else deadline
+            for number, _ in poll.poll((until - now) * 1000 + 1):
                 if number == listener.fileno():
-                    arrival, _ = listener.accept()
-                    arrival.setblocking(False)
-                    arrivals[arrival.fileno()] = (arrival, bytearray())
-                    poll.register(arrival, select.POLLIN)
+                    _take(listener, poll, arrivals)
                     continue
-                arrival, said = arrivals[number]
-                if _hears_more(arrival, said):
+                arrival = arrivals[number]
+                if arrival.hears_more():
                     continue
                 poll.unregister(number)
                 del arrivals[number]
-                key = _who(bytes(said), secret)
+                key = _who(bytes(arrival.said), secret)
                 if key in expected:
                     expected.discard(key)
-                    yield key, arrival
+                    yield key, arrival.connection
                 else:
                     _log.warning("turned away a connection that is no rank's of this trainer")
-                    arrival.close()
+                    arrival.connection.close()
+
+
+@dataclass
+class _Arrival:
+    """A connection of who has not yet said who it is."""
+
+    connection: socket.socket
+    until: float
+    """How long it may be silent."""
+    said: bytearray = field(default_factory=bytearray)
+
+    def hears_more(self) -> bool:
+        """Whether it has not yet said who it is; no byte after that is read."""
+        try:
+            heard = self.connection.recv(_HELLO.size - len(self.said))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.said += heard
+        return bool(heard) and len(self.said) < _HELLO.size
+
+
+def _take(listener: socket.socket, poll: select.poll, arrivals: dict[int, _Arrival]) -> None:
+    try:
+        connection, _ = listener.accept()
+    except ConnectionAbortedError:  # it has gone again
+        return
+    connection.setblocking(False)
+    arrivals[connection.fileno()] = _Arrival(connection, time.monotonic() + _HELLO_SECONDS)
+    poll.register(connection, select.POLLIN)
+
+
+def _drop_silent(poll: select.poll, arrivals: dict[int, _Arrival], now: float, most: int) -> None:
+    """Close those that were silent for too long, and the oldest beyond ``most``."""
+    for number, arrival in list(arrivals.items()):  # the oldest first
+        if now < arrival.until and len(arrivals) <= most:
+            return
+        _log.debug("turned away a connection that does not say whose it is")
+        poll.unregister(number)
+        del arrivals[number]
+        arrival.connection.close()
 
 
 @contextmanager
 def _pollable(
     listener: socket.socket,
-) -> Iterator[tuple[select.poll, dict[int, tuple[socket.socket, bytearray]]]]:
-    poll, arrivals = select.poll(), dict[int, tuple[socket.socket, bytearray]]()
+) -> Iterator[tuple[select.poll, dict[int, _Arrival]]]:
+    poll, arrivals = select.poll(), dict[int, _Arrival]()
     poll.register(listener, select.POLLIN)
     try:
         yield poll, arrivals
     finally:
-        for arrival, _ in arrivals.values():
-            arrival.close()
-
-
-def _hears_more(arrival: socket.socket, said: bytearray) -> bool:
-    """Whether it has not yet said who it is; no byte after that is read."""
-    try:
-        heard = arrival.recv(_HELLO.size - len(said))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    said += heard
-    return bool(heard) and len(said) < _HELLO.size
+        for arrival in arrivals.values():
+            arrival.connection.close()
 
 
 def _who(said: bytes, secret: bytes) -> tuple[Channel, int] | None:

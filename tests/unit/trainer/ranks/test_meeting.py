@@ -193,3 +193,27 @@ def test_nothing_stays_open_of_a_meeting_that_failed():
     with pytest.raises(LinkError):
         meet(dist.HashStore(), 0, 3, time.monotonic() + 0.1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_silent_connections_are_bounded_and_dropped(pool, monkeypatch):
+    """1,500 of them would take all descriptors of a process that may have 1,024."""
+    monkeypatch.setattr(meeting, "_MAX_STRANGERS", 8)
+    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.3)
+    store, most = dist.HashStore(), 0
+    first = pool.submit(meet, store, 0, 2, _soon())
+    store.wait(["0"])
+    address = tuple(json.loads(str(store.get("0"), "utf-8")))
+    before = len(os.listdir("/proc/self/fd"))
+    strangers = []
+    for _ in range(60):
+        strangers.append(socket.create_connection(address))
+        # Either end of each is in this process.
+        most = max(most, len(os.listdir("/proc/self/fd")) - before - len(strangers))
+    assert most <= 8 + 4  # and the ranks' own
+    for stranger in strangers:  # also the last ones, in time
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
+        stranger.close()
+    assert not first.done()
+    second = pool.submit(meet, store, 1, 2, _soon())
+    _close([first.result(20), second.result(20)])
