@@ -78,6 +78,11 @@ _MAX_FACT_CHARS: Final = 200
 _OF_BASE: Final = frozenset(
     {"weft.v1.PublishService/SleepRollouts", "weft.v1.PublishService/WakeRollouts"}
 )
+_UNKNOWN: Final = "(unknown)"
+#: Of more callers than are counted one by one.
+_OTHERS: Final = "(others)", ""
+#: What is always worth its line: it was done, or its caller hung up.
+_GRANTED: Final = ("OK", "CANCELLED")
 #: How a stream ends whose reader takes nothing: worth a line, whatever it reads.
 _CUT_OFF: Final = "TOO_SLOW"
 
@@ -211,6 +216,8 @@ class Guard:
         finally:
             if not is_let_in or _is_worth_a_line(method, result, is_stream=is_stream):
                 audit(name, _peer(context), method, _facts(request), result)
+            elif _REFUSALS.num_pending:
+                _REFUSALS.tell(time.monotonic())
 
     def _identify(self, context: Any) -> tuple[Identity, Shown]:
         if self._file is None:
@@ -265,22 +272,103 @@ def audit(name: str, peer: str, call: str, facts: Mapping[str, str], result: str
     """
     if not audit_log.isEnabledFor(logging.INFO):
         return
-    line = {
+    who, left_out = name or _UNKNOWN, 0
+    if result not in _GRANTED:
+        now = time.monotonic()
+        _REFUSALS.tell(now)
+        host = peer.rpartition(":")[0]
+        if not _REFUSALS.may_write((who, host), now):
+            return
+        left_out = _REFUSALS.take_left_out((who, host))
+    _write(who, peer, call, facts, result, left_out)
+
+
+def _write(
+    who: str, peer: str, call: str, facts: Mapping[str, str], result: str, left_out: int
+) -> None:
+    line: dict[str, str | int] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "who": name or "(unknown)",
+        "who": who,
         "from": peer,
         "call": call,
         **facts,
         "result": result,
     }
+    if left_out:
+        line["left_out"] = left_out
     audit_log.info("%s", json.dumps(line, ensure_ascii=False))
+
+
+class _Refusals:
+    """How many lines of refused calls each caller may fill, so that nobody fills the disk by
+    being refused: ``BURST`` at once and one a second; those of all callers together
+    ``BURST_OF_ALL`` and ten a second. What is left out is counted, and told with the caller's next
+    line, or once it is silent. Usable from any thread; bounded.
+    """
+
+    BURST: Final = 20
+    BURST_OF_ALL: Final = 200
+    RATE_OF_ALL: Final = 10.0
+    SILENT_SECONDS: Final = 10.0
+    MAX_CALLERS: Final = 1024
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By caller, how many lines it may write, since when.
+        self._left: Lru[tuple[str, str], tuple[float, float]] = Lru(self.MAX_CALLERS)
+        self._left_of_all = float(self.BURST_OF_ALL), time.monotonic()
+        #: By caller, how many were left out, and when the last was.
+        self._left_out: dict[tuple[str, str], tuple[int, float]] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """Callers of whom lines were left out that nobody was told of yet."""
+        return len(self._left_out)
+
+    def may_write(self, caller: tuple[str, str], now: float) -> bool:
+        """Whether a line of a refusal may be written now; counts it where it may not."""
+        with self._lock:
+            own, since = self._left.get(caller) or (float(self.BURST), now)
+            own = min(float(self.BURST), own + now - since)
+            of_all, all_since = self._left_of_all
+            of_all = min(float(self.BURST_OF_ALL), of_all + (now - all_since) * self.RATE_OF_ALL)
+            may = own >= 1 and of_all >= 1
+            self._left.put(caller, (own - may, now))
+            self._left_of_all = of_all - may, now
+            if not may:
+                if caller not in self._left_out and len(self._left_out) >= self.MAX_CALLERS:
+                    caller = _OTHERS
+                number, _ = self._left_out.get(caller, (0, now))
+                self._left_out[caller] = number + 1, now
+            return may
+
+    def take_left_out(self, caller: tuple[str, str]) -> int:
+        """How many lines of a caller were left out, which is told now."""
+        with self._lock:
+            return self._left_out.pop(caller, (0, 0.0))[0]
+
+    def tell(self, now: float) -> None:
+        """Write how many were left out of those who have been silent since."""
+        with self._lock:
+            silent = [
+                (caller, number)
+                for caller, (number, at) in self._left_out.items()
+                if now - at >= self.SILENT_SECONDS
+            ]
+            for caller, _ in silent:
+                del self._left_out[caller]
+        for (who, host), number in silent:
+            _write(who, host, "", {}, "LEFT_OUT", number)
+
+
+_REFUSALS: Final = _Refusals()
 
 
 def _is_worth_a_line(method: str, result: str, *, is_stream: bool) -> bool:
     """Of a call that was let in: whether it changes something that outlives it, or tried to."""
     if method.startswith(("weft.v1.InspectService/", "grpc.reflection.")):
         return is_stream and result == _CUT_OFF
-    return method not in _UNAUDITED or result not in ("OK", "CANCELLED")
+    return method not in _UNAUDITED or result not in _GRANTED
 
 
 def token_of(metadata: Any) -> str | None:
