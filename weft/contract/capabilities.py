@@ -44,6 +44,9 @@ class Capabilities:
     """Largest rank of an adapter."""
     lora_modules: tuple[str, ...] = ()
     """Last name components of the modules that can carry a LoRA."""
+    lora_unapplied: tuple[str, ...] = ()
+    """What names of modules begin with to which its engine applies no LoRA all the same, as those
+    of an encoder; whole components (``model.vision_model``)."""
     lora_on_experts: bool = False
     """Whether LoRA on expert parameters can be served."""
     staging_capacity_bytes: int = 0
@@ -60,6 +63,9 @@ class Capabilities:
     """Of its workers; empty on CPUs."""
     can_sleep: bool = field(default=False, compare=False)
     """Whether its engine can give the GPU's memory back for a while."""
+    base_refusal: str = field(default="", compare=False)
+    """Why no base can be loaded into its engine while it runs, a sentence without its end; empty
+    where one can."""
     quantization: str = field(default="", compare=False)
     """How the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

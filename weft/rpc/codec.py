@@ -72,6 +72,8 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         trial_name=value.trial_name,
         gpu_uuids=value.gpu_uuids,
         can_sleep=value.can_sleep,
+        base_refusal=value.base_refusal,
+        lora_unapplied=value.lora_unapplied,
     )
 
 
@@ -108,6 +110,8 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         trial_name=message.trial_name,
         gpu_uuids=tuple(message.gpu_uuids),
         can_sleep=message.can_sleep,
+        base_refusal=message.base_refusal,
+        lora_unapplied=tuple(message.lora_unapplied),
     )
 
 

@@ -75,6 +75,8 @@ def test_capabilities() -> None:
         lora_enabled=True,
         max_lora_rank=64,
         lora_modules=("q_proj",),
+        lora_unapplied=("model.vision_model",),
+        base_refusal="its reload would leave mixed weights",
         lora_on_experts=True,
         staging_capacity_bytes=2**40,
         adapter_capacity_bytes=2**30,
