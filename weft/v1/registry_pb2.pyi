@@ -111,6 +111,8 @@ class Capabilities(_message.Message):
     TRIAL_NAME_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     CAN_SLEEP_FIELD_NUMBER: _builtins.int
+    BASE_REFUSAL_FIELD_NUMBER: _builtins.int
+    LORA_UNAPPLIED_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -171,6 +173,11 @@ class Capabilities(_message.Message):
     """
     can_sleep: _builtins.bool
     """Whether it can be put to sleep: its engine was started with the allocator for that."""
+    base_refusal: _builtins.str
+    """Why no base can be loaded into its engine while it runs, in one sentence; empty where one
+    can. Pushes of the base are refused while such a replica is in contact; adapters are not.
+    Longer than 500 characters it is cut.
+    """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Side-group backends, best first: "nccl", "one-sided", "gloo"."""
@@ -191,6 +198,13 @@ class Capabilities(_message.Message):
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the GPUs of its workers, as NVIDIA's driver prints them; empty on CPUs. Two members
         of a side group on one GPU exclude "nccl".
+        """
+
+    @_builtins.property
+    def lora_unapplied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What names of modules of the base begin with to which its engine applies no LoRA, though
+        lora_modules has their last component ("model.vision_model"): adapters with such modules
+        are refused. At most 1,024.
         """
 
     def __init__(
@@ -220,10 +234,12 @@ class Capabilities(_message.Message):
         trial_name: _builtins.str = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         can_sleep: _builtins.bool = ...,
+        base_refusal: _builtins.str = ...,
+        lora_unapplied: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "can_sleep", b"can_sleep", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

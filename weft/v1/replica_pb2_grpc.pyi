@@ -142,7 +142,8 @@ class ReplicaServiceStub:
     Answers when it sleeps. Until running requests have ended, commits are as always, and a newer
     order takes this one's place; then, until WakeUp, a commit wakes the weights and no more.
     Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
-    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep, or base_refusal where
+    weights are to be discarded),
     TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
     did not end in time, and it takes new ones again; or see above);
     INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED (also
@@ -274,7 +275,8 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     Answers when it sleeps. Until running requests have ended, commits are as always, and a newer
     order takes this one's place; then, until WakeUp, a commit wakes the weights and no more.
     Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
-    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+    Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep, or base_refusal where
+    weights are to be discarded),
     TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
     did not end in time, and it takes new ones again; or see above);
     INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED (also
@@ -469,7 +471,8 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         Answers when it sleeps. Until running requests have ended, commits are as always, and a newer
         order takes this one's place; then, until WakeUp, a commit wakes the weights and no more.
         Idempotent: weights that are awake are put to sleep again; asleep, they stay as they are.
-        Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep),
+        Statuses: FAILED_PRECONDITION/SLEEP_DISABLED (Capabilities.can_sleep, or base_refusal where
+        weights are to be discarded),
         TRANSFER_UNDER_WAY (a base is being loaded in place); DEADLINE_EXCEEDED/DEADLINE (requests
         did not end in time, and it takes new ones again; or see above);
         INVALID_ARGUMENT/INVALID_REQUEST (no way to end requests is named); ABORTED/EPOCH_FENCED (also
