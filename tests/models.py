@@ -50,7 +50,7 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     """Save a random model with a tokenizer.
 
     Args:
-        kind: "qwen2", "llama", "qwen3", "qwen3_moe" or "mixtral".
+        kind: "qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2" or "gpt_oss".
         path: Where; returned.
         seed: Of its weights.
         tied: Whether lm_head shares the embedding's weight.
@@ -155,6 +155,26 @@ def _config(kind: str, tied: bool) -> Any:
     if kind == "mixtral":
         return transformers.MixtralConfig(
             **common, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        )
+    if kind == "deepseek_v2":  # latent keys and values; no layer has experts
+        return transformers.DeepseekV2Config(
+            **{**common, "num_key_value_heads": 4, "head_dim": 32},
+            kv_lora_rank=512,  # as large as in the real ones: vLLM has kernels for that
+            q_lora_rank=None,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            n_routed_experts=4,
+            first_k_dense_replace=LAYERS,
+            moe_intermediate_size=64,
+        )
+    if kind == "gpt_oss":
+        return transformers.GptOssConfig(
+            **common,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
         )
     raise ValueError(f"no tiny model of kind {kind!r}")
 

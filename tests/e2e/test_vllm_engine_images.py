@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.models import IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS, make_vision_model
+from weft.contract.adapter import check_adapter
+from weft.contract.errors import InvalidAdapterError, LoadFailedError
+from weft.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft.contract.names import STARTED_WITH
 
 #: vLLM against Hugging Face in fp32.
@@ -102,3 +108,47 @@ def test_a_seen_image_is_seen_anew_by_each_base(
     engine.call("generations.choose", "abort")
     engine.push_base("base@2", other)
     assert_of(other, ask(engine, seed=1), seed=1)
+
+
+TEXT = "model.text_model.layers.0.self_attn.q_proj"
+VISION = "model.vision_model.encoder.layers.0.self_attn.q_proj"
+
+
+def make_lora(path: Path, modules: list[str], reference: Reference) -> Path:
+    """Save a LoRA of these modules, as PEFT does."""
+    path.mkdir()
+    tensors = {}
+    for module in modules:
+        out_features, in_features = reference.by_name[f"{module}.weight"].shape
+        for side, shape in (("A", (4, in_features)), ("B", (out_features, 4))):
+            tensors[f"base_model.model.{module}.lora_{side}.weight"] = torch.full(shape, 0.1)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    config["target_modules"] = modules  # type: ignore[assignment]
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("modules", [[TEXT], [TEXT, VISION], [VISION]])
+def test_a_lora_is_taken_where_vllm_applies_it(
+    engine: EngineProcess, tmp_path: Path, modules: list[str]
+) -> None:
+    """The encoder's modules are called as those of the language model."""
+    capabilities, reference = engine.facts["capabilities"], engine.facts["reference"]
+    assert capabilities.lora_unapplied == ("model.vision_model",)
+    assert {"q_proj", "down_proj"} < set(capabilities.lora_modules)
+    adapter = make_lora(tmp_path / "adapter", modules, reference)
+    metas = [
+        TensorMeta(name, DataType.FLOAT32, tuple(tensor.shape))
+        for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
+    ]
+    config = (adapter / "adapter_config.json").read_text()
+    name = f"of-{len(modules)}"
+    if VISION not in modules:
+        check_adapter(config, metas, reference, capabilities)
+        engine.push_adapter(f"{name}@1", adapter)
+        return
+    with pytest.raises(InvalidAdapterError, match=re.escape(VISION)):
+        check_adapter(config, metas, reference, capabilities)
+    with pytest.raises(LoadFailedError, match="vLLM applies no LoRA to"):
+        engine.push_adapter(f"{name}@2", adapter)

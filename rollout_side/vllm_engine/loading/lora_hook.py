@@ -167,6 +167,51 @@ def expected_modules(adapters: Any) -> set[str]:
     return expected
 
 
+def applied_modules(adapters: Any) -> set[str]:
+    """Names, as vLLM has them, of the modules that it applies a LoRA to: of these alone, and
+    without a word of others, which may have the same last component (in an encoder).
+
+    Source: vllm.lora.model_manager.LoRAModelManager.activate_adapter.
+    """
+    applied = set(adapters.modules)
+    for parts in adapters.packed_modules.values():
+        applied.update(parts)
+    if getattr(adapters, "is_pooling_model", False):  # its adapters may do without the prefix
+        applied.update({name.removeprefix("model.") for name in applied})
+    return applied
+
+
+def lora_targets(adapters: Any, modules: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The modules of a base that can carry a LoRA by their last component, by the checkpoint's
+    names: those that vLLM applies one to, and those that it does not. Experts are left out.
+    """
+    parse = importlib.import_module("vllm.lora.utils").parse_fine_tuned_lora_name
+    mapper = bridges.rename_mapper(adapters.model)
+    expected, applied = expected_modules(adapters), applied_modules(adapters)
+    carry: list[str] = []
+    ignored: list[str] = []
+    for module in modules:
+        if ".experts" in module or module.rpartition(".")[2] not in expected:
+            continue
+        name, _ = parse(f"base_model.model.{module}.lora_A.weight", mapper)
+        (carry if name in applied else ignored).append(module)
+    return carry, ignored
+
+
+def shortest_prefixes(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Sorted beginnings, of whole components, that all of these names have and no other has."""
+    taken: set[str] = set()
+    for name in others:
+        parts = name.split(".")
+        taken.update(".".join(parts[:i]) for i in range(1, len(parts) + 1))
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        begins = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+        found.add(next((begin for begin in begins if begin not in taken), name))
+    return sorted(found)
+
+
 def _check_modules(
     names: Iterable[str], adapters: Any, mapper: Any, skip_prefixes: list[str] | None
 ) -> None:
@@ -176,7 +221,7 @@ def _check_modules(
     """
     utils = importlib.import_module("vllm.lora.utils")
     model_class = importlib.import_module("vllm.lora.lora_model").LoRAModel
-    expected = expected_modules(adapters)
+    expected, applied = expected_modules(adapters), applied_modules(adapters)
     unexpected = []
     for name in names:
         if utils.is_base_embedding_weights(name) or "base_layer" in name:
@@ -186,12 +231,12 @@ def _check_modules(
         module, _ = utils.parse_fine_tuned_lora_name(name, mapper)
         begin = module.find(".experts")
         last = module[begin + 1 :] if begin >= 0 else module.rpartition(".")[2]
-        if last not in expected:
+        if last not in expected or (begin < 0 and module not in applied):
             unexpected.append(module)
     if unexpected:
         raise ValueError(
             f"the adapter has weights for {unexpected[0]!r} and {len(set(unexpected)) - 1} more "
-            f"modules that cannot carry a LoRA here; vLLM serves {sorted(expected)}"
+            f"modules that vLLM applies no LoRA to here; it serves {sorted(expected)}"
         )
 
 

@@ -161,14 +161,15 @@ def _reload(
     loaded = model.load_weights(given())  # type: ignore[operator]
     if num_tensors is not None and num_given != num_tensors:
         raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
-    idle, tied = _layers_without_weights(model)
+    idle, tied = layers_without_weights(model)
     if idle:
         raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
     with quiet_about_idle_layers():
         reload.finalize_layerwise_reload(model, worker.model_config)
     if worker.device.type == "cpu":
         cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
-    _check_loaded(model, loaded, quantized=worker.model_config.quantization is not None)
+    if why := why_incomplete(model, loaded, quantised=worker.model_config.quantization is not None):
+        raise LoadFailedError(why)
 
 
 @contextlib.contextmanager
@@ -187,7 +188,7 @@ def quiet_about_idle_layers() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def _layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]]:
+def layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]]:
     """Layers with parameters of their own that no weight has come for.
 
     vLLM will put their old values back.
@@ -221,21 +222,18 @@ def is_attention(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "kv_cache") or hasattr(layer, "kv_cache_dtype")
 
 
-def _check_loaded(model: torch.nn.Module, loaded: object, *, quantized: bool) -> None:
-    """Refuse parameters that nobody reported as loaded, or that stayed on meta.
+def why_incomplete(model: torch.nn.Module, loaded: object, *, quantised: bool) -> str:
+    """Which parameters nobody reported as loaded, or stayed on meta; empty if none.
 
     As vLLM's own loader does: models that report nothing, and quantised ones (whose
     processing adds parameters), are only checked for meta.
     """
-    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
-    if on_meta:
-        raise LoadFailedError(f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more got no value")
-    if not isinstance(loaded, set | frozenset | list | tuple) or quantized:
-        return
-    names = {_reported_name(str(name)) for name in loaded}
-    missing = [name for name, _ in model.named_parameters() if _reported_name(name) not in names]
-    if missing:
-        raise LoadFailedError(f"parameter {missing[0]!r} and {len(missing) - 1} more got no value")
+    missing = [name for name, p in model.named_parameters() if p.is_meta]
+    if not missing and isinstance(loaded, set | frozenset | list | tuple) and not quantised:
+        names = {_reported_name(str(name)) for name in loaded}
+        every = (name for name, _ in model.named_parameters())
+        missing = [name for name in every if _reported_name(name) not in names]
+    return f"parameter {missing[0]!r} and {len(missing) - 1} more get no value" if missing else ""
 
 
 def _reported_name(name: str) -> str:

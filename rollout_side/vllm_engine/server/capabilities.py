@@ -39,6 +39,8 @@ def make_capabilities(
     *,
     engine_version: str,
     expected_modules: Iterable[str],
+    lora_unapplied: Iterable[str] = (),
+    base_refusal: str = "",
     backends: Iterable[str],
     trial_name: str = "",
     gpu_uuids: Iterable[str] = (),
@@ -55,6 +57,8 @@ def make_capabilities(
         reference: Of the served model.
         engine_version: vLLM's.
         expected_modules: From the workers (``weft_open``).
+        lora_unapplied: What names of modules begin with that none is applied to; likewise.
+        base_refusal: Why one of them cannot load a base, if so.
         backends: Of side groups, from the workers.
         trial_name: Where the receiving one answers trials.
         gpu_uuids: Of the workers' GPUs.
@@ -80,6 +84,8 @@ def make_capabilities(
         lora_enabled=lora is not None,
         max_lora_rank=0 if lora is None else lora.max_lora_rank,
         lora_modules=lora_modules(expected),
+        lora_unapplied=tuple(lora_unapplied),
+        base_refusal=base_refusal,
         lora_on_experts=any(is_expert(name) for name in expected),
         staging_capacity_bytes=staging_capacity_bytes,
         adapter_capacity_bytes=adapter_capacity_bytes,

@@ -183,6 +183,8 @@ async def open_engine(
                 described,
                 engine_version=version,
                 expected_modules=values[0]["lora_modules"],
+                lora_unapplied=values[0]["lora_unapplied"],
+                base_refusal=next((v["base_refusal"] for v in values if v["base_refusal"]), ""),
                 backends=values[0]["backends"],
                 trial_name=values[0]["trial_name"],
                 gpu_uuids=[value["gpu_uuid"] for value in values if value["gpu_uuid"]],

@@ -137,6 +137,7 @@ class WeftWorker:
         every rank has answered.
         """
         state = state_of(self)
+        state.check_takes_bases()
         state.check_idle()
         begin = time.perf_counter()
         if transfer_id == FROM_FILES:
@@ -175,6 +176,7 @@ class WeftWorker:
         if load is not None and load.transfer_id == transfer_id and (receives or not load.is_void):
             load.check()
             return
+        state.check_takes_bases()
         state.check_idle()
         handoff: Handoff | None = state.store.handoff.of(transfer_id)
         if not receives:

@@ -13,6 +13,7 @@ from rollout_side.receive.clone_source import Cloner
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from rollout_side.vllm_engine.worker import orphans
 from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK
 from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, usable_backends
@@ -21,6 +22,7 @@ from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
 from weft import logs
 from weft.contract.capabilities import ONE_SIDED
+from weft.contract.layout.tensors import Reference
 from weft.telemetry.traces import open_tracer
 from weft.transport.backends import gpu_uuid
 from weft.transport.digests.wsum64 import warm
@@ -52,23 +54,38 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     )
     state = WorkerState(store, reference, settings.ranks_secret)
     state.progress = ProgressWriter(settings.holdings_path, worker.rank)
+    state.base_refusal = why_not_reloaded(worker, reference)
     warm()
     backends = list(usable_backends(worker.device, settings.backend))
     if worker.local_rank == RECEIVER_RANK:
         _start_receiving(state, settings, backends)
     manager = getattr(worker.model_runner, "lora_manager", None)
     expected: set[str] = set()
+    unapplied: list[str] = []
     if manager is not None:
-        expected = lora_hook.expected_modules(manager._adapter_manager)
+        expected, unapplied = lora_modules(manager._adapter_manager, reference)
     return state, {
         "pid": os.getpid(),
         "is_receiver": state.receiver is not None,
         "lora_modules": sorted(expected),
+        "lora_unapplied": unapplied,
+        "base_refusal": state.base_refusal,
         "staging_bytes": staging_bytes,
         "backends": backends,
         "trial_name": "" if state.trials is None else state.trials.name,
         "gpu_uuid": gpu_uuid(worker.device),
     }
+
+
+def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[str]]:
+    """``Capabilities.lora_modules``, as vLLM's loader names them, and ``lora_unapplied``."""
+    names = [m.name.removesuffix(".weight") for m in reference.tensors if len(m.shape) == 2]
+    carry, ignored = lora_hook.lora_targets(adapters, names)
+    kinds = {name.rpartition(".")[2] for name in carry}
+    never = {name.rpartition(".")[2] for name in ignored} - kinds
+    some = [name for name in ignored if name.rpartition(".")[2] in kinds]
+    prefixes = lora_hook.shortest_prefixes(some, carry)
+    return lora_hook.expected_modules(adapters) - never, prefixes
 
 
 def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[str]) -> None:

@@ -48,6 +48,8 @@ class WorkerState:
     reference: Reference
     ranks_secret: str = ""
     """``OpenConfig.ranks_secret``."""
+    base_refusal: str = ""
+    """Why no base can be loaded into the running model, on whatever way; empty where one can."""
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
     """Sends clones, on the receiving rank, which holds every copy."""
@@ -99,6 +101,15 @@ class WorkerState:
             if each is not None:
                 each.close()
         self.tracer.close()
+
+    def check_takes_bases(self) -> None:
+        """Refuse to begin with a base that would leave mixed weights.
+
+        Raises:
+            LoadFailedError: Nothing has changed.
+        """
+        if self.base_refusal:
+            raise LoadFailedError(f"no base can be loaded here: {self.base_refusal}")
 
     def check_idle(self) -> None:
         """Refuse to touch weights beside a loader that did not end when it was told to.

@@ -1,0 +1,188 @@
+"""Rehearsing vLLM's reload of a model, which stays as it is: would every parameter get a value?
+
+A reload that leaves one without is found behind the commit, when the weights are mixed. So
+each worker goes through one at its start: the model's own ``load_weights``, over vLLM's own
+bookkeeping of what each layer has got, with tensors of the right names, shapes and dtypes that
+hold zeros. Whatever would change a tensor of the model is held back, what would process
+a layer is left out, and each module is put back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading import reload
+from rollout_side.vllm_engine.loading.copy_trace import storage_of
+from weft.contract.layout.tensors import Reference, TensorMeta
+
+_log = logging.getLogger(__name__)
+
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+#: Of what a replica declares, at most: ``Capabilities.base_refusal``.
+_MAX_CHARS = 480
+
+
+def why_not_reloaded(worker: Any, reference: Reference) -> str:
+    """Why no base can be loaded into a worker's running model, a sentence without its end; empty
+    where one can. Never raises; nothing that the model computes with changes.
+
+    Blocks for one pass over the model's tensors, on the thread of the engine.
+    """
+    begin = time.perf_counter()
+    model = worker.model_runner.get_model()
+    quantised = worker.model_config.quantization is not None
+    try:
+        with bridges.vllm_config_context(worker.vllm_config), torch.no_grad(), unchanged(model):
+            loaded, why = _rehearse(model, reference, quantised=quantised)
+        # Of the parameters that it computes with: what was derived from others is among them.
+        why = why or reload.why_incomplete(model, loaded, quantised=quantised)
+    except Exception as error:  # noqa: BLE001 - of any kind, from the model's own code
+        why = f"{type(error).__name__}: {error}"
+    _log.debug("rehearsed a reload in %.3f s", time.perf_counter() - begin)
+    if not why:
+        return ""
+    named = f"vLLM's reload of {type(model).__name__} would leave mixed weights: {why}"
+    _log.info("this replica takes no base: %s", named)
+    return named[:_MAX_CHARS]
+
+
+def _rehearse(
+    model: torch.nn.Module, reference: Reference, *, quantised: bool
+) -> tuple[object, str]:
+    """What ``load_weights`` says that it has loaded; and which layers it has passed by."""
+    layerwise = importlib.import_module(_LAYERWISE)
+    rename = bridges.base_names(model)
+    try:
+        layerwise.initialize_layerwise_reload(model)
+        with _unprocessed(layerwise), HoldingBack(_tensors_of(model)):
+            loaded = model.load_weights(  # type: ignore[operator]
+                (rename(meta.name), _zeros(meta)) for meta in reference.tensors
+            )
+        idle, _ = reload.layers_without_weights(model)
+        if not idle and not quantised:
+            idle = _filled_in_part(model, layerwise)
+    finally:
+        for layer in model.modules():
+            layerwise.get_layerwise_info(layer).reset()
+        layerwise.LOADING_LAYERS.clear()
+    return loaded, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
+
+
+def _filled_in_part(model: torch.nn.Module, layerwise: Any) -> list[str]:
+    """Parameters that nothing came for, of layers that something came for: vLLM would make
+    memory for them, and leave it as it is."""
+    skipped = importlib.import_module("vllm.model_executor.model_loader.reload.meta").SKIP_TENSORS
+    found = []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        given = {parameter for parameter, _ in info.loaded_weights}
+        if given and not reload.is_attention(layer):
+            own = {key for key, value in layer._parameters.items() if value is not None}
+            found += [f"{name}.{key}" for key in sorted(own - given - skipped)]
+    return found
+
+
+def _zeros(meta: TensorMeta) -> torch.Tensor:
+    """Zeros that take no memory until they are read."""
+    data = torch.from_numpy(np.zeros(meta.num_bytes, np.uint8))
+    return data.view(getattr(torch, meta.dtype.torch_name)).reshape(meta.shape)
+
+
+@contextlib.contextmanager
+def _unprocessed(layerwise: Any) -> Iterator[None]:
+    """Leave out what vLLM does with a layer once it is complete; what it has kept of the
+    layer's weights until then goes."""
+
+    def let_go(_: torch.nn.Module, info: Any) -> None:
+        info.loaded_weights[:] = [(name, None) for name, _ in info.loaded_weights]
+
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = let_go
+    try:
+        yield
+    finally:
+        layerwise._layerwise_process = process
+
+
+def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors that a model has, whatever it keeps them as; those on meta have no values."""
+    found: list[torch.Tensor] = []
+    for layer in model.modules():
+        info = importlib.import_module(_LAYERWISE).get_layerwise_info(layer)
+        kept: list[Any] = [*layer._parameters.values(), *layer._buffers.values()]
+        for tensors in info.kernel_tensors or ():
+            kept += tensors.values()
+        kept += vars(layer).values()
+        found += [x for x in kept if isinstance(x, torch.Tensor) and not x.is_meta]
+    return found
+
+
+class HoldingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations go on, but none writes to these tensors, or to views of them."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = list(tensors)  # which keeps what names their storages
+        self._held = {storage_of(tensor) for tensor in self._tensors}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return what would be written to as it is."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                info = argument.alias_info
+                if info is None or not info.is_write or not isinstance(value, torch.Tensor):
+                    continue
+                if storage_of(value) in self._held:
+                    return value
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Put every module, and every tensor of it, back as it was: which tensors it has, what these
+    refer to, and what is noted at either."""
+    modules = [
+        (
+            module,
+            dict(vars(module)),
+            [
+                (vars(module)[part], type(vars(module)[part])(vars(module)[part]))
+                for part in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+            ],
+        )
+        for module in model.modules()
+    ]
+    tensors = [
+        (tensor, tensor.data, dict(vars(tensor)))
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, parts in modules:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for part, content in parts:
+                part.clear()
+                part.update(content)
+        for tensor, data, noted in tensors:
+            if storage_of(tensor) != storage_of(data):
+                tensor.data = data
+            vars(tensor).clear()
+            vars(tensor).update(noted)
