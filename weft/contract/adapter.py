@@ -71,6 +71,7 @@ def _check_tensors(
         if not meta.dtype.is_float:
             raise _refused(meta, f"is {meta.dtype.torch_name}; adapters are floating point")
         sides[match["module"]][match["side"]] = meta
+    _check_applied(sides, capabilities)
     allowed = set(capabilities.lora_modules)
     ranks: dict[str, int] = {}
     for module, pair in sides.items():
@@ -89,6 +90,24 @@ def _check_tensors(
             raise _refused(first, _why_not_there(module, reference))
         ranks[module] = _check_pair(pair["A"], pair["B"], weight)
     return ranks
+
+
+def _check_applied(
+    sides: Mapping[str, Mapping[str, TensorMeta]], capabilities: Capabilities
+) -> None:
+    """Refuse modules whose LoRA vLLM would ignore, though others that are called so have one."""
+    begins = tuple(f"{prefix}." for prefix in capabilities.lora_unapplied)
+    found = [module for module in sides if f"{module}.".startswith(begins)] if begins else []
+    if not found:
+        return
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    raise InvalidAdapterError(
+        f"the adapter is for {found[0]!r}{more}, to which vLLM applies no LoRA here: nothing under "
+        f"{', '.join(capabilities.lora_unapplied)} has one. Train without (exclude_modules), push "
+        "it merged, or start the replicas with vLLM's --enable-tower-connector-lora, if that "
+        "serves this model's encoder",
+        metadata={"parameter": found[0]},
+    )
 
 
 def _why_not_there(module: str, reference: Reference) -> str:

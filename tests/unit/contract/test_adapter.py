@@ -93,6 +93,19 @@ def test_rank_pattern_is_accepted_when_the_tensors_have_those_ranks():
         check(metas)
 
 
+def test_modules_that_vllm_ignores_are_refused_by_name():
+    """Of an encoder, say, whose last components are those of the language model."""
+    ignoring = replace(lora_unapplied=("model.layers.1", "visual"))
+    with pytest.raises(InvalidAdapterError, match="enable-tower-connector-lora") as refused:
+        check(capabilities=ignoring)
+    assert "'model.layers.1.self_attn.q_proj' and 1 more" in refused.value.message
+    assert refused.value.metadata == {"parameter": "model.layers.1.self_attn.q_proj"}
+    check(METAS[:4], ignoring, layers_to_transform=[0])
+    check(capabilities=replace(lora_unapplied=("model.layers.1.self", "model.layer")))
+    with pytest.raises(InvalidAdapterError, match=r"for 'model\.layers\.0\.self_attn\.v_proj', to"):
+        check(capabilities=replace(lora_unapplied=("model.layers.0.self_attn.v_proj",)))
+
+
 def test_layers_to_transform_need_only_those_layers():
     check(METAS[:4], layers_to_transform=[0])
     with pytest.raises(InvalidAdapterError, match=r"model\.layers\.1\.self_attn\.q_proj"):
