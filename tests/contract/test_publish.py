@@ -239,6 +239,25 @@ async def test_a_push_that_is_checked_is_not_loaded_as_it_arrives(pool: Pool) ->
     assert error.metadata["replica"] == "r0"
 
 
+async def test_a_base_is_refused_where_one_replica_cannot_load_it(pool: Pool) -> None:
+    await pool.replica("r0")
+    await pool.replica("r1", base_refusal="its reload would leave mixed weights" + "." * 1000)
+    trainer = await pool.trainer(policy="base")
+    error = await fails(trainer.begin(), "UNIMPLEMENTED", "UNSUPPORTED")
+    assert error.metadata == {"replica": "r1"}
+    assert "its reload would leave mixed weights." in error.message
+    assert len(error.message) < 700
+    other = await pool.trainer("t2")
+    await other.push()
+
+
+async def test_a_lora_that_a_replica_ignores_is_refused(pool: Pool) -> None:
+    await pool.replica("r0", lora_unapplied=("model.layers.0",))
+    trainer = await pool.trainer()
+    error = await fails(trainer.begin(), "INVALID_ARGUMENT", "INVALID_ADAPTER")
+    assert error.metadata["parameter"].startswith("model.layers.0.")
+
+
 async def test_buckets_that_carry_runs_do_not_go_everywhere(pool: Pool) -> None:
     replica = await pool.replica(loads_in_place=True)
     trainer = await pool.trainer(policy="base")

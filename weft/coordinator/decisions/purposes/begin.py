@@ -87,6 +87,7 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
     if event.adapter is not None:
         parse_config(event.adapter.config_json)
     preflight.check_names(state, policy.name)
+    preflight.check_takes_bases(state, policy.name)
     if event.layout is None:
         raise NotReadyError(
             f"no manifest of layout {event.layout_digest.hex()[:12] or '(empty)'} is known: "

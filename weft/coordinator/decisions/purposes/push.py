@@ -124,6 +124,7 @@ class Push(Purpose):
         if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
             return "its turn"
         preflight.check_names(change.state, transfer.policy)  # some came while it waited
+        preflight.check_takes_bases(change.state, transfer.policy)
         passed_over = {replica.replica_id for replica in unheard}
         free = [r for r in turns.free(replicas) if r.replica_id not in passed_over]
         if len(free) < self.min_replicas:

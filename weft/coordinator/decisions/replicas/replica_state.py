@@ -285,15 +285,16 @@ def lacks(state: PoolState, replica: Replica) -> list[str]:
 def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     """What is to be brought to a replica, in order: the base, then each adapter's
     versions from the oldest on, so that it is ready when it has them all. One whose
-    weights may be mixed gets a base before anything else.
+    weights may be mixed gets a base before anything else; one that cannot load any gets none.
     """
     pool = state.vector
     base = PolicyVersion(BASE_POLICY, pool.base)
     if not takes_weights(state, replica) or is_asleep(state, replica):
         return []
+    takes_base = bool(pool.base) and not replica.capabilities.base_refusal
     if replica.dirty_reason:
-        return [base] if pool.base else []
-    found = [base] if pool.base and replica.vector.base != pool.base else []
+        return [base] if takes_base else []
+    found = [base] if takes_base and replica.vector.base != pool.base else []
     if replica.vector == pool or not replica.capabilities.lora_enabled:
         return found
     for name, entry in sorted(pool.adapters.items()):
@@ -312,6 +313,8 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
             return f", which comes from {transfer.purpose.origin(replica, version)}"
+    if version.policy == BASE_POLICY and replica.capabilities.base_refusal:
+        return f", which it cannot load while it runs: {replica.capabilities.base_refusal}"
     if is_asleep(state, replica):
         return ", which it is brought when it is awake"
     if version in state.copies and not takes_clones(state, replica):

@@ -17,7 +17,7 @@ from weft.contract.errors import (
     error_from_reason,
 )
 from weft.contract.names import BASE_POLICY
-from weft.contract.sleep import SWITCH_SECONDS
+from weft.contract.sleep import DISCARDS, SWITCH_SECONDS
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallSleep, CallWake, SleepAnswer
@@ -78,6 +78,17 @@ def _sleep(
             f"replica {unable[0].replica_id!r} cannot sleep: start it with --enable-sleep",
             reason="SLEEP_DISABLED",
             metadata={"member": unable[0].replica_id},
+        )
+        change.refuse([ticket], error)
+        return
+    stuck = [r for r in replicas if order.level == DISCARDS and r.capabilities.base_refusal]
+    if stuck:
+        error = NotReadyError(
+            f"replica {stuck[0].replica_id!r} cannot sleep at level {DISCARDS}, which discards its "
+            f"weights: none can be loaded into it, {stuck[0].capabilities.base_refusal}; take "
+            "level 1",
+            reason="SLEEP_DISABLED",
+            metadata={"member": stuck[0].replica_id},
         )
         change.refuse([ticket], error)
         return

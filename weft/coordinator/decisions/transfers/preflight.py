@@ -110,6 +110,25 @@ def check_names(state: PoolState, policy: str) -> None:
             )
 
 
+def check_takes_bases(state: PoolState, policy: str) -> None:
+    """Refuse a base where a replica in contact cannot load any: the others would serve it, and
+    that one never again what the pool serves. O(replicas).
+
+    Raises:
+        UnsupportedError: Metadata names the replica.
+    """
+    if policy != BASE_POLICY:
+        return
+    for replica in state.replicas.values():
+        why = replica.capabilities.base_refusal
+        if why and not replica.lost:
+            raise UnsupportedError(
+                f"replica {replica.replica_id!r} cannot load a base while it runs: {why}. Push "
+                "adapters, which it serves, or stop it, if others can",
+                metadata={"replica": replica.replica_id},
+            )
+
+
 def without_room(
     state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
 ) -> dict[str, Failure]:

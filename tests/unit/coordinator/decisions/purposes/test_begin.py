@@ -131,6 +131,38 @@ def test_a_replica_that_nobody_has_tried_is_read_from_by_none() -> None:
     assert (transfer.backend, transfer.backend_reason) == ("one-sided", "tried")
 
 
+MIXES = "vLLM's reload of DeepseekV2ForCausalLM would leave mixed weights"
+
+
+def test_no_base_goes_to_a_pool_where_one_replica_cannot_load_it() -> None:
+    m = Machine().pool("r0")
+    m.register("r1", base_refusal=MIXES)
+    for policy in ("base", "math"):
+        m.acquire(policy)
+    error = m.error(m.begin("base", min_replicas=1))
+    assert (error.reason, error.metadata["replica"]) == ("UNSUPPORTED", "r1")
+    assert MIXES in error.message
+    assert not m.ever(effects.SaveVersion)
+    assert set(m.transfer(m.run_to(Phase.COMMITTED, "math")).targets) == {"r0", "r1"}
+
+
+def test_a_replica_that_cannot_load_a_base_ends_those_that_wait() -> None:
+    m = Machine().pool("r0")
+    m.acquire("base")
+    ticket = m.begin("base", min_replicas=2)
+    assert not m.answered(ticket)
+    m.register("r1", base_refusal=MIXES)
+    assert m.error(ticket).reason == "UNSUPPORTED"
+
+
+def test_a_replica_that_has_gone_is_not_asked_whether_it_can_load_a_base() -> None:
+    m = Machine().pool("r0")
+    m.register("r1", base_refusal=MIXES)
+    m.do(events.Leave(5, "r1", "i1"))
+    m.acquire("base")
+    assert _begun(m, m.begin("base")).version == PolicyVersion("base", 1)
+
+
 def test_room_names_the_replica() -> None:
     m = Machine().pool("r0")
     m.register("r1", adapter_capacity_bytes=100)

@@ -54,6 +54,23 @@ def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
     assert not m.look_ups()
 
 
+def test_a_late_joiner_that_cannot_load_a_base_is_brought_none() -> None:
+    m = serving_pool()
+    m.register("r1", base_refusal="its reload would leave mixed weights")
+    brought = []
+    for _ in range(3):
+        ticket = next_clone(m)
+        brought.append(str(m.transfer(ticket).policy_version))
+        m.finish(ticket)
+    assert brought == ["code@1", "math@1", "math@2"]
+    m.pass_time(3)
+    assert not m.look_ups()
+    assert standing_of(m, "r1") == (
+        ReplicaState.PENDING_WEIGHTS,
+        "lacks base@1, which it cannot load while it runs: its reload would leave mixed weights",
+    )
+
+
 def test_a_clone_has_no_version_of_its_own_and_no_lease() -> None:
     m = serving_pool()
     m.register("r1")

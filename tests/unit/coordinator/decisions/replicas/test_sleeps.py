@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.coordinator.decisions.machine import GONE, Machine
 from weft.contract.errors import (
     LeaseFencedError,
@@ -113,6 +115,23 @@ def test_nobody_shares_the_gpu_and_nothing_happens() -> None:
     assert m.answer(_sleep(m, "elsewhere")) == effects.SleepAnswer(())
     assert m.answer(_wake(m)) == effects.SleepAnswer(())
     assert not m.ever(effects.CallSleep)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_that_could_not_be_brought_back_are_not_discarded(level: int) -> None:
+    m = Machine()
+    m.register("r0", gpu_uuids=("a",), can_sleep=True)
+    m.register("r1", gpu_uuids=("b",), can_sleep=True, base_refusal="its reload mixes them")
+    m.pool()
+    m.acquire("base")
+    ticket = _sleep(m, "a", "b", level=level)
+    if level == 1:
+        assert set(m.state.sleeps) == {"r0", "r1"}
+        return
+    error = m.error(ticket)
+    assert (error.reason, error.metadata) == ("SLEEP_DISABLED", {"member": "r1"})
+    assert "its reload mixes them" in error.message
+    assert not m.state.sleeps
 
 
 def test_one_that_cannot_sleep_is_refused_before_any_other_does() -> None:
