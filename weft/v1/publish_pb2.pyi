@@ -1076,6 +1076,7 @@ class AbortTransferRequest(_message.Message):
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """From BeginTransferResponse."""
     fencing_token: _builtins.int
@@ -1084,6 +1085,8 @@ class AbortTransferRequest(_message.Message):
     """Why, for the log and for the transfer's record."""
     policy: _builtins.str
     """The lease's policy; tokens of different policies may be equal."""
+    request_id: _builtins.str
+    """Where transfer_id is empty: BeginTransferRequest.request_id."""
     def __init__(
         self,
         *,
@@ -1091,10 +1094,11 @@ class AbortTransferRequest(_message.Message):
         fencing_token: _builtins.int = ...,
         message: _builtins.str = ...,
         policy: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "message", b"message", "policy", b"policy", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "message", b"message", "policy", b"policy", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -173,7 +173,7 @@ class PublishServiceServicer(object):
         adapter fits another base; or refuse_other_base, and it was trained on another
         version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
         REVISION_MISMATCH;
-        ABORTED/LEASE_FENCED;
+        ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
         names it),
@@ -212,7 +212,8 @@ class PublishServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortTransfer(self, request, context):
-        """Gives up a transfer that has not been committed; its version stays unused.
+        """Gives up a transfer that has not been committed; its version stays unused. One whose
+        BeginTransfer was not answered yet, or whose answer was lost, is named by its request id.
         Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
         FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
         token, or no push).

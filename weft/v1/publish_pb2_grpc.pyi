@@ -86,7 +86,7 @@ class PublishServiceStub:
     adapter fits another base; or refuse_other_base, and it was trained on another
     version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
     REVISION_MISMATCH;
-    ABORTED/LEASE_FENCED;
+    ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
     names it),
@@ -117,7 +117,8 @@ class PublishServiceStub:
     or the reason that a rank gave.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]
-    """Gives up a transfer that has not been committed; its version stays unused.
+    """Gives up a transfer that has not been committed; its version stays unused. One whose
+    BeginTransfer was not answered yet, or whose answer was lost, is named by its request id.
     Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
     FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
     token, or no push).
@@ -201,7 +202,7 @@ class PublishServiceAsyncStub(PublishServiceStub):
     adapter fits another base; or refuse_other_base, and it was trained on another
     version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
     REVISION_MISMATCH;
-    ABORTED/LEASE_FENCED;
+    ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
     ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
     RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
     names it),
@@ -232,7 +233,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
     or the reason that a rank gave.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_publish_pb2.AbortTransferRequest, _publish_pb2.AbortTransferResponse]  # type: ignore[assignment]
-    """Gives up a transfer that has not been committed; its version stays unused.
+    """Gives up a transfer that has not been committed; its version stays unused. One whose
+    BeginTransfer was not answered yet, or whose answer was lost, is named by its request id.
     Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
     FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
     token, or no push).
@@ -355,7 +357,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         adapter fits another base; or refuse_other_base, and it was trained on another
         version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
         REVISION_MISMATCH;
-        ABORTED/LEASE_FENCED;
+        ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);
         RESOURCE_EXHAUSTED/STAGING_FULL (a replica lacks room, and too few have it; metadata
         names it),
@@ -398,7 +400,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _publish_pb2.AbortTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.AbortTransferResponse, _abc.Awaitable[_publish_pb2.AbortTransferResponse]]:
-        """Gives up a transfer that has not been committed; its version stays unused.
+        """Gives up a transfer that has not been committed; its version stays unused. One whose
+        BeginTransfer was not answered yet, or whose answer was lost, is named by its request id.
         Idempotent. Statuses: NOT_FOUND/TRANSFER_UNKNOWN;
         FAILED_PRECONDITION/ALREADY_COMMITTED; ABORTED/LEASE_FENCED (another policy's, another
         token, or no push).
