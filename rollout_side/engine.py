@@ -67,6 +67,16 @@ class MemoryUse:
     """The content digests of those; of one version there may be several."""
 
 
+@dataclass(frozen=True)
+class AbsentPolicy:
+    """A policy that the pool served once, and does not any more."""
+
+    last_version: int
+    """The highest of its numbers that will not be served."""
+    reason: str
+    """Why, for who asks for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SwitchTimes:
     """What a switch cost."""
@@ -288,6 +298,9 @@ class Engine(Protocol):
 
     async def drop_alias(self, policy: str) -> None:
         """Let an adapter's bare name stand for nothing; succeeds if it does not."""
+
+    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+        """Say why, to who asks for one of these policies that are not served any more."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """The manifest of an adapter that is held, or a retained base.

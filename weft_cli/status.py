@@ -211,7 +211,9 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
     then those that are owned now."""
     policies = [policy for policy in pool.policies if policy.last_version]
     if more := max(0, len(policies) - _MAX_POLICIES):
-        policies.sort(key=lambda p: (not p.publish_again_version, not p.HasField("lease")))
+        policies.sort(
+            key=lambda p: (not (p.lost or p.publish_again_version), not p.HasField("lease"))
+        )
     table = Table(
         title="policies",
         title_justify="left",
@@ -225,7 +227,9 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
         if policy.HasField("lease"):
             left = duration_from_proto(policy.lease.time_to_live)
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
-        if policy.publish_again_version:
+        if policy.lost:
+            owner += f"\n{_lost_text(policy)}"
+        elif policy.publish_again_version:
             lost = f"{policy.policy}@{policy.publish_again_version}"
             asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
             owner += f"\n{lost} is held by no replica: {asked}"
@@ -244,6 +248,16 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
             keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
         table.add_row(policy.policy, served, str(policy.last_version), keeps, owner)
     return table
+
+
+def _lost_text(policy: pb.Policy) -> str:
+    """What a lost policy is, and what ends that."""
+    name = policy.policy
+    order = "weft rollback base --to 0"
+    if policy.kind == types_pb2.POLICY_KIND_ADAPTER:
+        order = f"weft forget {name}"
+    what = f"{name}@{policy.served_version} is lost: no replica in contact holds it"
+    return f"{what}; push it again, or {order}"
 
 
 def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:

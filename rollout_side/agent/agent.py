@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rollout_side.agent.drain import Drain
@@ -20,7 +21,7 @@ from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolv
 from rollout_side.agent.serving import Serving
 from rollout_side.agent.sleeping import SleepOrders
 from rollout_side.config import AgentConfig
-from rollout_side.engine import Engine, JoinOrder, SendOrder, SleepOrder
+from rollout_side.engine import AbsentPolicy, Engine, JoinOrder, SendOrder, SleepOrder
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion, VersionVector
@@ -55,6 +56,7 @@ class Agent:
         self._closed = self._ordered = ""
         self._order = OrderKey(0, 0)
         self._pins_told: tuple[int, ...] = ()
+        self._absent: Mapping[str, AbsentPolicy] = {}
         self._last_epoch = 0
         self._heard = asyncio.Event()
         # When the loop last had its turn.
@@ -111,7 +113,8 @@ class Agent:
 
     def requested(self, asked: str) -> PolicyVersion:
         """The version that a request for ``asked`` is answered by; see ``resolve``."""
-        return resolve(asked, self._served(), self.serving.known.newest, self._aliases)
+        newest = self.serving.known.newest
+        return resolve(asked, self._served(), newest, self._aliases, self._absent)
 
     def _served(self) -> VersionVector:
         return self.serving.vector.with_base(self.engine.base_version)
@@ -271,6 +274,9 @@ class Agent:
         if self.order_refusal(answer.order, answer.refuse_reason):
             self.hurry()
         self._pins_told = answer.pins
+        if answer.absent != self._absent:
+            self._absent = answer.absent
+            self.engine.note_absent(answer.absent)
 
     def _close(self, reason: str) -> None:
         self._closed = reason

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollout_side.agent.drain import Draining
-from rollout_side.engine import Asleep, MemoryUse
+from rollout_side.engine import AbsentPolicy, Asleep, MemoryUse
 from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint, not_compared
 from weft.contract.layout.tensors import Reference
@@ -107,6 +108,8 @@ class HeartbeatAnswer:
     """Whether there is more of it."""
     base_doubt: str = ""
     """Why base@0 here is not known to be the pool's; empty where it is, or is not served."""
+    absent: Mapping[str, AbsentPolicy] = field(default_factory=dict)
+    """Policies that the pool does not serve any more, by name."""
 
 
 def answer_from_proto(
@@ -130,6 +133,10 @@ def answer_from_proto(
         tuple(versions_from_proto(response.lacking)),
         response.lacking_more,
         response.base_doubt,
+        {
+            one.policy: AbsentPolicy(one.last_version, one.reason)
+            for one in response.absent_policies
+        },
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rollout_side.agent.heartbeat import HeartbeatAnswer
-from rollout_side.engine import AliasRefusals
+from rollout_side.engine import AbsentPolicy, AliasRefusals
 from weft.contract.errors import NotFoundError, PeerUnavailableError
 from weft.contract.names import (
     BASE_POLICY,
@@ -25,6 +25,7 @@ def resolve(
     served: VersionVector,
     newest: Callable[[str], int],
     refused: AliasRefusals,
+    absent: Mapping[str, AbsentPolicy],
 ) -> PolicyVersion:
     """The version that answers.
 
@@ -33,6 +34,7 @@ def resolve(
         served: What can be asked now.
         newest: The highest number that was heard of a policy; 0 if none was.
         refused: The aliases that are not answered.
+        absent: Policies that the pool does not serve any more.
 
     Raises:
         InvalidNameError: It is neither.
@@ -45,7 +47,8 @@ def resolve(
         wanted = PolicyVersion.parse(asked)
         if served.holds(wanted):
             return wanted
-        heard = newest(wanted.policy)
+        gone = absent.get(wanted.policy)
+        heard = max(newest(wanted.policy), gone.last_version if gone else 0)
         if wanted.version > heard:
             known = (
                 f"of {wanted.policy} this replica has heard up to @{heard}"
@@ -55,7 +58,7 @@ def resolve(
             raise PeerUnavailableError(f"{asked} is not here yet: {known}", reason="VERSION_AHEAD")
         there = _listed(_versions(wanted.policy, served))
         raise NotFoundError(
-            f"{asked} was retired, rolled back or replaced; "
+            (f"{gone.reason}; " if gone else f"{asked} was retired, rolled back or replaced; ")
             + (f"of {wanted.policy} there is {there}" if there else "nothing is left of it"),
             metadata={"versions": there},
         )
@@ -71,8 +74,10 @@ def resolve(
     alias = served.adapters.get(asked, AdapterVersions()).alias
     if not alias:
         there = _listed(_versions(asked, served) or _names(served))
+        gone = absent.get(asked)
+        why = gone.reason if gone else f"nothing here is called {asked}"
         raise NotFoundError(
-            f"nothing here is called {asked}; there is {there}",
+            f"{why}; there is {there}",
             reason="POLICY_UNKNOWN",
             metadata={"versions": there},
         )

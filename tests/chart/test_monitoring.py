@@ -30,6 +30,7 @@ METRICS = {
     "weft_store_bytes": {"store"},
     "weft_store_limit_bytes": {"store"},
     "weft_leases_held": set(),
+    "weft_policies_lost": set(),
     "weft_heartbeats_missed_total": set(),
     "weft_clones_total": {"result"},
     "weft_stalls_total": set(),

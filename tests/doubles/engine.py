@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rollout_side.engine import (
+    AbsentPolicy,
     AliasRefusals,
     Asleep,
     EngineWork,
@@ -120,6 +121,7 @@ class EngineDouble:
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
+        self.absent: Mapping[str, AbsentPolicy] = {}
         self.running = 0
         self.base_version = 0
         self.answers: set[AnswerDouble] = set()
@@ -334,6 +336,9 @@ class EngineDouble:
     async def set_alias(self, version: PolicyVersion) -> None:
         self.store.held(version)
         self.aliases[version.policy] = version.version
+
+    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+        self.absent = policies
 
     async def drop_alias(self, policy: str) -> None:
         self.aliases.pop(policy, None)

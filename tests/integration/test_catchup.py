@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from rollout_side.receive.clone_source import CopiedBuckets
 from rollout_side.receive.staging import StagingBuffers
 from tests.doubles.engine import EngineDouble
-from tests.doubles.pool import Pool
+from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import is_ready, replica
 from trainer_side import Publisher
-from weft.contract.errors import LoadFailedError
+from weft.contract.errors import LoadFailedError, NotFoundError
 from weft.contract.names import AdapterVersions
+from weft.rpc.channel import open_channel
+from weft.v1 import admin_pb2
 from weft.v1 import inspect_pb2 as pb
+from weft.v1.admin_pb2_grpc import AdminServiceStub
 
 DIRTY = LoadFailedError("mixed", metadata={"dirty": "true"})
 
@@ -252,3 +256,30 @@ def test_copies_leave_with_what_the_bound_allows(pool: Pool, publisher: Publishe
     for seed in range(1, 5):
         publisher.push_base(Model(seed))
     until(lambda: list(replica(pool, "replica-0").retained_base_versions) == [4, 3, 2])
+
+
+def test_what_nobody_holds_or_owns_any_more_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with running_pool(tmp_path / "weft.db", publish_again_after_seconds=0.5) as pool:
+        pool.add_replica("replica-0", double())
+        with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as trainer:
+            trainer.push_adapter(peft_of(Model(), 1), "math")
+            trainer.push_adapter(peft_of(Model(), 2), "code")
+        pool.remove_replica("replica-0")
+        engine = double()
+        agent = pool.add_replica("replica-0", engine)
+        assert not is_ready(pool, "replica-0")
+        until(lambda: is_ready(pool, "replica-0"))
+        until(lambda: set(engine.absent) == {"code", "math"})
+        with pytest.raises(NotFoundError, match="math@1 is lost") as refused:
+            agent.requested("math")
+        assert refused.value.reason == "POLICY_UNKNOWN"
+        with open_channel(pool.target) as channel:
+            request = admin_pb2.ForgetPolicyRequest(policy="code")
+            AdminServiceStub(channel).ForgetPolicy(request, timeout=10)
+        with Publisher(pool.target, trainer_id="trainer-b", timeout_seconds=20) as trainer:
+            assert str(trainer.push_base(Model(5))) == "base@1"
+            assert str(trainer.push_adapter(peft_of(Model(), 3), "math")) == "math@2"
+        assert str(agent.requested("math")) == "math@2"
+        until(lambda: set(engine.absent) == {"code"})
+        with pytest.raises(NotFoundError, match="an operator forgot code"):
+            agent.requested("code@1")

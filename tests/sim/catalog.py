@@ -93,7 +93,8 @@ class CatalogModel:
             epoch=self.epoch,
             number_floor=self.number_floor,
             coordinator_id=coordinator_id,
-            policies=policies,
+            policies={name: p for name, p in policies.items() if not p.forgotten},
+            forgotten={name: p for name, p in policies.items() if p.forgotten},
             out_of_service=dict(self.out_of_service),
         )
 

@@ -1,4 +1,5 @@
-"""An operator: rolls back, pins, retires; takes replicas out of service and puts them back."""
+"""An operator: rolls back, pins, retires, forgets; takes replicas out of service, and puts them
+back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from weft.contract.errors import (
     WeftError,
 )
 from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions.effects import RollbackAnswer
+from weft.coordinator.decisions.effects import ForgetAnswer, RollbackAnswer
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
 
@@ -35,6 +36,8 @@ class SimOperator(Process):
         #: Versions of an adapter to keep, by policy, where it was told that they are.
         self.retention: dict[str, int] = {}
         self._retention_asked: set[str] = set()
+        #: Policies that a request to forget may still be on its way for.
+        self._forget_asked: set[str] = set()
         #: Replicas taken out of service for certain, and never asked to be put back.
         self.out_of_service: set[str] = set()
         self._put_back: set[str] = set()
@@ -65,6 +68,7 @@ class SimOperator(Process):
                         *[self._unpin] * 2,
                         self._retire,
                         self._retain,
+                        self._forget,
                         self._take_out_of_service,
                         self._uncordon,
                         self._drain,
@@ -109,7 +113,8 @@ class SimOperator(Process):
             return
         lost = self._lost
         yield self._call("pin", 2.0, version=version, pinned=True)
-        if version not in self._let_go and lost == self._lost:
+        is_sure = version not in self._let_go and version.policy not in self._forget_asked
+        if is_sure and lost == self._lost:
             self.pinned.add(version)
 
     def _unpin(self) -> Generator[Any, Any, None]:
@@ -148,8 +153,24 @@ class SimOperator(Process):
             self._retention_asked.add(policy)
             lost = self._lost
             yield self._call("retain", 2.0, policy=policy, num_versions=number)
-            if lost == self._lost:
+            if lost == self._lost and policy not in self._forget_asked:
                 self.retention[policy] = number
+
+    def _forget(self) -> Generator[Any, Any, None]:
+        """An adapter, whose owner as often as not goes on; what was ordered of it ends, too."""
+        known = self.world.catalog.policies.values()
+        names = sorted(p.name for p in known if p.name != BASE_POLICY and p.served_version)
+        if not names:
+            return
+        policy, force = self.world.random.choice(names), self.world.random.random() < 0.6
+        self._forget_asked.add(policy)
+        self.pinned = {version for version in self.pinned if version.policy != policy}
+        self.retention.pop(policy, None)
+        lost = self._lost
+        answer: ForgetAnswer = yield self._call("forget", 2.0, policy=policy, force=force)
+        if lost == self._lost:
+            for version in answer.retired:
+                self.world.checks.orders.retired(version)
 
     def _some_replica(self) -> str:
         """Some replica: as often as not one that a transfer occupies."""

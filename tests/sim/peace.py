@@ -70,7 +70,7 @@ def behind(world: World) -> Iterator[str]:
     """What replicas lack though a replica has a copy of it, and who is not ready though
     he lacks nothing. By what they really hold, and what the catalog says is served."""
     state = world.coordinator.state
-    policies = [*world.catalog.policies.values()]
+    policies = [policy for policy in world.catalog.policies.values() if not policy.forgotten]
     for name, replica in world.replicas.items():
         known = state.replicas.get(name)
         if not replica.alive or known is None or known.incarnation != replica.incarnation:
@@ -78,7 +78,7 @@ def behind(world: World) -> Iterator[str]:
             continue
         if known.suspicion:
             yield f"{name} is taken for dead: {known.suspicion}"
-        lacks = [version for policy in policies for version in _lacks(replica, policy)]
+        lacks = [version for policy in policies for version in _lacks(world, replica, policy)]
         for version in lacks:
             if replica.dirty_reason and version.policy != BASE_POLICY:
                 continue  # its base comes first
@@ -103,16 +103,39 @@ def behind(world: World) -> Iterator[str]:
             yield f"{policy.name} stands for something else than the catalog says"
 
 
-def _lacks(replica: SimReplica, policy: Policy) -> Iterator[PolicyVersion]:
-    """What it must serve to be ready."""
+def _lacks(world: World, replica: SimReplica, policy: Policy) -> Iterator[PolicyVersion]:
+    """What it must serve to be ready. Of what is lost that is nothing, unless its name stands
+    for a former version."""
     served = PolicyVersion(policy.name, policy.served_version)
     if policy.kind is PolicyKind.BASE:
         if served.version != replica.vector.base or (served.version and replica.dirty_reason):
             yield served
     elif served.version:
         entry = replica.vector.adapters.get(policy.name, AdapterVersions())
-        if entry.alias != served.version:
+        is_lost = world.coordinator.state.is_lost(policy)
+        if entry.alias != served.version and not (is_lost and not entry.alias):
             yield served
+
+
+def ended(world: World) -> Iterator[str]:
+    """What is left of policies that were forgotten, and what is lost, or is not, wrongly."""
+    state = world.coordinator.state
+    for name, replica in world.replicas.items():
+        # One with a broken engine drops nothing before it is repaired.
+        held = () if replica.dirty_reason else (*replica.served, *replica.store.adapters)
+        for version in held:
+            policy = state.forgotten.get(version.policy)
+            if policy is not None and version.version <= policy.last_version:
+                yield f"{name} holds {version}, which is forgotten"
+    for policy in state.policies.values():
+        served = PolicyVersion(policy.name, policy.served_version)
+        holders = [name for name, r in world.replicas.items() if r.store.held(served)]
+        if state.is_lost(policy) and holders and served.version:
+            yield f"{served} is lost, and {holders} hold it"
+        lacking = [name for name, r in world.replicas.items() if not r.stands_for(served)]
+        is_left = policy.lease is None and served.version and lacking and not holders
+        if is_left and policy.kind is PolicyKind.ADAPTER and not state.is_lost(policy):
+            yield f"{served} is held by nobody, owned by nobody, and not lost"
 
 
 def kept(world: World) -> Iterator[str]:

@@ -265,13 +265,14 @@ class SimReplica(Process):
     def _drop(self, order: effects.CallRetire) -> Generator[Any, Any, VersionVector]:
         yield from self.ask_engine("retire")
         self._drop_mistaken(order.mistaken)
-        self._retire(order.versions)
+        self._retire(order.versions, order.ended)
         return self.vector
 
-    def _retire(self, versions: tuple[PolicyVersion, ...]) -> None:
+    def _retire(self, versions: tuple[PolicyVersion, ...], ended: tuple[str, ...]) -> None:
         for version in versions:
             entry = self.vector.adapters.get(version.policy, AdapterVersions())
-            if entry.alias != version.version and version.policy != BASE_POLICY:
+            is_free = entry.alias != version.version or version.policy in ended
+            if is_free and version.policy != BASE_POLICY:
                 self.world.checks.retiring(self, version)
                 self.vector = self.vector.without_adapter(version)
                 self.served.pop(version, None)

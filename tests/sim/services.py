@@ -136,6 +136,9 @@ class Services:
     def retain(self, timeout: float, **args: Any) -> events.Event:
         return events.SetRetention(**args)
 
+    def forget(self, timeout: float, **args: Any) -> events.Event:
+        return events.ForgetPolicy(**args)
+
     def take_out_of_service(self, timeout: float, **args: Any) -> events.Event:
         return events.TakeOutOfService(**args)
 

@@ -227,7 +227,7 @@ class World:
         awake_at = max(worker.frozen_until for worker in workers)
         self.clock.run_until(max(self.clock.now, awake_at) + 10.0)
         # The longest pause between two attempts at a clone comes on top.
-        questions = peace.left_over, peace.behind, peace.kept, unrecorded
+        questions = peace.left_over, peace.behind, peace.kept, peace.ended, unrecorded
         self._must_end(80.0, *questions)
         self.trace("world", "all is well")
         for policy in POLICIES:

@@ -224,6 +224,10 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """A replica's state has changed to REPLICA_STATE_ASLEEP."""
     EVENT_KIND_POLICY_FORGOTTEN: _EventKind.ValueType  # 40
     """An operator has forgotten a policy."""
+    EVENT_KIND_POLICY_LOST: _EventKind.ValueType  # 41
+    """A policy is lost (Policy.lost)."""
+    EVENT_KIND_POLICY_FOUND: _EventKind.ValueType  # 42
+    """It is not any more."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -310,6 +314,10 @@ EVENT_KIND_REPLICA_ASLEEP: EventKind.ValueType  # 39
 """A replica's state has changed to REPLICA_STATE_ASLEEP."""
 EVENT_KIND_POLICY_FORGOTTEN: EventKind.ValueType  # 40
 """An operator has forgotten a policy."""
+EVENT_KIND_POLICY_LOST: EventKind.ValueType  # 41
+"""A policy is lost (Policy.lost)."""
+EVENT_KIND_POLICY_FOUND: EventKind.ValueType  # 42
+"""It is not any more."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -502,6 +510,7 @@ class Policy(_message.Message):
     HAS_OWN_RETENTION_FIELD_NUMBER: _builtins.int
     CONFLICTS_FIELD_NUMBER: _builtins.int
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -525,6 +534,12 @@ class Policy(_message.Message):
     trained_on_base_version: _builtins.int
     """Version of the base that the served version of an adapter was trained on;
     absent: not known.
+    """
+    lost: _builtins.bool
+    """Whether `served_version` is lost: no replica in contact holds it, and nobody owned the
+    policy when that was found. Requests for it get NOT_FOUND, and it keeps no replica from
+    being ready (but the base does). A push ends that, a replica that comes back with a copy,
+    or an order: ForgetPolicy, or Rollback of the base.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -559,10 +574,11 @@ class Policy(_message.Message):
         has_own_retention: _builtins.bool = ...,
         conflicts: _abc.Iterable[Global___VersionConflict] | None = ...,
         trained_on_base_version: _builtins.int | None = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
     _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015

@@ -727,6 +727,38 @@ class Work(_message.Message):
 Global___Work: _TypeAlias = Work  # noqa: Y015
 
 @_typing.final
+class AbsentPolicy(_message.Message):
+    """A policy that the pool does not serve any more, though it did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    LAST_VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """Its name."""
+    last_version: _builtins.int
+    """The highest of its numbers that will not be served (again, unless a replica comes back
+    with a copy).
+    """
+    reason: _builtins.str
+    """Why, for who asks for it."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        last_version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_version", b"last_version", "policy", b"policy", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbsentPolicy: _TypeAlias = AbsentPolicy  # noqa: Y015
+
+@_typing.final
 class HeartbeatResponse(_message.Message):
     """Received."""
 
@@ -743,6 +775,7 @@ class HeartbeatResponse(_message.Message):
     LACKING_FIELD_NUMBER: _builtins.int
     LACKING_MORE_FIELD_NUMBER: _builtins.int
     BASE_DOUBT_FIELD_NUMBER: _builtins.int
+    ABSENT_POLICIES_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, is
     neither taken out of service nor draining, and has said that it is open.
@@ -782,6 +815,12 @@ class HeartbeatResponse(_message.Message):
         refuses requests for these names. While the base is among them it refuses every alias.
         """
 
+    @_builtins.property
+    def absent_policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentPolicy]:
+        """Policies that are lost, or were forgotten: what requests for them are told. At most 128,
+        the newest of each; what is not named here is merely unknown.
+        """
+
     def __init__(
         self,
         *,
@@ -796,10 +835,11 @@ class HeartbeatResponse(_message.Message):
         lacking: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         lacking_more: _builtins.bool = ...,
         base_doubt: _builtins.str = ...,
+        absent_policies: _abc.Iterable[Global___AbsentPolicy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_side.engine import AliasRefusals
+from rollout_side.engine import AbsentPolicy, AliasRefusals
 from rollout_side.vllm_engine.loading import lora_hook
 from weft.contract.errors import (
     DigestMismatchError,
@@ -67,6 +67,10 @@ def _own_names(serving_models: Any) -> tuple[str, ...]:
     return tuple(sorted(bases | files))
 
 
+def _is_up_to(number: str, last: int) -> bool:
+    return number.isascii() and number.isdigit() and len(number) < 20 and int(number) <= last
+
+
 class ServedModels:
     """Names of adapters in vLLM's registry. Used from one event loop only.
 
@@ -80,6 +84,8 @@ class ServedModels:
         self._served: dict[PolicyVersion, ServedAdapter] = {}
         self._aliases: dict[str, PolicyVersion] = {}
         self._refused = AliasRefusals()
+        #: Policies that the pool does not serve any more, by name.
+        self.absent: Mapping[str, AbsentPolicy] = {}
         #: What ``base`` stands for, which is no adapter; see ``set_base``.
         self.base = PolicyVersion(BASE_POLICY, 0)
         #: Names that vLLM's server has by its own arguments, sorted: of the base model, and
@@ -155,12 +161,14 @@ class ServedModels:
         """What is answered to a name that vLLM does not know; None where there is nothing to
         add to its own words. Of an exact version, those of its policy are named that can be
         requested."""
-        policy = name.rpartition("@")[0] or name
-        if policy == name:
-            return self._refused_alias(name, name)
+        policy, _, number = name.rpartition("@")
+        if not policy:
+            return self._refused_alias(name, name) or self._absent_policy(name, name)
         there = self._there(policy)
         if not there:
-            return None
+            gone = self.absent.get(policy)
+            is_gone = gone is not None and _is_up_to(number, gone.last_version)
+            return self._absent_policy(name, policy) if is_gone else None
         why = f"it was retired, or is not here yet; of {policy} there are {there}"
         return Refusal(404, f"The model `{name}` does not exist: {why}", "VERSION_UNKNOWN")
 
@@ -171,6 +179,13 @@ class ServedModels:
         there = self._there(policy)
         others = f"; ask another replica, or for an exact version{f', {there}' * bool(there)}"
         return Refusal(503, f"The model `{name}` is refused: {why}{others}", self._refused.reason)
+
+    def _absent_policy(self, name: str, policy: str) -> Refusal | None:
+        gone = self.absent.get(policy)
+        if gone is None:
+            return None
+        reason = "POLICY_UNKNOWN" if name == policy else "VERSION_UNKNOWN"
+        return Refusal(404, f"The model `{name}` does not exist: {gone.reason}", reason)
 
     def _there(self, policy: str) -> str:
         """The versions of a policy that can be requested, in words; empty for none."""

@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollout_side.engine import (
+    AbsentPolicy,
     AliasRefusals,
     Asleep,
     EngineWork,
@@ -270,6 +271,10 @@ class VllmReplica(HeldVersions):
         """See ``Engine``."""
         async with self._gate.exclusive():
             self.models.drop_alias(policy)
+
+    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+        """See ``Engine``."""
+        self.models.absent = policies
 
     async def load_adapter(
         self,

@@ -99,6 +99,17 @@ def test_many_policies_are_folded(width: int) -> None:
     assert "mistyped" not in text
 
 
+def test_what_is_lost_is_named_with_what_ends_that() -> None:
+    kinds = types_pb2.POLICY_KIND_BASE, types_pb2.POLICY_KIND_ADAPTER
+    policies = [
+        pb.Policy(policy=name, kind=kind, served_version=3, last_version=3, lost=True)
+        for name, kind in zip(("base", "math"), kinds, strict=True)
+    ]
+    text = " ".join(shown(pb.GetPoolResponse(policies=policies), 200).split())
+    assert "math@3 is lost: no replica in contact holds it; push it again, or weft forget" in text
+    assert "or weft rollback base --to 0" in text
+
+
 def test_a_vector_is_whole_where_no_bound_is_given() -> None:
     assert vector_text(vector(3, a=1, b=2)) == "base@3  a@1 (1)  b@2 (2)"
     assert vector_text(vector(3, a=1, b=2), most=1) == "base@3  a@1 (1)  and 1 more"

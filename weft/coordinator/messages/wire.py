@@ -374,6 +374,7 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
             for number in conflicts(state, policy.name)
         ],
         trained_on_base_version=policy.trained_on.get(policy.served_version),
+        lost=state.is_lost(policy),
     )
     if policy.kind is PolicyKind.ADAPTER:
         message.num_retained = num_retained(policy, state.settings)

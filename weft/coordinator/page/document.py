@@ -162,13 +162,14 @@ class Document:
         why = "" if is_ready else explain_state(self._state(), replica)[1]
         return replace(replica, last_heard=0.0), why
 
-    def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int]]:
+    def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool]:
         state, lease = self._state(), policy.lease
         is_held = lease is not None and self._now() < lease.expires_at
         if lease is not None:
             policy = replace(policy, lease=replace(lease, expires_at=0.0, num_renewals=0))
         again = publish_again_version(state, policy.name)
-        return policy, is_held, again, list(conflicts(state, policy.name))
+        is_lost = state.is_lost(policy)
+        return policy, is_held, again, list(conflicts(state, policy.name)), is_lost
 
     def _under_way(self, transfer: Transfer, state: PoolState) -> dict[str, Any]:
         verified = self._num_verified(transfer.group_id, transfer.transfer_id)

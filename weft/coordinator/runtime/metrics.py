@@ -229,6 +229,12 @@ class PoolCollector(Collector):
             live_lease(policy, self._now()) is not None for policy in state.policies.values()
         )
         yield GaugeMetricFamily("weft_leases_held", "Policies that a trainer owns.", held)
+        lost = sum(state.is_lost(policy) for policy in state.policies.values())
+        yield GaugeMetricFamily(
+            "weft_policies_lost",
+            "Policies whose served version no replica in contact holds, and that nobody owned.",
+            lost,
+        )
         waiting = sum(t.phase is Phase.WAITING for t in state.transfers.values())
         yield GaugeMetricFamily(
             "weft_transfers_waiting", "Transfers that wait for their turn.", waiting

@@ -161,6 +161,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             lacking=map(version_to_proto, answer.lacking[:_MAX_LACKING]),
             lacking_more=len(answer.lacking) > _MAX_LACKING,
             base_doubt=answer.base_doubt,
+            absent_policies=[
+                registry_pb2.AbsentPolicy(
+                    policy=one.policy, last_version=one.last_version, reason=one.reason
+                )
+                for one in answer.absent
+            ],
         )
         if answer.drain_seconds is not None:
             response.drain.reason = answer.drain_reason

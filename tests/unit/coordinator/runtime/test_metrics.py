@@ -57,6 +57,19 @@ def _pool(*replicas: str, policies: tuple[str, ...] = ("math",), **settings: Any
     return m
 
 
+def test_policies_that_are_lost() -> None:
+    m = _pool("r0")
+    m.run_to(Phase.COMMITTED)
+    m.do(events.ReleasePolicy(0, "math", m.tokens.pop("math")))
+    assert m.value("policies_lost") == 0
+    m.do(events.Leave(0, "r0", "i1"))
+    m.register("r0", "i2")
+    m.pass_time(6.0)
+    assert m.value("policies_lost") == 1
+    m.do(events.ForgetPolicy(0, "math", False))
+    assert m.value("policies_lost") == 0
+
+
 def test_a_push_that_is_committed() -> None:
     m = _pool("r0", "r1")
     ticket = m.begin()

@@ -8,7 +8,7 @@ import pytest
 
 from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
-from rollout_side.engine import AliasRefusals
+from rollout_side.engine import AbsentPolicy, AliasRefusals
 from weft.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
@@ -18,10 +18,14 @@ _SERVED = VersionVector(
 )
 _NEWEST = {"base": 4, "math": 5, "code": 1}
 _NONE = AliasRefusals()
+_ABSENT = {
+    "chess": AbsentPolicy(7, "an operator forgot chess"),
+    "go": AbsentPolicy(2, "go@2 is lost"),
+}
 
 
 def _resolve(asked: str, refused: AliasRefusals = _NONE) -> str:
-    return str(resolve(asked, _SERVED, lambda p: _NEWEST.get(p, 0), refused))
+    return str(resolve(asked, _SERVED, lambda p: _NEWEST.get(p, 0), refused, _ABSENT))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,24 @@ def test_what_is_gone_is_told_with_what_is_there(asked: str, reason: str, versio
     assert (refused.value.reason, refused.value.metadata["versions"]) == (reason, versions)
 
 
-@pytest.mark.parametrize("asked", ["base@5", "math@6", "other@1"])
+@pytest.mark.parametrize(
+    ("asked", "reason", "why"),
+    [
+        ("chess", "POLICY_UNKNOWN", "an operator forgot chess"),
+        ("chess@7", "VERSION_UNKNOWN", "an operator forgot chess"),
+        ("go", "POLICY_UNKNOWN", "go@2 is lost"),
+        ("go@1", "VERSION_UNKNOWN", "go@2 is lost"),
+    ],
+)
+def test_what_the_pool_does_not_serve_any_more_is_gone_for_a_reason(
+    asked: str, reason: str, why: str
+) -> None:
+    with pytest.raises(NotFoundError, match=why) as refused:
+        _resolve(asked)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize("asked", ["base@5", "math@6", "other@1", "chess@8"])
 def test_what_may_come_is_not_here_yet(asked: str) -> None:
     with pytest.raises(PeerUnavailableError, match="not here yet") as refused:
         _resolve(asked)
@@ -73,7 +94,7 @@ def test_a_list_is_bounded_and_of_whole_names() -> None:
         versions = tuple(range(1, 50))
         served = VersionVector(adapters={policy: AdapterVersions(versions, 49)})
         with pytest.raises(NotFoundError) as refused:
-            resolve(f"{policy}@0", served, lambda _: 49, _NONE)
+            resolve(f"{policy}@0", served, lambda _: 49, _NONE, {})
         listed = refused.value.metadata["versions"].split(", ")
         if count == 10:
             assert listed == [f"p@{number}" for number in range(40, 50)]

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from weft.coordinator.decisions.effects.answers import (
+    AbsentPolicy,
     Answer,
     BeginAnswer,
     Done,
@@ -80,6 +81,7 @@ __all__ = [
     "SavePin",
     "SaveOutOfService",
     "Save",
+    "AbsentPolicy",
     "LeaseAnswer",
     "BeginAnswer",
     "RegisterAnswer",
@@ -166,6 +168,8 @@ class EventKind(enum.StrEnum):
     VERSION_CONFLICT = enum.auto()
     REPLICA_ASLEEP = enum.auto()
     POLICY_FORGOTTEN = enum.auto()
+    POLICY_LOST = enum.auto()
+    POLICY_FOUND = enum.auto()
 
 
 @dataclass(frozen=True)

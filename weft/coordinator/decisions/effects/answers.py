@@ -49,6 +49,15 @@ class RegisterAnswer:
 
 
 @dataclass(frozen=True)
+class AbsentPolicy:
+    """A policy that the pool served once, and why it does not."""
+
+    policy: str
+    last_version: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class HeartbeatAnswer:
     """To Heartbeat."""
 
@@ -72,6 +81,8 @@ class HeartbeatAnswer:
     """What the pool serves under its aliases and the replica does not."""
     base_doubt: str = ""
     """Why its base@0 is not the pool's; empty where it is, or is not served."""
+    absent: tuple[AbsentPolicy, ...] = ()
+    """What requests for policies are told that are lost, or were forgotten."""
 
 
 @dataclass(frozen=True)

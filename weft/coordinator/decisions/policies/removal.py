@@ -105,6 +105,7 @@ def _retire(change: Change, policy: Policy) -> tuple[PolicyVersion, ...]:
         unserved={v: case for v, case in state.unserved.items() if v.policy != name},
         conflicts={v: found for v, found in state.conflicts.items() if v.policy != name},
         republish={k: wanted for k, wanted in state.republish.items() if k != name},
+        lost={k: number for k, number in state.lost.items() if k != name},
     )
     change.touched_all = True
     left = f"{len(versions)} versions were retired, numbers go on above {policy.last_version}"

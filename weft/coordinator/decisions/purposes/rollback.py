@@ -167,8 +167,8 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
             raise _not_retained(state, policy, f"no replica in contact holds {version}")
         return [replica for replica in eligible_targets(state) if holds(replica, version)]
     replicas = base_targets(state)
-    without = [r for r in replicas if not holds(r, version) and is_ready(state, r)]
-    holding = [r for r in replicas if holds(r, version)]
+    holding = [r for r in replicas if holds(r, version) or _serves(r, version)]
+    without = [r for r in replicas if r not in holding and is_ready(state, r)]
     if not version.version:
         _check_one_base(state, holding)
     if without or not holding:
@@ -182,8 +182,15 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
     return holding
 
 
+def _serves(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a base in its engine, whole: it need not switch, copy or not."""
+    return replica.in_contact and replica.vector.holds(version)
+
+
 def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
     left = ", ".join(map(str, ways_back(state, policy))) or "nothing"
+    if state.is_lost(policy):
+        left += f" (it is lost: push it again, or weft forget {policy.name})"
     return NotReadyError(
         f"{why}; {policy.name!r} can go back to {left}",
         reason="NOT_RETAINED",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import cast
+
 from weft.containers.frozen import replace
 from weft.contract.capabilities import ONE_SIDED
 from weft.contract.errors import (
@@ -16,6 +20,7 @@ from weft.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
+    AbsentPolicy,
     CloseChannel,
     Done,
     EventKind,
@@ -232,7 +237,37 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         # Who is routed to lacks nothing; of ten thousand policies that is not asked twice.
         lacking=() if ready else tuple(map(PolicyVersion.parse, lacks(state, replica))),
         base_doubt="" if ready else doubt(state, replica),
+        absent=_absent(state),
     )
+
+
+#: Policies that are lost, and forgotten ones, that replicas are told of with each heartbeat.
+MAX_ABSENT = 64
+
+
+def _absent(state: PoolState) -> tuple[AbsentPolicy, ...]:
+    """What the pool does not serve any more, the newest of what is lost and of what was
+    forgotten."""
+    lost = [
+        AbsentPolicy(
+            name,
+            state.lost[name],
+            f"{name}@{state.lost[name]} is lost: no replica in contact holds it, and nobody owns "
+            f"it; push it again, or end it (weft forget {name})",
+        )
+        for name in _newest(state.lost)
+        if name != BASE_POLICY
+    ]
+    forgotten = [
+        AbsentPolicy(name, state.forgotten[name].last_version, f"an operator forgot {name}")
+        for name in _newest(state.forgotten)
+    ]
+    return (*lost, *forgotten)
+
+
+def _newest(by_policy: Mapping[str, object]) -> Iterable[str]:
+    # With each heartbeat: not all are looked at.
+    return islice(reversed(cast("dict[str, object]", by_policy)), MAX_ABSENT)
 
 
 def leave(change: Change, event: events.Leave) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from weft.contract.checkpoint import CheckpointState, differing_files
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.decisions.policies.retention import kept_versions
+from weft.coordinator.decisions.policies.retention import kept_versions, ways_back
 from weft.coordinator.decisions.replicas.holdings import mistaken_adapters
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import OutOfService, Replica
@@ -263,9 +263,15 @@ def lacks(state: PoolState, replica: Replica) -> list[str]:
     Between the commit point and its own switch it serves what it should. An order to
     switch that was given before the pool was rolled back may still take it elsewhere,
     and a clone that it loads in place mixes its weights, whatever it said that it serves.
-    What it has under a number of other bytes it is to drop first.
+    What it has under a number of other bytes it is to drop first. Nor may a bare name
+    stand for a former version of what is lost.
     """
     lacking = state.vector.missing_from(replica.vector)
+    for name, number in state.lost.items():
+        policy, entry = state.policies.get(name), replica.vector.adapters.get(name)
+        stands_for = entry.alias if entry else 0
+        if policy is not None and state.is_lost(policy) and stands_for not in (0, number):
+            lacking.append(str(PolicyVersion(name, number)))
     lacking += [str(v) for h in mistaken_adapters(replica) if str(v := h.version) not in lacking]
     for transfer in state.transfers.values():
         if transfer.replica_id and replica.replica_id in transfer.loading:
@@ -334,9 +340,19 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
 def who_publishes(state: PoolState, policy: str) -> str:
     """Who brings back what nobody holds any more, for people."""
     known = state.policies.get(policy)
-    if known is None or known.lease is None:
-        return "nobody owns it now, push it again"
-    return f"its owner {known.lease.trainer_id} is asked to publish it again"
+    if known is not None and known.lease is not None:
+        return f"its owner {known.lease.trainer_id} is asked to publish it again"
+    return f"nobody owns it now, push it again, or {_way_on(state, policy)}"
+
+
+def _way_on(state: PoolState, policy: str) -> str:
+    """The order by which a pool goes on without what nobody holds any more."""
+    known = state.policies.get(policy)
+    if policy == BASE_POLICY:
+        return "go back to what replicas were started with: weft rollback base --to 0"
+    if known is not None and (back := ways_back(state, known)):
+        return f"go back: weft rollback {policy} --to {back[-1]}"
+    return f"end it: weft forget {policy}"
 
 
 # -- whether its base@0 is the pool's ----------------------------------------

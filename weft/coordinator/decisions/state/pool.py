@@ -215,6 +215,8 @@ class PoolState:
     """Replicas for which a version is being looked up."""
     republish: Mapping[str, Republish] = field(default_factory=dict)
     """By policy."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """By policy, the version that it serves and that is lost: see ``republish``."""
     unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
     """Committed versions that nobody is known to serve. Bounded; not durable."""
     out_of_service: Mapping[str, OutOfService] = field(default_factory=dict)
@@ -236,16 +238,22 @@ class PoolState:
     order_number: int = 0
     """The number of the newest order to refuse requests, or to take them again."""
 
+    def is_lost(self, policy: Policy) -> bool:
+        """Whether nobody can bring what a policy serves, nor anybody is asked to."""
+        return self.lost.get(policy.name) == policy.served_version
+
     @cached_property
     def vector(self) -> VersionVector:
-        """What a ready replica serves."""
+        """What a ready replica serves: the base, and the adapters that are not lost."""
         base = self.policies.get(BASE_POLICY)
         return VersionVector(
             base=base.served_version if base else 0,
             adapters={
                 policy.name: AdapterVersions(policy.versions, policy.served_version)
                 for policy in self.policies.values()
-                if policy.kind is PolicyKind.ADAPTER and policy.served_version
+                if policy.kind is PolicyKind.ADAPTER
+                and policy.served_version
+                and not self.is_lost(policy)
             },
         )
 

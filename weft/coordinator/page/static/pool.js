@@ -108,7 +108,7 @@ export class Pool {
     for (const entry of vector.adapters ?? []) serves.set(entry.policy, Number(entry.alias ?? 0));
     const found = [];
     for (const [name, policy] of this.policies) {
-      const wanted = Number(policy.served_version ?? 0);
+      const wanted = policy.lost && name !== "base" ? 0 : Number(policy.served_version ?? 0);
       const has = serves.get(name) ?? 0;
       if (has !== wanted) found.push({ policy: name, version: has, wanted });
     }

@@ -62,7 +62,8 @@ function policyRow(pool, policy) {
   const pinned = new Set((policy.pinned_versions ?? []).map(Number));
   const versions = [...new Set([...(policy.versions ?? []).map(Number), ...pinned])].sort((a, b) => b - a);
   const notes = [];
-  if (policy.publish_again_version) notes.push(`its owner is asked to publish ${versionName(name, policy.publish_again_version)} again`);
+  if (policy.lost) notes.push(`lost: no replica holds it, and nobody owns it. Push it again, or ${isBase ? "weft rollback base --to 0" : `weft forget ${name}`}`);
+  else if (policy.publish_again_version) notes.push(`its owner is asked to publish ${versionName(name, policy.publish_again_version)} again`);
   for (const conflict of policy.conflicts ?? []) notes.push(`replicas hold unlike bytes under ${versionName(name, conflict.version)}`);
   return el("tr", { "data-policy": name },
     el("th", { scope: "row" }, name),

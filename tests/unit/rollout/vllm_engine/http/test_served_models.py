@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.engine import AliasRefusals
+from rollout_side.engine import AbsentPolicy, AliasRefusals
 from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels
 from weft.contract.errors import DigestMismatchError, InvalidNameError, NotFoundError, NotReadyError
 from weft.contract.names import PolicyVersion
@@ -69,6 +69,14 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
     )
     assert models.explain_unknown("code@1") is None
     assert models.explain_unknown("code") is None
+    models.absent = {"code": AbsentPolicy(3, "an operator forgot code")}
+    for name, reason in (("code", "POLICY_UNKNOWN"), ("code@3", "VERSION_UNKNOWN")):
+        gone = models.explain_unknown(name)
+        assert gone is not None
+        assert (gone.status, gone.reason) == (404, reason)
+        assert gone.message == f"The model `{name}` does not exist: an operator forgot code"
+    for name in ("code@4", "code@", f"code@{'9' * 99}", "other"):
+        assert models.explain_unknown(name) is None
     models.refuse_aliases(AliasRefusals(every="out of contact", is_away=True))
     unheard = models.explain_unknown("code")
     assert unheard is not None
