@@ -3,10 +3,12 @@ ordered to read, and what an owner is asked."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 import torch
 
@@ -20,6 +22,7 @@ from tests.contract.conftest import Pool
 from tests.contract.served_replica import MANIFEST, Served, serving
 from tests.doubles.engine import EngineDouble
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft.coordinator.runtime.catalog.database import CatalogError
 from weft.rpc.codec import vector_from_proto
 from weft.transport.digests.wsum64 import content_digest, tensor_digest
 from weft.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
@@ -186,3 +189,24 @@ async def test_no_memory_to_read_it_to(spilling: Served) -> None:
     refused = await refusal(spilling.stub.SwitchVersion(_order("base")))
     assert refused == "RESOURCE_EXHAUSTED/STAGING_FULL"
     assert spilling.agent.serving.vector == VersionVector()
+
+
+async def test_a_coordinator_whose_catalog_was_removed_ends_and_acknowledges_nothing(
+    pool: Pool,
+) -> None:
+    trainer = await pool.trainer()
+    await pool.replica()
+    assert pool.coordinator is not None
+    pool.catalog.unlink()
+    status = await refusal(trainer.push())
+    assert status.startswith(("UNAVAILABLE/COORDINATOR_AWAY", "INTERNAL"))
+    with pytest.raises(CatalogError, match="was removed") as ended:
+        await asyncio.wait_for(pool.coordinator.wait(), 10)
+    assert ended.value.reason == "CATALOG_GONE"
+
+
+async def test_one_that_writes_nothing_notices_it_too(pool: Pool) -> None:
+    assert pool.coordinator is not None
+    pool.catalog.rename(pool.catalog.with_name("moved.db"))
+    with pytest.raises(CatalogError, match="was removed"):
+        await asyncio.wait_for(pool.coordinator.wait(), 10)

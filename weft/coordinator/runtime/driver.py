@@ -22,7 +22,7 @@ from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.values import Failure
 from weft.coordinator.decisions.step import step
 from weft.coordinator.decisions.transfers.preflight import check_fit
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, describe_held, look_up
 from weft.coordinator.runtime.replica_client import ReplicaCaller
@@ -45,6 +45,8 @@ _DETAILS = frozenset(
 )
 
 TICK_SECONDS: Final = 0.25
+#: Between two looks at whether the catalog's file is still there.
+LOOK_SECONDS: Final = 1.0
 #: Calls that may wait to be decided; more are refused. (Events of streams and of
 #: our own calls are bounded by the number of ranks and replicas.)
 MAX_QUEUED: Final = 10_000
@@ -152,7 +154,8 @@ class Driver:
             Exception: The catalog could not be written: nothing more may be
                 decided, since it could not be kept.
         """
-        ticker = asyncio.get_running_loop().create_task(self._tick())
+        loop = asyncio.get_running_loop()
+        aside = [loop.create_task(self._tick()), loop.create_task(self._watch_catalog())]
         try:
             while not self._stopping:
                 await self._wake.wait()
@@ -161,7 +164,8 @@ class Driver:
                     raise self._failure
                 await self._decide()
         finally:
-            ticker.cancel()
+            for task in aside:
+                task.cancel()
             self._stopping = True
             for future in self._calls.values():
                 if not future.done():
@@ -177,6 +181,18 @@ class Driver:
                 _log.exception("what members said of their progress is lost")
             self.post(events.Tick())
             await asyncio.sleep(TICK_SECONDS)
+
+    async def _watch_catalog(self) -> None:
+        """Notice that the catalog was removed also while nothing is written."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await loop.run_in_executor(self._writer, self._catalog.check)
+            except CatalogError as error:
+                self._failure = error
+                self._wake.set()
+                return
 
     async def _decide(self) -> None:
         now = self.now()

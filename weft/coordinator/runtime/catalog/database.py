@@ -116,6 +116,7 @@ class Catalog:
             check(catalog._write, file.path)
             catalog._begin_generation()
             catalog._read = connect(file.path)
+            file.watch_log()
         except BaseException as error:
             if catalog is not None:
                 catalog._write.close()
@@ -210,8 +211,8 @@ class Catalog:
         Called by the writer thread alone.
 
         Raises:
-            CatalogError: None of it was written. Nothing more may be decided, for it could
-                not be kept.
+            CatalogError: None of it was written, or it was written to a file that nobody will
+                find. Nothing more may be decided, for it could not be kept.
         """
         try:
             with _Transaction(self._write):
@@ -219,6 +220,11 @@ class Catalog:
                     self._apply_one(save)
         except sqlite3.Error as error:
             raise from_sqlite(self._file.path, error) from error
+        self._file.check()
+
+    def check(self) -> None:
+        """Make sure that the catalog is where it was opened; see ``CatalogFile.check``."""
+        self._file.check()
 
     def _apply_one(self, save: Save) -> None:
         rows = self._rows

@@ -16,7 +16,7 @@ STRUCTURE: Final = "its structure, so that any version may be lost"
 
 class CatalogError(WeftError):
     """The catalog cannot be used: ``NOT_A_CATALOG``, ``CATALOG_TOO_NEW``, ``CATALOG_LOCKED``,
-    ``CATALOG_LINKED``, ``CATALOG_DAMAGED`` or ``CATALOG_UNWRITABLE``."""
+    ``CATALOG_LINKED``, ``CATALOG_DAMAGED``, ``CATALOG_GONE`` or ``CATALOG_UNWRITABLE``."""
 
     status = "FAILED_PRECONDITION"
     default_reason = "NOT_A_CATALOG"
@@ -41,6 +41,17 @@ def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
         "history of versions",
         reason="CATALOG_DAMAGED",
         metadata={"num_problems": str(len(problems))},
+    )
+
+
+def gone(path: Path, *, is_replaced: bool) -> CatalogError:
+    """A file of the catalog was removed or replaced while it was in use."""
+    what = "is another file now" if is_replaced else "was removed"
+    return CatalogError(
+        f"{path} {what}, and the coordinator that had it open ends: what it would write is lost, "
+        "so it answers nothing more. Put the catalog back and start it again; without one, "
+        "replicas tell the next coordinator what they hold",
+        reason="CATALOG_GONE",
     )
 
 

@@ -1,8 +1,10 @@
-"""The file of a catalog: created whole, locked by its inode, and by nothing else.
+"""The file of a catalog: created whole, locked by its inode and by its path.
 
-The lock is one byte of the database itself, held by an open file description, so that
-every name of the file leads to it: its path, a symbolic link, a bind mount. It is a byte
-that SQLite never locks, for on network file systems every kind of lock is one of bytes.
+The lock of the inode is one byte of the database itself, held by an open file description,
+so that every name of the file leads to it: its path, a symbolic link, a bind mount. It is a
+byte that SQLite never locks, for on network file systems every kind of lock is one of bytes.
+Somebody may remove the file, or put another in its place: the lock of the path, a file
+beside it, keeps a second coordinator from starting there meanwhile, and ``check`` finds out.
 SQLite's own locks belong to the process, and end when it closes *any* descriptor of the
 file: none is opened for a file that this process has open, and the one that holds the
 lock is closed after SQLite's connections.
@@ -22,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from weft.coordinator.runtime.catalog.errors import CatalogError, damaged, in_use, unwritable
+from weft.coordinator.runtime.catalog.errors import CatalogError, damaged, gone, in_use, unwritable
 
 #: How long another coordinator may take to create the file.
 _CREATE_SECONDS: Final = 10.0
@@ -46,6 +48,8 @@ class CatalogFile:
         """Without symbolic links: SQLite names its other files after it."""
         self._inode = inode
         self._descriptors = descriptors
+        self._path_lock = -1
+        self._watched = {path: inode}
 
     @classmethod
     def take(cls, path: str | os.PathLike[str], create: Callable[[Path], None]) -> CatalogFile:
@@ -65,10 +69,17 @@ class CatalogFile:
                 if real.is_symlink():
                     raise unwritable(real, "its symbolic links lead in a circle")
                 real.parent.mkdir(parents=True, exist_ok=True)
-                if not real.exists():
-                    _create(real, create)
-                beside = {os.path.realpath(f"{os.fspath(name)}.lock") for name in (path, real)}
-                return cls._lock(real, [Path(name) for name in beside])
+                path_lock = _lock_path(real)
+                try:
+                    if not real.exists():
+                        _create(real, create)
+                    beside = Path(os.path.realpath(f"{os.fspath(path)}.lock"))
+                    taken = cls._lock(real, [beside] * (beside != _lock_beside(real)))
+                except BaseException:
+                    _unlock_path(real, path_lock)
+                    raise
+                taken._path_lock = path_lock
+                return taken
         except OSError as error:
             what = error.strerror or str(error)
             raise unwritable(real, f"{what} ({error.filename or real})") from error
@@ -105,12 +116,75 @@ class CatalogFile:
         _open_inodes.add(inode)
         return cls(real, inode, taken)
 
+    def watch_log(self) -> None:
+        """Have ``check`` look at SQLite's log, too, which is there once something was written."""
+        log = Path(f"{self.path}-wal")
+        self._watched[log] = _inode_of(log) or (0, 0)
+
+    def check(self) -> None:
+        """Make sure that what is written is still found by the catalog's path.
+
+        Raises:
+            CatalogError: ``CATALOG_GONE``, or it cannot be looked at.
+        """
+        for path, inode in self._watched.items():
+            try:
+                found = _inode_of(path)
+            except OSError as error:
+                raise unwritable(self.path, error.strerror or str(error)) from error
+            if found != inode:
+                raise gone(path, is_replaced=found is not None)
+
     def release(self) -> None:
         """Let another coordinator have it; SQLite's connections must be closed."""
         with _guard:
+            _unlock_path(self.path, self._path_lock)
             for descriptor in self._descriptors:
                 os.close(descriptor)
             _open_inodes.discard(self._inode)
+
+
+def _inode_of(path: Path) -> tuple[int, int] | None:
+    try:
+        known = path.stat()
+    except FileNotFoundError:
+        return None
+    return known.st_dev, known.st_ino
+
+
+def _lock_beside(real: Path) -> Path:
+    """The file by whose lock a path is taken; coordinators before schema 4 lock it alone."""
+    return Path(f"{real}.lock")
+
+
+def _lock_path(real: Path) -> int:
+    """A descriptor that holds a path's lock.
+
+    Raises:
+        CatalogError: ``CATALOG_LOCKED``.
+    """
+    beside = _lock_beside(real)
+    while True:
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _flock(descriptor)
+            if os.fstat(descriptor).st_ino == beside.stat().st_ino:
+                return descriptor
+        except FileNotFoundError:
+            pass  # who had it has just removed it
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise in_use(real) from None
+            raise
+        os.close(descriptor)
+
+
+def _unlock_path(real: Path, descriptor: int) -> None:
+    beside = _lock_beside(real)
+    if _inode_of(beside) == (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino):
+        beside.unlink()
+    os.close(descriptor)
 
 
 def _create(real: Path, create: Callable[[Path], None]) -> None:

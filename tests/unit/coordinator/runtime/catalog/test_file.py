@@ -7,12 +7,13 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from weft.coordinator.decisions.effects import SaveEpoch
 from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 _HOLDER = """
@@ -142,3 +143,51 @@ def test_a_path_that_leads_to_no_file(tmp_path: Path, where: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert _reason(tmp_path / where) in ("CATALOG_UNWRITABLE", "NOT_A_CATALOG")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def _move_away(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def _replace(path: Path) -> None:
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, _move_away, _replace])
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+def test_what_is_removed_or_replaced_in_use_is_noticed_and_written_no_more(
+    catalog_path: Path, spoil: Callable[[Path], None], suffix: str
+) -> None:
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([SaveEpoch(1)])
+    catalog.check()
+    spoil(Path(f"{catalog_path}{suffix}"))
+    for ask in (catalog.check, lambda: catalog.apply([SaveEpoch(2)])):
+        with pytest.raises(CatalogError) as refused:
+            ask()
+        assert refused.value.reason == "CATALOG_GONE"
+    with _process(catalog_path) as said:
+        assert said == "CATALOG_LOCKED", "nobody else starts there while it lives"
+    catalog.close()
+
+
+def test_one_whose_files_were_all_removed_leaves_those_of_the_next_alone(
+    catalog_path: Path,
+) -> None:
+    first = Catalog.open(catalog_path)
+    for path in catalog_path.parent.iterdir():
+        path.unlink()
+    second = Catalog.open(catalog_path)
+    second.apply([SaveEpoch(7)])
+    with pytest.raises(CatalogError):
+        first.apply([SaveEpoch(1)])
+    first.close()
+    with _process(catalog_path) as said:
+        assert said == "CATALOG_LOCKED"
+    second.apply([SaveEpoch(8)])
+    second.close()
+    third = Catalog.open(catalog_path)
+    assert third.snapshot().epoch == 8
+    third.close()
