@@ -112,6 +112,9 @@ class Registration:
         self.trouble = ""
         self._was_taken_in = False
         self._coordinator_id = ""
+        # What it was told last of operators' orders, for a coordinator that does not know.
+        self._out_of_service: pb.OutOfService | None = None
+        self._epoch = 0
         self._conflict_since: float | None = None
         self._away = False
         self._looked_at, self._why = float("-inf"), ""
@@ -270,7 +273,8 @@ class Registration:
             drain=drain_to_proto(now.drain),
             held_versions=map(held_to_proto, sorted(now.held)),
             last_coordinator_generation=self.coordinator_generation,
-            last_epoch=now.last_epoch,
+            last_epoch=max(now.last_epoch, self._epoch),
+            out_of_service=self._out_of_service,
             last_coordinator_id=self._coordinator_id,
             checkpoint=checkpoint_to_proto(now.checkpoint),
             refusing=now.refusing,
@@ -286,6 +290,7 @@ class Registration:
         )
         self._interval_seconds = duration_from_proto(response.heartbeat_interval)
         self._coordinator_id = response.coordinator_id
+        self._note_order(response)
         if response.reference_wanted:
             self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
         _log.info(
@@ -326,6 +331,7 @@ class Registration:
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_told, self._held_wanted = now.held, response.held_versions_wanted
+        self._note_order(response)
         # It grows where another replica has heard of a later coordinator.
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
@@ -344,6 +350,11 @@ class Registration:
                 answer_from_proto(response, is_draining, self.coordinator_generation, now.vector)
             )
         return is_draining
+
+    def _note_order(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
+        is_ordered = response.HasField("out_of_service")
+        self._out_of_service = response.out_of_service if is_ordered else None
+        self._epoch = max(self._epoch, response.epoch)
 
     def _to_tell(
         self, held: frozenset[tuple[PolicyVersion, bytes, bool]]

@@ -64,6 +64,8 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.commit_gate = asyncio.Event()
         self.commit_gate.set()
         self.calls: list[str] = []
+        self.told: registry_pb2.OutOfService | None = None
+        self.epoch = 0
         #: Policies that it was told are forgotten.
         self.ended: list[str] = []
         self.joins: list[replica_pb2.JoinGroupRequest] = []
@@ -100,9 +102,12 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             held_versions=self._held(),
             last_coordinator_generation=self.registered.coordinator_generation,
             last_coordinator_id=self.registered.coordinator_id,
+            last_epoch=self.epoch,
+            out_of_service=self.told,
             refusing=self.refusing,
         )
         self._obey(response.refuse_reason, response.order_number)
+        self._note(response)
         self.registered = response
         return response
 
@@ -138,8 +143,14 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             )
         )
         self._obey(response.refuse_reason, response.order_number)
+        self._note(response)
         self.heard = response
         return bool(response.ready)
+
+    def _note(self, response: Any) -> None:
+        """What it was told of operators' orders."""
+        self.told = response.out_of_service if response.HasField("out_of_service") else None
+        self.epoch = max(self.epoch, response.epoch)
 
     def _obey(self, reason: str, number: int) -> None:
         if number >= self.order_number and self.obeys:

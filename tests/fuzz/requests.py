@@ -54,6 +54,7 @@ def _register(world: World) -> list[Message]:
         version_vector=vector_to_proto(world.agent.serving.vector),
         retained_base_versions=[1],
         protocol_revision=PROTOCOL_REVISION,
+        out_of_service=registry.OutOfService(quarantined=True, reason="why not"),
     )
     return [request]
 

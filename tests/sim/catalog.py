@@ -91,6 +91,8 @@ class CatalogModel:
             architecture=self.architecture,
             checkpoint=self.checkpoint,
             epoch=self.epoch,
+            opened_generation=self.generation,
+            opened_epoch=self.epoch,
             number_floor=self.number_floor,
             coordinator_id=coordinator_id,
             policies={name: p for name, p in policies.items() if not p.forgotten},

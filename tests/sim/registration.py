@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft.contract.errors import NotFoundError, WeftError
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import HeldVersion
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class SimRegistration:
         self._coordinator_id = ""
         self._told: frozenset[HeldVersion] = frozenset()
         self._held_wanted = False
+        self._out_of_service: OutOfService | None = None
 
     def stay(self) -> Generator[Any, Any, None]:
         """Register, beat, and register again where that is not known any more."""
@@ -55,6 +57,8 @@ class SimRegistration:
                 self._told, self._held_wanted = held, answer.held_wanted
                 replica.ready = answer.ready
                 replica.generation = max(replica.generation, answer.generation)
+                self._out_of_service = answer.out_of_service
+                replica.last_epoch = max(replica.last_epoch, answer.epoch)
                 replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
                 replica.pins_told = answer.pinned_bases
                 replica.drain.hear(answer, is_noted=note is not None)
@@ -88,6 +92,7 @@ class SimRegistration:
             last_generation=replica.generation,
             last_epoch=replica.last_epoch,
             last_coordinator_id=self._coordinator_id,
+            out_of_service=self._out_of_service,
             refusing=replica.refusing,
             asleep=replica.asleep,
         )
@@ -95,6 +100,8 @@ class SimRegistration:
         replica.world.checks.losses.registered(replica, answer.generation)
         replica.generation = max(replica.generation, answer.generation)
         self._coordinator_id = answer.coordinator_id
+        self._out_of_service = answer.out_of_service
+        replica.last_epoch = max(replica.last_epoch, answer.epoch)
         replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
         if answer.reference_wanted:
             fingerprint = CAPABILITIES.base_fingerprint

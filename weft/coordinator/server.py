@@ -205,6 +205,8 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
         architecture=known.architecture,
         checkpoint=known.checkpoint,
         epoch=known.epoch,
+        opened_generation=known.generation,
+        opened_epoch=known.epoch,
         number_floor=known.number_floor,
         coordinator_id=secrets.token_hex(8),
         secret=secrets.token_hex(32),

@@ -254,6 +254,7 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Capabilities.tensor_parallel_size": _number(0, 65_536),
     "Capabilities.trial_name": _ID,
     "Drain.reason": _kept(MAX_TEXT_CHARS),
+    "OutOfService.reason": _kept(MAX_REASON_CHARS),
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
     "Work.silence": _duration(86_400),
     "GenerateRequest.text": _text(MAX_PROMPT, printable=False),

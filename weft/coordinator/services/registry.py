@@ -11,7 +11,8 @@ import grpc
 
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.progress import Work
-from weft.coordinator.decisions.state.replica import NOT_TOLD
+from weft.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
+from weft.coordinator.decisions.state.values import ReplicaState
 from weft.coordinator.messages.sleep import asleep_from_proto
 from weft.coordinator.messages.wire import held_from_proto
 from weft.coordinator.runtime.catalog.database import Catalog
@@ -84,6 +85,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 checkpoint=checkpoint,
                 refusing=request.refusing,
                 asleep=asleep_from_proto(request),
+                out_of_service=_order_from_proto(request),
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -94,6 +96,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             coordinator_id=answer.coordinator_id,
             refuse_reason=answer.refuse_reason,
             order_number=answer.order_number,
+            out_of_service=_order_to_proto(answer.out_of_service),
+            epoch=answer.epoch,
         )
 
     async def PutReference(
@@ -161,6 +165,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             lacking=map(version_to_proto, answer.lacking[:_MAX_LACKING]),
             lacking_more=len(answer.lacking) > _MAX_LACKING,
             base_doubt=answer.base_doubt,
+            out_of_service=_order_to_proto(answer.out_of_service),
+            epoch=answer.epoch,
             absent_policies=[
                 registry_pb2.AbsentPolicy(
                     policy=one.policy, last_version=one.last_version, reason=one.reason
@@ -198,6 +204,22 @@ def _work(request: registry_pb2.HeartbeatRequest) -> Work | None:
     if not request.HasField("work"):
         return None
     return Work(request.work.what, duration_from_proto(request.work.silence))
+
+
+def _order_from_proto(request: registry_pb2.RegisterRequest) -> OutOfService | None:
+    if not request.HasField("out_of_service"):
+        return None
+    told = request.out_of_service
+    state = ReplicaState.QUARANTINED if told.quarantined else ReplicaState.CORDONED
+    return OutOfService(state, told.reason)
+
+
+def _order_to_proto(order: OutOfService | None) -> registry_pb2.OutOfService | None:
+    if order is None:
+        return None
+    return registry_pb2.OutOfService(
+        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
+    )
 
 
 def _drain_note(

@@ -147,6 +147,7 @@ class Machine:
         last_coordinator_id = capabilities.pop("last_coordinator_id", "")
         checkpoint = capabilities.pop("checkpoint", NOT_TOLD)
         asleep = capabilities.pop("asleep", None)
+        out_of_service = capabilities.pop("out_of_service", None)
         self.do(
             events.Register(
                 ticket=ticket,
@@ -166,6 +167,7 @@ class Machine:
                 last_coordinator_id=last_coordinator_id,
                 checkpoint=checkpoint,
                 asleep=asleep,
+                out_of_service=out_of_service,
             )
         )
         return ticket

@@ -8,6 +8,7 @@ from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import Lease
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import ReplicaState
 
@@ -46,6 +47,10 @@ class RegisterAnswer:
     refuse_reason: str = ""
     """Why it must refuse new requests; empty when it must not."""
     order_number: int = 0
+    out_of_service: OutOfService | None = None
+    """The operator's order that stands, to be told to the next coordinator."""
+    epoch: int = 0
+    """How far groups and orders are counted."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,10 @@ class HeartbeatAnswer:
     """Why its base@0 is not the pool's; empty where it is, or is not served."""
     absent: tuple[AbsentPolicy, ...] = ()
     """What requests for policies are told that are lost, or were forgotten."""
+    out_of_service: OutOfService | None = None
+    """See ``RegisterAnswer``."""
+    epoch: int = 0
+    """See ``RegisterAnswer``."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from weft.contract.capabilities import Capabilities
 from weft.contract.checkpoint import Checkpoint
 from weft.contract.names import PolicyVersion, VersionVector
 from weft.coordinator.decisions.state.progress import Work
-from weft.coordinator.decisions.state.replica import NOT_TOLD
+from weft.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft.coordinator.decisions.state.sleep import Asleep
 from weft.coordinator.decisions.state.values import HeldVersion, VersionRecord
 
@@ -59,6 +59,8 @@ class Register:
     refusing: str = ""
     """Why it refuses new requests; empty while it is open."""
     asleep: Asleep | None = None
+    out_of_service: OutOfService | None = None
+    """The operator's order that it was told last."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from weft.coordinator.decisions.effects import (
     SaveNumberFloor,
     SavePolicy,
 )
-from weft.coordinator.decisions.state.pool import Policy, PoolState
+from weft.coordinator.decisions.state.pool import Policy, PoolState, Question
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import PolicyKind
 
@@ -48,22 +48,49 @@ def replica_registers(change: Change, event: events.Register) -> None:
     # The same, and of another: that one's catalog does not know of us, or ours of it.
     is_ours = event.last_coordinator_id == state.coordinator_id
     is_behind = state.generation < generation + (not is_ours) <= MAX_NUMBER
+    is_older = not is_ours and state.epoch < epoch <= MAX_NUMBER
     if is_behind:
         change.state = replace(change.state, generation=generation + 1)
         change.emit(SaveGeneration(generation + 1))
+    if is_behind or is_older:
         # An order of the former coordinator may be on its way to it yet.
         epoch += LEAP
+        what, counted = f"generation {generation}", f"to {state.generation}"
+        if not is_behind:
+            what, counted = f"epoch {event.last_epoch}", f"to epoch {state.epoch}"
         change.announce(
             EventKind.CATALOG_BEHIND,
             event.replica_id,
-            f"it has served a coordinator of generation {generation}, this catalog has counted "
-            f"to {state.generation}: it was lost, or is an older copy; what is known of it "
-            f"continues from here, numbers leap by {LEAP:,}",
+            f"it has served a coordinator of {what}, this catalog has counted {counted}: it was "
+            f"lost, or is an older copy; what is known of it continues from here, numbers leap by "
+            f"{LEAP:,}. What replicas do not report is lost: pins, retention, what was forgotten",
         )
         _leap_all(change)
+        question_all(change)
     if state.epoch < epoch <= MAX_NUMBER:
         change.state = replace(change.state, epoch=epoch)
         change.emit(SaveEpoch(epoch))
+
+
+def knows_more(state: PoolState, event: events.Register) -> bool:
+    """Whether a replica has served a coordinator that had counted further than this catalog
+    when it was opened: what it was told last is newer than what the catalog says."""
+    if event.last_coordinator_id == state.coordinator_id:
+        return False
+    generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
+    return generation or state.opened_epoch < event.last_epoch <= MAX_NUMBER
+
+
+def question_all(change: Change) -> None:
+    """Let replicas say what policies stand for: since this catalog was written, the pool may
+    have gone back to others."""
+    found = {
+        policy.name: Question(policy.served_version, change.now)
+        for policy in change.state.policies.values()
+        if policy.served_version
+    }
+    change.state = replace(change.state, in_question={**found, **change.state.in_question})
+    change.touched_all = True
 
 
 def _leap_all(change: Change) -> None:
@@ -101,6 +128,8 @@ def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
             policy = new_policy(change.state, version.policy, kind)
         elif version.policy in state.forgotten:  # it was pushed again, which is lost
             change.put_policy(policy)
+        else:
+            question_all(change)
         _raise(change, policy, version.version + LEAP)
 
 

@@ -97,6 +97,7 @@ def _retire(change: Change, policy: Policy) -> tuple[PolicyVersion, ...]:
     versions = tuple(PolicyVersion(name, number) for number in policy.versions)
     bare = Policy(name, policy.kind, policy.last_version, policy.fencing_token, forgotten=True)
     change.put_away(bare)
+    change.next_epoch()
     change.emit(SavePolicy(bare))
     change.emit(*(SavePin(PolicyVersion(name, number), False) for number in policy.pinned))
     change.emit(*(SaveRetired(version, durable=True) for version in versions))
@@ -105,6 +106,7 @@ def _retire(change: Change, policy: Policy) -> tuple[PolicyVersion, ...]:
         unserved={v: case for v, case in state.unserved.items() if v.policy != name},
         conflicts={v: found for v, found in state.conflicts.items() if v.policy != name},
         republish={k: wanted for k, wanted in state.republish.items() if k != name},
+        in_question={k: asked for k, asked in state.in_question.items() if k != name},
         lost={k: number for k, number in state.lost.items() if k != name},
     )
     change.touched_all = True

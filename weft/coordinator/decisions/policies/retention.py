@@ -21,6 +21,7 @@ from weft.coordinator.decisions.effects import (
     Done,
     EventKind,
     RetentionAnswer,
+    SaveCommitted,
     SavePin,
     SavePolicy,
     SaveRetired,
@@ -106,6 +107,20 @@ def unknown_policy(state: PoolState, policy: str) -> NotFoundError:
     if policy in state.forgotten:
         why = f"the policy {policy!r} was forgotten by an operator: a push begins it anew"
     return NotFoundError(why, reason="POLICY_UNKNOWN")
+
+
+def serve(change: Change, policy: Policy, version: int) -> None:
+    """The durable part: from now on the policy stands for ``version``."""
+    change.next_epoch()  # replicas hear it: an older copy of the catalog is known by that
+    replaced = policy.served_version
+    policy = replace(policy, served_version=version)
+    if policy.kind is PolicyKind.BASE:
+        policy = replace(policy, versions=(version,) if version else ())
+        change.emit(SaveRetired(PolicyVersion(BASE_POLICY, replaced), durable=True))
+        change.emit(SaveCommitted(PolicyVersion(BASE_POLICY, version)))
+    change.put_policy(policy)
+    change.touched_all = True
+    change.emit(SavePolicy(policy))
 
 
 # -- what an operator orders ----------------------------------------------------
@@ -260,7 +275,7 @@ def retire(change: Change) -> None:
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     # A commit that no replica can follow is undone: until then nothing leaves for it.
     undecided = {t.policy for t in state.transfers.values() if t.may_be_undone}
-    undecided |= {version.policy for version in state.unserved}
+    undecided |= {version.policy for version in state.unserved} | state.in_question.keys()
     kept = {
         policy.name: frozenset(policy.versions)
         if policy.name in undecided

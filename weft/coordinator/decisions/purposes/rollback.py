@@ -17,18 +17,20 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import (
     CallSwitch,
     EventKind,
     RollbackAnswer,
-    SaveCommitted,
-    SavePolicy,
-    SaveRetired,
 )
-from weft.coordinator.decisions.policies.retention import known_policy, requestable, ways_back
+from weft.coordinator.decisions.policies.retention import (
+    known_policy,
+    requestable,
+    serve,
+    ways_back,
+)
 from weft.coordinator.decisions.replicas.replica_state import (
     base_targets,
     difference,
@@ -85,7 +87,7 @@ class Rollback(Purpose):
         self, change: Change, transfer: Transfer, policy: Policy, targets: list[Replica]
     ) -> None:
         transfer = change.put_transfer(at_commit_point(change, transfer, targets))
-        _serve(change, policy, transfer.version)
+        serve(change, policy, transfer.version)
         version = transfer.policy_version
         text = f"from {policy.served_version}; {len(targets)} replicas switch"
         change.announce(EventKind.ROLLED_BACK, str(version), text)
@@ -113,7 +115,7 @@ class Rollback(Purpose):
             failure = Failure("LOAD_FAILED", why, {"member": replica_id, "cause": first.reason})
             if all_definite(transfer):
                 policy = change.state.policies[transfer.policy]
-                _serve(change, policy, transfer.served_before)
+                serve(change, policy, transfer.served_before)
         phase = Phase.ABORTED if failure else Phase.COMMITTED
         answer = RollbackAnswer(
             version,
@@ -216,16 +218,3 @@ def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
                 f"the pool cannot go back to base@0: {replica.replica_id}: {why}",
                 metadata={"member": replica.replica_id},
             )
-
-
-def _serve(change: Change, policy: Policy, version: int) -> None:
-    """The durable part: from now on the policy stands for ``version``."""
-    replaced = policy.served_version
-    policy = replace(policy, served_version=version)
-    if policy.kind is PolicyKind.BASE:
-        policy = replace(policy, versions=(version,) if version else ())
-        change.emit(SaveRetired(PolicyVersion(BASE_POLICY, replaced), durable=True))
-        change.emit(SaveCommitted(PolicyVersion(BASE_POLICY, version)))
-    change.put_policy(policy)
-    change.touched_all = True
-    change.emit(SavePolicy(policy))

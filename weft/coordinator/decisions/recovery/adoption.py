@@ -4,9 +4,13 @@ A catalog that was lost, or restored from an older copy, lacks versions that the
 serves. Once a replica was heard to hold such, the coordinator waits as long as it does
 before an owner is asked to publish again: others may hold something else. Then, for
 each policy, what all holders have under a number in the same bytes is recorded as
-committed, as far as it would be kept; the highest is served, if it is newer than what
-is. Other bytes under one number are a *conflict*: neither is served, and the owner is
-asked.
+committed, as far as it would be kept. Of these the pool serves what the replicas' names
+stand for, the highest if they differ, if it is newer than what is served; where no name
+stands for one (what is spilled), the highest. Other bytes under one number are a
+*conflict*: neither is served, and the owner is asked.
+
+What an older copy says is served is *in question* for as long: an operator may have gone
+back since. If no replica's name stands for it, what they stand for is served.
 
 What a record says beside the digest comes from a holder (``DescribeHeld``): it need not
 travel with every registration.
@@ -14,7 +18,7 @@ travel with every registration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from weft.containers.frozen import replace
@@ -28,8 +32,9 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
     SaveVersion,
 )
+from weft.coordinator.decisions.policies.retention import serve
 from weft.coordinator.decisions.replicas.holdings import counted, without_mistaken
-from weft.coordinator.decisions.state.pool import Inquiry, Policy, PoolState, num_retained
+from weft.coordinator.decisions.state.pool import Inquiry, Policy, PoolState, Question, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (
     HeldVersion,
@@ -58,6 +63,11 @@ def watch(change: Change) -> None:
 
     O(replicas) while there is nothing.
     """
+    for name, question in list(change.state.in_question.items()):
+        waited = change.now - question.since
+        seconds = change.state.settings.publish_again_after_seconds
+        if waited >= seconds and not change.state.is_changing(name):
+            _settle(change, name, question)
     found, before = _unrecorded(change.state), change.state.unrecorded_since
     if not found and not before:
         return
@@ -111,26 +121,84 @@ def _decide(change: Change, policy: Policy, found: _Found) -> None:
         else:
             ((digest, holders),) = by_digest.items()
             agreed[number] = digest, holders
-    wanted = _wanted(change.state, policy, sorted(agreed))
-    if not wanted or change.state.is_changing(policy.name):
+    if not agreed or change.state.is_changing(policy.name):
         return
-    newest = wanted[-1]
-    waits = newest > _newest(policy)
-    for number in reversed(wanted):
-        if number == newest or not waits:
+    first = _to_serve(change.state, policy, agreed)
+    for number in reversed(_wanted(change.state, policy, sorted(agreed), first)):
+        if first in (number, None):
             _ask(change, PolicyVersion(policy.name, number), *agreed[number])
 
 
-def _newest(policy: Policy) -> int:
-    return max((policy.served_version, *policy.versions))
+def _to_serve(state: PoolState, policy: Policy, agreed: Collection[int]) -> int | None:
+    """Which of these versions the pool is to serve, once it is recorded; None for none."""
+    stands = {n for n in _stands_for(state, policy) if n in agreed or n in _recorded(policy)}
+    number = max(stands) if stands else max(agreed)
+    is_new = not policy.served_version or number > max(_recorded(policy))
+    return number if number in agreed and is_new else None
 
 
-def _wanted(state: PoolState, policy: Policy, agreed: list[int]) -> list[int]:
-    """The versions of these to record, ascending: those that would be kept if all were."""
+def _recorded(policy: Policy) -> tuple[int, ...]:
+    return (policy.served_version, *policy.versions)
+
+
+def _stands_for(state: PoolState, policy: Policy) -> set[int]:
+    """What replicas in contact take a policy's bare name for. One that has only base@0 was just
+    started, and says nothing."""
+    found = set()
+    for replica in state.replicas.values():
+        if replica.lost or state.is_quarantined(replica.replica_id):
+            continue
+        if policy.kind is PolicyKind.BASE:
+            number = replica.vector.base
+            if number > 0 or (number == 0 and any(replica.retained)):
+                found.add(number)
+        elif entry := replica.vector.adapters.get(policy.name):
+            found.add(entry.alias)
+    return found - ({0} if policy.kind is PolicyKind.ADAPTER else set())
+
+
+def _settle(change: Change, name: str, question: Question) -> None:
+    """Decide what a policy stands for whose catalog is an older copy."""
+    state = change.state
+    left = {k: other for k, other in state.in_question.items() if k != name}
+    change.state = replace(state, in_question=left)
+    change.touched_all = True
+    policy = state.policies.get(name)
+    if policy is None or policy.served_version != question.served:
+        return  # it was pushed, rolled back or forgotten meanwhile
+    unrecorded = {h.version.version for r in state.replicas.values() for h in r.unrecorded
+                  if h.version.policy == name}  # fmt: skip
+    stands = _stands_for(state, policy) - unrecorded
+    if policy.kind is PolicyKind.ADAPTER:
+        stands &= set(policy.versions)
+    shown = " and ".join(f"{name}@{number}" for number in sorted(stands))
+    if not stands or stands == {question.served}:
+        return
+    if question.served in stands:
+        change.announce(
+            EventKind.CATALOG_BEHIND,
+            name,
+            f"replicas stand for {shown}; the catalog, an older copy, says {name}@"
+            f"{question.served}, which is served: if it was rolled back since, do so again",
+        )
+        return
+    number = max(stands)
+    change.announce(
+        EventKind.ROLLED_BACK,
+        str(PolicyVersion(name, number)),
+        f"from {question.served}, as the catalog says, which is an older copy: replicas stand "
+        f"for {shown}",
+    )
+    serve(change, policy, number)
+
+
+def _wanted(state: PoolState, policy: Policy, agreed: list[int], served: int | None) -> list[int]:
+    """The versions of these to record, ascending: those that would be kept if all were, and the
+    one that is to be served."""
     if policy.kind is PolicyKind.BASE:
         return agreed
     kept = sorted({*policy.versions, *agreed})[-num_retained(policy, state.settings) :]
-    return [number for number in agreed if number in kept]
+    return [number for number in agreed if number in kept or number == served]
 
 
 def _ask(change: Change, version: PolicyVersion, digest: bytes, holders: list[Replica]) -> None:
@@ -200,7 +268,13 @@ def _adopt(
     facts: VersionFacts,
     recorded: VersionRecord | None,
 ) -> None:
-    number, is_newest = version.version, version.version > _newest(policy)
+    number = version.version
+    agreed = {
+        n
+        for n, by_digest in _unrecorded(change.state).get(policy.name, {}).items()
+        if len(by_digest) == 1
+    }
+    is_newest = _to_serve(change.state, policy, agreed) == number
     is_base = policy.kind is PolicyKind.BASE
     before = policy.served_version
     policy = replace(policy, forgotten=False)

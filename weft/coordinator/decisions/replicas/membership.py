@@ -30,7 +30,7 @@ from weft.coordinator.decisions.effects import (
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery import restart
 from weft.coordinator.decisions.replicas import base_binding, checkpoints, drains, holdings, sleeps
-from weft.coordinator.decisions.replicas.out_of_service import heard, refuse_reason
+from weft.coordinator.decisions.replicas.out_of_service import adopt, heard, refuse_reason
 from weft.coordinator.decisions.replicas.replica_state import (
     doubt,
     eligible_targets,
@@ -88,6 +88,7 @@ def register(change: Change, event: events.Register) -> None:
     replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
     checkpoints.note(change, replica)
     sleeps.adopt(change, event)
+    adopt(change, event)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
         not change.state.reference_known,
@@ -95,6 +96,8 @@ def register(change: Change, event: events.Register) -> None:
         change.state.coordinator_id,
         refuse_reason(change.state, replica.replica_id),
         change.state.order_number,
+        change.state.out_of_service.get(replica.replica_id),
+        change.state.epoch,
     )
     change.reply(event.ticket, answer)
     tell_at_registration(change, replica)
@@ -238,6 +241,8 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         lacking=() if ready else tuple(map(PolicyVersion.parse, lacks(state, replica))),
         base_doubt="" if ready else doubt(state, replica),
         absent=_absent(state),
+        out_of_service=state.out_of_service.get(name),
+        epoch=state.epoch,
     )
 
 

@@ -11,7 +11,14 @@ from weft.containers.frozen import replace
 from weft.contract.errors import InvalidRequestError, NotReadyError
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import CallRefuse, Done, SaveOutOfService, UncordonAnswer
+from weft.coordinator.decisions.effects import (
+    CallRefuse,
+    Done,
+    EventKind,
+    SaveOutOfService,
+    UncordonAnswer,
+)
+from weft.coordinator.decisions.policies.numbering import knows_more
 from weft.coordinator.decisions.replicas.drains import unknown_replica
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import PoolState
@@ -58,6 +65,24 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
         change.reply(event.ticket, UncordonAnswer(*explain_state(change.state, replica)))
 
 
+def adopt(change: Change, event: events.Register) -> None:
+    """Take from a replica what it was ordered, and this catalog, an older one, does not know."""
+    name, told = event.replica_id, event.out_of_service
+    known = change.state.out_of_service.get(name)
+    if told == known or not knows_more(change.state, event):
+        return
+    if told is None:
+        why = "it was put back into service since, as it says, and the catalog does not know: "
+        why += f"if that was so, weft uncordon {name}"
+    elif known is not None and known.state is ReplicaState.QUARANTINED:
+        return
+    else:
+        why = f"an operator took it out of service ({told.state.name.lower()}: {told.reason}), "
+        why += "which the catalog does not know: taken from what it says"
+        _put(change, name, told)
+    change.announce(EventKind.CATALOG_BEHIND, name, why)
+
+
 def refuse_reason(state: PoolState, replica_id: str) -> str:
     """Why an operator wants a replica to refuse requests; empty where none does."""
     order = state.out_of_service.get(replica_id)
@@ -88,6 +113,7 @@ def _put(change: Change, replica_id: str, order: OutOfService | None) -> None:
         orders[replica_id] = order
     change.state = replace(change.state, out_of_service=orders)
     change.touched.add(replica_id)
+    change.next_epoch()
     change.emit(SaveOutOfService(replica_id, order))
     _tell(change, replica_id, before)
 

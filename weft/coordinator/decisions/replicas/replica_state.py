@@ -300,6 +300,7 @@ def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     takes_base = bool(pool.base) and not replica.capabilities.base_refusal
     if replica.dirty_reason:
         return [base] if takes_base else []
+    takes_base &= BASE_POLICY not in state.in_question
     found = [base] if takes_base and replica.vector.base != pool.base else []
     if replica.vector == pool or not replica.capabilities.lora_enabled:
         return found
@@ -330,7 +331,7 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
         return f", which could not be brought yet, it is tried again: {backoff.why}"
     if version in (held.version for held in mistaken_adapters(replica)):
         return ", for it has other bytes under that number, and drops them"
-    if version.policy in state.unrecorded_since:
+    if version.policy in state.unrecorded_since or version.policy in state.in_question:
         return f", until it is clear which versions of {version.policy} replicas hold"
     if version not in state.copies:
         return f", which no replica in contact holds: {who_publishes(state, version.policy)}"

@@ -154,6 +154,15 @@ class Inquiry:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a policy stands for is in question: its catalog is an older copy than replicas know."""
+
+    served: int
+    """What the catalog says."""
+    since: float
+
+
+@dataclass(frozen=True)
 class Unserved:
     """A committed version that no replica is known to serve (see unserved.py)."""
 
@@ -182,7 +191,11 @@ class PoolState:
     checkpoint_unseen_since: float | None = None
     """Since when replicas with another checkpoint are there, and none with this one."""
     epoch: int = 0
-    """The newest group's epoch; durable."""
+    """The newest group's epoch, or the number of an operator's order since; durable."""
+    opened_generation: int = 1
+    """The generation, and ``opened_epoch`` the epoch, of the catalog as it was opened: who has
+    heard of more knows more than it."""
+    opened_epoch: int = 0
     reference_known: bool = False
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     policies: Mapping[str, Policy] = field(default_factory=dict)
@@ -225,6 +238,8 @@ class PoolState:
     """Numbers and tokens of policies that are new to the catalog begin above; durable."""
     unrecorded_since: Mapping[str, float] = field(default_factory=dict)
     """By policy, since when a replica holds versions that the catalog does not know."""
+    in_question: Mapping[str, Question] = field(default_factory=dict)
+    """By policy: nothing is brought for it, nor asked of replicas, until that is decided."""
     inquiries: Mapping[PolicyVersion, Inquiry] = field(default_factory=dict)
     """Unrecorded versions whose facts a holder is asked for."""
     adopted: Mapping[PolicyVersion, bytes] = field(default_factory=dict)
@@ -244,7 +259,8 @@ class PoolState:
 
     @cached_property
     def vector(self) -> VersionVector:
-        """What a ready replica serves: the base, and the adapters that are not lost."""
+        """What a ready replica serves: the base, and the adapters that are neither lost nor in
+        question."""
         base = self.policies.get(BASE_POLICY)
         return VersionVector(
             base=base.served_version if base else 0,
@@ -254,6 +270,7 @@ class PoolState:
                 if policy.kind is PolicyKind.ADAPTER
                 and policy.served_version
                 and not self.is_lost(policy)
+                and policy.name not in self.in_question
             },
         )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
@@ -11,6 +14,8 @@ from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.coordinator.decisions.recovery.adoption import ADOPTED
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import explain_state
+from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     Failure,
     HeldVersion,
@@ -60,7 +65,7 @@ def ready(machine: Machine) -> list[str]:
 def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> None:
     machine = Machine()
     ticket = serving(machine, "r0", last_generation=4, last_epoch=9)
-    assert machine.answer(ticket) == effects.RegisterAnswer(2.0, True, 5)
+    assert machine.answer(ticket) == effects.RegisterAnswer(2.0, True, 5, epoch=9 + LEAP)
     assert (machine.state.generation, machine.state.epoch) == (5, 9 + LEAP)
     machine.do(events.ReferenceKnown("f" * 64))
     machine.pass_time(4.5)
@@ -316,3 +321,190 @@ def test_what_the_catalog_has_committed_stands() -> None:
     machine.register("r2", vector=vector, held={"math@1": A})
     assert machine.state.replicas["r2"].vector == VersionVector()
     assert ready(machine) == ["r0", "r1"]
+
+
+# -- what an operator had ordered since ------------------------------------------------
+
+
+def _rolled_back(alias: int = 7, **changes: Any) -> VersionVector:
+    """What every replica says once math went back."""
+    return VersionVector(3, {"math": AdapterVersions((7, 8, 9), alias)})
+
+
+_ALL_HELD = {"base@3": A, "math@7": A, "math@8": B, "math@9": C}
+
+
+def test_a_rollback_that_the_lost_catalog_knew_stands() -> None:
+    machine = pool_of("r0", "r1", vector=_rolled_back(), held=_ALL_HELD, retained=(3,))
+    wait_for_adoption(machine)
+    assert machine.state.vector == _rolled_back()
+    assert machine.state.policies["math"].last_version >= 9
+    assert ready(machine) == ["r0", "r1"]
+    assert not machine.ever(effects.CallSwitch)
+    machine.acquire("math")
+    push = machine.run_to(Phase.COMMITTED)
+    assert machine.transfer(push).version > 9
+    assert machine.state.vector.adapters["math"].alias == machine.transfer(push).version
+
+
+def test_of_names_that_stand_for_several_the_highest_counts() -> None:
+    """A commit was on its way: who was told of it must find it."""
+    machine = pool_of("r0", vector=_rolled_back(), held=_ALL_HELD, retained=(3,))
+    serving(machine, "r1", vector=_rolled_back(9), held=_ALL_HELD, retained=(3,))
+    wait_for_adoption(machine)
+    assert machine.state.vector.adapters["math"].alias == 9
+
+
+def test_a_base_that_the_pool_went_back_from_stays_left() -> None:
+    for version in (2, 0):
+        vector, held = VersionVector(version), {"base@3": A, "base@2": B}
+        machine = pool_of("r0", "r1", vector=vector, held=held, retained=(3, 2))
+        wait_for_adoption(machine)
+        assert machine.state.vector.base == version
+        assert ready(machine) == ["r0", "r1"]
+        assert not machine.ever(effects.CallSwitch)
+
+
+def test_one_that_was_just_started_does_not_say_that_the_pool_went_back() -> None:
+    machine = pool_of("r0", vector=VersionVector(), held={"base@3+": A}, spilled=["base@3"],
+                      retained=())  # fmt: skip
+    wait_for_adoption(machine)
+    assert machine.state.vector.base == 3
+
+
+def _older_copy(served: int = 9) -> Machine:
+    """A pool whose catalog was replaced by a copy from before an operator's orders."""
+    m = Machine()
+    m.state = dataclasses.replace(m.state, coordinator_id="first")
+    m.pool("r0", "r1")
+    m.acquire("math")
+    for _ in range(3):
+        m.run_to(Phase.COMMITTED)
+    m.tokens.clear()
+    known = m.state
+    policy = dataclasses.replace(known.policies["math"], lease=None, served_version=3)
+    m.state = PoolState(
+        settings=known.settings,
+        generation=known.generation + 1,
+        opened_generation=known.generation + 1,
+        epoch=known.epoch,
+        opened_epoch=known.epoch,
+        fingerprint=known.fingerprint,
+        coordinator_id="second",
+        policies={"math": policy},
+        reference_known=True,
+    )
+    return m
+
+
+def _comes_back(m: Machine, replica_id: str, alias: int, epoch: int, **changes: Any) -> int:
+    vector = VersionVector(0, {"math": AdapterVersions((1, 2, 3), alias)})
+    held = dict.fromkeys(("math@1", "math@2", "math@3"), DIGEST.value)
+    return m.register(replica_id, vector=vector, held=held, last_generation=1, last_epoch=epoch,
+                      last_coordinator_id="first", **changes)  # fmt: skip
+
+
+def test_a_rollback_that_an_older_copy_does_not_know_stands() -> None:
+    m = _older_copy()
+    for replica_id in ("r0", "r1"):
+        _comes_back(m, replica_id, 1, m.state.opened_epoch + 1)
+    m.pass_time(4.5)
+    assert ready(m) == ["r0", "r1"], "they go on with what they have"
+    assert not m.ever(effects.LookUp)
+    m.pass_time(1.5)
+    assert m.state.vector.adapters["math"].alias == 1
+    assert ready(m) == ["r0", "r1"]
+    assert m.ever(effects.SavePolicy)[-1].policy.served_version == 1
+    assert [e.subject for e in m.ever(effects.Announce) if e.kind == "rolled_back"] == ["math@1"]
+
+
+def test_where_a_name_stands_for_what_the_copy_says_that_is_served_and_said() -> None:
+    m = _older_copy()
+    _comes_back(m, "r0", 3, m.state.opened_epoch + 1)
+    _comes_back(m, "r1", 1, m.state.opened_epoch + 1)
+    m.pass_time(6.0)
+    assert m.state.vector.adapters["math"].alias == 3
+    said = [e for e in m.ever(effects.Announce) if e.kind == "catalog_behind"]
+    assert "if it was rolled back since, do so again" in said[-1].message
+
+
+def test_a_restart_with_its_own_catalog_questions_nothing() -> None:
+    m = _older_copy()
+    _comes_back(m, "r0", 1, m.state.opened_epoch)
+    m.pass_time(0.5)
+    assert not m.state.in_question
+    assert m.look_ups(), "it is brought to what was committed"
+    assert not [e for e in m.ever(effects.Announce) if e.kind == "catalog_behind"]
+
+
+def test_a_push_that_comes_first_is_what_counts() -> None:
+    m = _older_copy()
+    for replica_id in ("r0", "r1"):
+        _comes_back(m, replica_id, 1, m.state.opened_epoch + 1)
+    m.acquire("math")
+    push = m.run_to(Phase.COMMITTED)
+    m.pass_time(8.0)
+    assert m.state.vector.adapters["math"].alias == m.transfer(push).version
+
+
+_ORDERS = [
+    OutOfService(ReplicaState.CORDONED, "new disk"),
+    OutOfService(ReplicaState.QUARANTINED, "nonsense"),
+]
+
+
+@pytest.mark.parametrize("order", _ORDERS)
+def test_an_order_that_the_catalog_does_not_know_is_taken_from_who_obeys_it(
+    order: OutOfService,
+) -> None:
+    m = _older_copy()
+    ticket = _comes_back(m, "r0", 3, m.state.opened_epoch + 1, out_of_service=order)
+    answer = m.answer(ticket)
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert answer.out_of_service == order
+    assert bool(answer.refuse_reason) is (order.state is ReplicaState.QUARANTINED)
+    assert explain_state(m.state, m.state.replicas["r0"])[0] is order.state
+    assert m.ever(effects.SaveOutOfService) == [effects.SaveOutOfService("r0", order)]
+    lost = Machine()
+    lost.state = dataclasses.replace(lost.state, coordinator_id="second")
+    _comes_back(lost, "r0", 3, 4, out_of_service=order)
+    assert lost.state.out_of_service == {"r0": order}
+
+
+@pytest.mark.parametrize("order", _ORDERS)
+def test_one_that_was_put_back_while_it_was_away_stays_so(order: OutOfService) -> None:
+    m = _older_copy()
+    _comes_back(m, "r0", 3, m.state.opened_epoch, out_of_service=order)
+    assert not m.state.out_of_service
+
+
+def test_an_order_that_was_ended_since_stands_and_is_said() -> None:
+    m = _older_copy()
+    m.state = dataclasses.replace(m.state, out_of_service={"r0": _ORDERS[0]})
+    _comes_back(m, "r0", 3, m.state.opened_epoch + 1)
+    assert m.state.out_of_service == {"r0": _ORDERS[0]}
+    said = [e for e in m.ever(effects.Announce) if e.kind == "catalog_behind"]
+    assert "weft uncordon r0" in said[-1].message
+
+
+def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    for _ in range(2):
+        m.run_to(Phase.COMMITTED)
+    for event in (
+        lambda: m.roll_back("math", 1),
+        lambda: m.do(events.TakeOutOfService(0, "r0", _ORDERS[0])),
+        lambda: m.do(events.Uncordon(0, "r0")),
+        lambda: m.do(events.ForgetPolicy(0, "math", True)),
+    ):
+        before = m.state.epoch
+        rollback = event()
+        if isinstance(rollback, int):
+            m.answer_commits(rollback)
+        assert m.state.epoch > before
+        assert m.ever(effects.SaveEpoch)[-1].epoch == m.state.epoch
+    m.do(events.Heartbeat(77, "r0", "i1", m.state.replicas["r0"].vector, 0))
+    answer = m.answer(77)
+    assert isinstance(answer, effects.HeartbeatAnswer)
+    assert answer.epoch == m.state.epoch

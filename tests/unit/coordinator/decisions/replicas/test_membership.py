@@ -129,10 +129,12 @@ def test_readiness_is_the_version_vector() -> None:
     assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, "lacks base@1, math@1")
     m.do(events.Heartbeat(91, "r1", "i1", VersionVector(), 0))
     lacking = (PolicyVersion("base", 1), PolicyVersion("math", 1))
-    assert m.answer(91) == effects.HeartbeatAnswer(ready=False, generation=1, lacking=lacking)
+    assert m.answer(91) == effects.HeartbeatAnswer(
+        ready=False, generation=1, lacking=lacking, epoch=2
+    )
     vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
     m.do(events.Heartbeat(92, "r1", "i1", vector, 0))
-    assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1)
+    assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1, epoch=2)
     assert [a.subject for a in m.found(effects.Announce) if a.kind == "replica_ready"] == ["r1"]
 
 
@@ -155,7 +157,9 @@ def test_aliases_are_answered_until_the_switch_and_not_after_one_that_failed() -
     m.now += 2.0
     before = m.state.replicas["r1"].vector
     m.do(events.Heartbeat(96, "r1", "i1", before, 0))
-    assert m.answer(96) == effects.HeartbeatAnswer(ready=True, in_transfer=True, generation=1)
+    assert m.answer(96) == effects.HeartbeatAnswer(
+        ready=True, in_transfer=True, generation=1, epoch=2
+    )
     m.answer_commits(ticket, r1=LOAD_FAILED)
     m.now += 2.0
     m.do(events.Heartbeat(97, "r1", "i1", before, 0))
@@ -170,11 +174,13 @@ def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     m.run_to(Phase.COMMITTED)
     m.now += 0.1
     m.do(events.Heartbeat(93, "r0", "i1", VersionVector(), 0))
-    assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1)
+    assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1, epoch=1)
     m.now += 2.0
     m.do(events.Heartbeat(94, "r0", "i1", VersionVector(), 0))
     lacking = (PolicyVersion("math", 1),)
-    assert m.answer(94) == effects.HeartbeatAnswer(ready=False, generation=1, lacking=lacking)
+    assert m.answer(94) == effects.HeartbeatAnswer(
+        ready=False, generation=1, lacking=lacking, epoch=1
+    )
 
 
 def _with_dirty() -> Machine:
@@ -194,7 +200,7 @@ def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch()
     m.run_to(Phase.COMMITTED)
     vector = m.state.replicas["r0"].vector
     m.do(events.Heartbeat(95, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
-    assert m.answer(95) == effects.HeartbeatAnswer(ready=False, generation=1)
+    assert m.answer(95) == effects.HeartbeatAnswer(ready=False, generation=1, epoch=1)
 
 
 def test_dirty_replica_is_quarantined_until_it_is_another_process() -> None:
