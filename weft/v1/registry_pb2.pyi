@@ -344,6 +344,34 @@ class Checkpoint(_message.Message):
 Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
+class OutOfService(_message.Message):
+    """An operator's order that keeps a replica out of service (AdminService.Cordon, Quarantine).
+    A replica remembers it, and tells it to the next coordinator, whose catalog may be older.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    quarantined: _builtins.bool
+    """Whether it was quarantined; cordoned otherwise."""
+    reason: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        quarantined: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutOfService: _TypeAlias = OutOfService  # noqa: Y015
+
+@_typing.final
 class Drain(_message.Message):
     """A replica that leaves in good order (see AdminService.Drain)."""
 
@@ -396,6 +424,7 @@ class RegisterRequest(_message.Message):
     REFUSING_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -413,7 +442,7 @@ class RegisterRequest(_message.Message):
     it was told none.
     """
     last_epoch: _builtins.int
-    """GroupPlan.epoch, the highest it was ever told."""
+    """GroupPlan.epoch, or the epoch of an answer of this service, the highest it was ever told."""
     last_coordinator_id: _builtins.str
     """RegisterResponse.coordinator_id of the coordinator that it registered with last."""
     refusing: _builtins.str
@@ -462,6 +491,12 @@ class RegisterRequest(_message.Message):
     def sleep(self) -> Global___Sleep:
         """Set while it sleeps. A coordinator that did not order it takes the order for given."""
 
+    @_builtins.property
+    def out_of_service(self) -> Global___OutOfService:
+        """The order that stood when it heard a coordinator last. A catalog that has counted less far
+        than `last_coordinator_generation` and `last_epoch` takes it from here.
+        """
+
     def __init__(
         self,
         *,
@@ -484,10 +519,11 @@ class RegisterRequest(_message.Message):
         refusing: _builtins.str = ...,
         protocol_revision: _builtins.int = ...,
         sleep: Global___Sleep | None = ...,
+        out_of_service: Global___OutOfService | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "out_of_service", b"out_of_service", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,6 +541,8 @@ class RegisterResponse(_message.Message):
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     REFUSE_REASON_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     reference_wanted: _builtins.bool
     """Whether PutReference must be called before a push can be accepted."""
     coordinator_generation: _builtins.int
@@ -519,9 +557,15 @@ class RegisterResponse(_message.Message):
     """See HeartbeatResponse.refuse_reason."""
     order_number: _builtins.int
     """See HeartbeatResponse.order_number."""
+    epoch: _builtins.int
+    """How far epochs, and orders of operators, are counted: of `last_epoch` as GroupPlan.epoch is."""
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often to call Heartbeat."""
+
+    @_builtins.property
+    def out_of_service(self) -> Global___OutOfService:
+        """The order that keeps it out of service; absent where none does."""
 
     def __init__(
         self,
@@ -532,10 +576,12 @@ class RegisterResponse(_message.Message):
         coordinator_id: _builtins.str = ...,
         refuse_reason: _builtins.str = ...,
         order_number: _builtins.int = ...,
+        out_of_service: Global___OutOfService | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "out_of_service", b"out_of_service", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +822,8 @@ class HeartbeatResponse(_message.Message):
     LACKING_MORE_FIELD_NUMBER: _builtins.int
     BASE_DOUBT_FIELD_NUMBER: _builtins.int
     ABSENT_POLICIES_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, is
     neither taken out of service nor draining, and has said that it is open.
@@ -801,6 +849,8 @@ class HeartbeatResponse(_message.Message):
     """Why its base@0 is not the pool's, for people; empty where it is, or another base is
     served. It refuses every alias while this is set.
     """
+    epoch: _builtins.int
+    """See RegisterResponse.epoch."""
     @_builtins.property
     def drain(self) -> Global___Drain:
         """Set when it is to drain."""
@@ -821,6 +871,10 @@ class HeartbeatResponse(_message.Message):
         the newest of each; what is not named here is merely unknown.
         """
 
+    @_builtins.property
+    def out_of_service(self) -> Global___OutOfService:
+        """See RegisterResponse.out_of_service."""
+
     def __init__(
         self,
         *,
@@ -836,10 +890,12 @@ class HeartbeatResponse(_message.Message):
         lacking_more: _builtins.bool = ...,
         base_doubt: _builtins.str = ...,
         absent_policies: _abc.Iterable[Global___AbsentPolicy] | None = ...,
+        out_of_service: Global___OutOfService | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "epoch", b"epoch", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "out_of_service", b"out_of_service", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
