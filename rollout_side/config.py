@@ -12,6 +12,7 @@ from typing import Literal
 from weft.contract.capabilities import BackendChoice, RunningRequests
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import check_name
+from weft.rpc.channel import check_listen
 from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
 #: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
@@ -52,6 +53,11 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_name(self.replica_id, "replica")
+        check_listen(self.listen)
+        if self.http_url and not self.http_url.startswith(("http://", "https://")):
+            raise InvalidRequestError(
+                f"--http-url is {self.http_url!r}; it must be http://HOST:PORT or https://HOST:PORT"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

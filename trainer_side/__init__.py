@@ -10,7 +10,10 @@ from trainer_side.rollouts.sample import Sample, SampleGroup
 from trainer_side.rollouts.stream import RolloutStream
 from weft.contract.names import PolicyVersion
 from weft.contract.sampling import Sampling
+from weft.logs import leave_out_noise
 from weft.rpc.security.credentials import Tls
+
+leave_out_noise()
 
 __all__ = [
     "PolicyVersion",

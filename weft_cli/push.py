@@ -12,7 +12,7 @@ from trainer_side import Publisher
 from weft.contract.errors import InvalidRequestError
 from weft.contract.names import BASE_POLICY
 from weft.contract.push_defaults import OnBaseChange, Require
-from weft_cli.output import plural, print_json
+from weft_cli.output import plural, print_json, rate
 
 
 def push_path(
@@ -62,12 +62,13 @@ def push_path(
     if json_output:
         print_json(dataclasses.asdict(report) | {"version": str(report.version)})
         return
-    rate = report.total_bytes / max(report.staging_seconds, 1e-9) / 1e9
+    speed = rate(report.total_bytes, report.staging_seconds)
+    at = f" at {speed}" if speed else ""
     Console().print(
         f"[bold green]{report.version}[/] is served by {plural(report.num_replicas, 'replica')}: "
         f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
-        f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f} "
-        f"at {rate:.3g} GB/s, committing {report.committing_seconds:.3f})"
+        f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f}{at}, "
+        f"committing {report.committing_seconds:.3f})"
     )
     for remark in report.remarks:
         Console().print(f"  {remark}", markup=False, highlight=False)

@@ -21,7 +21,7 @@ from weft.rpc.whole import get_pool
 from weft.v1 import inspect_pb2 as pb
 from weft.v1 import publish_pb2, registry_pb2, types_pb2
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.output import print_json
+from weft_cli.output import print_json, rate
 
 _CALL_SECONDS = 5.0
 #: Replicas that the table lists.
@@ -285,13 +285,13 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
     forming, staging, committing = (
         duration_from_proto(d) for d in (transfer.forming, transfer.staging, transfer.committing)
     )
-    rate = f", {transfer.total_bytes / staging / 1e9:.3f} GB/s" if staging > 0 else ""
+    speed = rate(transfer.total_bytes, staging)
     text = Text.assemble(
         (f"{which} transfer  ", "dim"),
         (f"{transfer.version.policy}@{transfer.version.version}", "bold"),
         f" from {transfer.trainer_id}: {word}, {transfer.total_bytes:,} bytes to "
         f"{len(transfer.replica_ids)} replicas in {forming + staging + committing:.3f} s "
-        f"(staging {staging:.3f} s{rate})",
+        f"(staging {staging:.3f} s{f', {speed}' if speed else ''})",
     )
     if transfer.backend:
         why = f": {transfer.backend_reason}" if transfer.backend_reason else ""

@@ -157,3 +157,17 @@ def test_a_thread_that_ends_by_an_error_is_said(
     (line,) = capfd.readouterr().err.splitlines()
     assert json.loads(line)["message"] == "the thread weft-x has ended"
     assert "nobody expected this" in json.loads(line)["exception"]
+
+
+@pytest.mark.parametrize("module", ["trainer_side", "weft_cli"])
+def test_a_line_of_bitsandbytes_that_says_nothing_is_left_out(module: str) -> None:
+    said = (
+        f"import logging, {module}\n"
+        "logger = logging.getLogger('bitsandbytes.backends.cpu.ops')\n"
+        "logger.warning('Failed to load CPU gemm_4bit_forward from kernels-community: %s.', 1)\n"
+        "logger.warning('of something else')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", said], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "of something else\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weft.contract.errors import InvalidRequestError
 from weft.coordinator.decisions.state.pool import Settings
+from weft.rpc.channel import check_listen
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
@@ -72,9 +73,7 @@ class CoordinatorConfig:
             raise InvalidRequestError("retain must be at least 1")
         if not 0 <= self.stop_seconds <= 300:
             raise InvalidRequestError("stop_seconds must be between 0 and 300")
-        host, colon, port = self.listen.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65535:
-            raise InvalidRequestError(f"listen is {self.listen!r}; it must be HOST:PORT")
+        check_listen(self.listen)
 
     @property
     def settings(self) -> Settings:

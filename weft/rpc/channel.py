@@ -109,6 +109,17 @@ def split_target(target: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def check_listen(listen: str) -> None:
+    """Refuse an address to listen on that is not HOST:PORT; port 0 is any.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidRequestError(f"listen is {listen!r}; it must be HOST:PORT")
+
+
 def check_target(target: object, name: str = "coordinator") -> str:
     """Return ``target`` if it is HOST:PORT, as a user has written it under ``name``.
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from weft.contract.errors import UnsupportedError
+from weft.distribution import distribution_with
 from weft.tracing import ProviderTracer, Tracer
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def open_tracer(service: str, instance: str = "") -> Tracer:
         return _ExportingTracer(service, instance)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"--traces needs {error.name}, which is not installed: pip install 'weft-rl[tracing]'"
+            f"--traces needs {error.name}, which is not installed: "
+            f"pip install {distribution_with('tracing')}"
         ) from None
 
 

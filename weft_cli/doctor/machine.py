@@ -22,7 +22,7 @@ from weft.transport.one_sided.directory import (
     named_directory,
 )
 from weft.transport.one_sided.errors import OneSidedError
-from weft_cli.doctor.finding import Finding, fail, ok, warn
+from weft_cli.doctor.finding import Finding, Level, fail, ok, warn
 
 _SIOCGIFADDR = 0x8915
 _GIB = 2**30
@@ -106,8 +106,9 @@ def check_engine() -> Iterator[Finding]:
         says = "torch is not installed: enough for a coordinator and this command line"
         yield ok("backends", says)
     else:
-        yield from _check_torch()
-        yield _check_sockets()
+        sockets = _check_sockets()
+        yield from _check_torch(is_one_sided=sockets.level is Level.OK)
+        yield sockets
     yield _check_vllm()
 
 
@@ -115,16 +116,20 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _check_torch() -> Iterator[Finding]:
+def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
+
+        from weft.transport.one_sided import device_memory
     except (ImportError, OSError) as error:
         yield fail("backends", f"torch cannot be imported: {error}", "install torch anew")
         return
     has_gpus = torch.cuda.is_available()
     names = ["gloo"] * dist.is_gloo_available() + ["NCCL"] * dist.is_nccl_available()
     says = f"torch {torch.__version__} with {' and '.join(names) or 'neither gloo nor NCCL'}"
+    if is_one_sided and not (has_gpus and device_memory.why_unavailable()):
+        says += "; one-sided between processes of this host"
     if "gloo" not in names:
         yield fail("backends", says, "install a build of torch with torch.distributed")
     elif has_gpus and "NCCL" not in names:
@@ -177,7 +182,7 @@ def _check_vllm() -> Finding:
         except metadata.PackageNotFoundError:
             continue
         except UnsupportedError as error:
-            return fail("vllm", error.message, f"pip install 'vllm{SUPPORTED_RANGE}'")
+            return fail("vllm", error.message, f"pip install '{package}{SUPPORTED_RANGE}'")
         return ok("vllm", f"{package} {version}, within {SUPPORTED_RANGE}")
     return ok("vllm", "not installed: enough for a coordinator or a trainer")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json
+from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json, OptionalPolicyName
 
 Limit = Annotated[int, typer.Option(help="How many at most; the newest.", min=1, max=100_000)]
 
@@ -28,9 +28,7 @@ def add_lists(app: typer.Typer) -> None:
 
 
 def versions(
-    policy: Annotated[
-        str, typer.Argument(metavar="[POLICY]", help="Adapter's name, or 'base'; default: all.")
-    ] = "",
+    policy: OptionalPolicyName = "",
     limit: Limit = 20,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,

@@ -7,13 +7,22 @@ from typing import Annotated
 import typer
 
 from weft.contract.sleep import DEFAULT_REQUESTS_SECONDS
-from weft_cli.options import DEFAULT_COORDINATOR, Coordinator, Json
+from weft_cli.options import (
+    DEFAULT_COORDINATOR,
+    MAX_VERSION,
+    AdapterName,
+    Coordinator,
+    Json,
+    PolicyName,
+    ReplicaId,
+)
 
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME@VERSION", help="Which version: math@3, or math 3.")
 ]
-VersionNumber = Annotated[int | None, typer.Argument(metavar="VERSION", hidden=True, min=1)]
-ReplicaId = Annotated[str, typer.Argument(metavar="REPLICA", help="Its name in weft status.")]
+VersionNumber = Annotated[
+    int | None, typer.Argument(metavar="VERSION", hidden=True, min=1, max=MAX_VERSION)
+]
 Reason = Annotated[str, typer.Option(help="Why, for people.")]
 
 
@@ -26,8 +35,10 @@ def add_orders(app: typer.Typer) -> None:
 
 
 def rollback(
-    policy: Annotated[str, typer.Argument(metavar="POLICY", help="Adapter's name, or 'base'.")],
-    to: Annotated[int, typer.Option("--to", help="Version to serve again.", min=0)],
+    policy: PolicyName,
+    to: Annotated[
+        int, typer.Option("--to", help="Version to serve again.", min=0, max=MAX_VERSION)
+    ],
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
     timeout: Annotated[float, typer.Option(help="Seconds for all of it.", min=1)] = 300.0,
@@ -65,7 +76,7 @@ def retire(
 
 
 def retain(
-    policy: Annotated[str, typer.Argument(metavar="POLICY", help="Adapter's name.")],
+    policy: AdapterName,
     number: Annotated[
         int,
         typer.Argument(
@@ -85,7 +96,7 @@ def retain(
 
 
 def forget(
-    policy: Annotated[str, typer.Argument(metavar="POLICY", help="Adapter's name.")],
+    policy: AdapterName,
     force: Annotated[
         bool,
         typer.Option("--force", help="End its owner's lease, too, and what it is pushing."),

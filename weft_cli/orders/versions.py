@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from weft.contract.errors import InvalidNameError
-from weft.contract.names import PolicyVersion
+from weft.contract.names import PolicyVersion, check_name
 from weft.rpc.codec import duration_from_proto
 from weft.v1 import admin_pb2, types_pb2
 from weft.v1.admin_pb2_grpc import AdminServiceStub
 from weft_cli.connection import CALL_SECONDS, connect
+from weft_cli.options import MAX_VERSION
 from weft_cli.output import plural, report
 
 
@@ -48,9 +49,12 @@ def parse_version(name: str, number: int | None) -> PolicyVersion:
         InvalidNameError: It is neither.
     """
     if number is not None and "@" not in name:
-        return PolicyVersion(name, number)
+        return PolicyVersion(check_name(name, "policy"), number)
     if number is None and "@" in name:
-        return PolicyVersion.parse(name)
+        version = PolicyVersion.parse(name)
+        if version.version > MAX_VERSION:
+            raise InvalidNameError(f"{name[:80]}: no version's number is that large")
+        return version
     raise InvalidNameError(f"name one version: {name.partition('@')[0]}@3")
 
 

@@ -1,12 +1,18 @@
 """What all commands have in common."""
 
+import logging
+import os
+from unittest import mock
+
+import grpc
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from weft import __version__, logs
 from weft.contract.errors import REASONS, error_from_reason
-from weft_cli.main import app
-from weft_cli.output import exit_code
+from weft_cli.main import app, run
+from weft_cli.output import exit_code, rate
 
 COMMANDS = typer.main.get_command(app).commands
 #: These run until they are stopped; what they say is their log.
@@ -27,7 +33,12 @@ def test_every_command_says_what_its_arguments_are(name):
 
 
 def test_codes_tell_what_may_be_tried_again():
-    codes = {reason: exit_code(error_from_reason(reason, "x")) for reason in REASONS}
+    def answered(reason):
+        error = error_from_reason(reason, "x")
+        error.__cause__ = grpc.RpcError()  # as what a server said is raised
+        return exit_code(error)
+
+    codes = {reason: answered(reason) for reason in REASONS}
     assert {r for r, code in codes.items() if code == 3} == {
         "COORDINATOR_AWAY",
         "COORDINATOR_UNREACHABLE",
@@ -48,3 +59,100 @@ def test_shells_complete_commands(shell):
     ended = CliRunner().invoke(app, [], prog_name="weft", env=variables)
     assert "transfers" in ended.output
     assert "versions" not in ended.output
+
+
+#: What is asked of nobody, because it cannot be meant.
+MISUSES = [
+    "nonsense",
+    "status --nonsense",
+    "status -c nonsense",
+    "status --interval 0",
+    "routes -c host:port",
+    "versions a/b",
+    "versions --limit 0",
+    "transfers --limit -1",
+    "transfers --purpose nonsense",
+    "events --limit 0",
+    "push nowhere --policy math",
+    "push . --policy a/b",
+    "push . --policy math --require 0",
+    "push . --policy math --require some",
+    "push . --policy math --timeout 0",
+    "push . --policy math --trainer-id a/b",
+    "push . --policy math --on-base-change maybe",
+    "verify nowhere --policy math",
+    "rollback math",
+    "rollback a/b --to 1",
+    "rollback math --to -1",
+    "rollback math --to 100000000000000000000",
+    "pin a/b 3",
+    "pin math 0",
+    "pin math",
+    "pin math@x",
+    "pin math@100000000000000000000",
+    "retire math",
+    "retire a/b@3",
+    "retain math -1",
+    "retain a/b 3",
+    "retain math 1000000000000",
+    "forget a/b",
+    "cordon a/b",
+    "quarantine a/b",
+    "uncordon a/b",
+    "drain a/b",
+    "coordinator --retain 0",
+    "coordinator --lease-seconds 0",
+    "coordinator --listen nonsense",
+    "coordinator --metrics nonsense",
+    "coordinator --health nonsense",
+    "coordinator --metrics-auth",
+    "coordinator --log-level loud",
+    "coordinator --lost-after-seconds 1",
+    "coordinator --tls-cert nowhere.pem",
+    "coordinator --access nowhere.toml",
+    "rollout",
+    "rollout --http-port 65536 -- model",
+    "rollout --replica-id a/b -- model",
+    "rollout --listen nonsense -- model",
+    "rollout --http-url nonsense -- model",
+]
+
+
+@pytest.mark.parametrize("line", MISUSES)
+def test_what_is_misused_ends_with_2_and_asks_nobody(line, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["weft", *line.split()])
+    monkeypatch.setattr(logs, "_write", lambda *_: logging.Logger("of this test"))
+    # Options of credentials are kept in the environment.
+    monkeypatch.setenv("WEFT_COORDINATOR", "127.0.0.1:1")  # asked, it would be 3
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2, capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.strip()
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("spelling", ["--version", "-h", "--help", "status -h", "rollout -h"])
+def test_what_is_asked_of_the_command_itself(spelling, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["weft", *spelling.split()])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 0
+    said = capfd.readouterr().out
+    assert said.startswith(f"weft {__version__}\n" if spelling == "--version" else "Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds", "said"),
+    [
+        (8_700_000, 0.007, "1.24 GB/s"),
+        (12_000, 0.01, "1.2 MB/s"),
+        (50, 0.1, "0.5 kB/s"),
+        (5, 0.0, ""),
+        (0, 1.0, ""),
+        (7 * 10**9, 0.5, "14 GB/s"),
+    ],
+)
+def test_a_rate_has_digits_to_show(num_bytes, seconds, said):
+    assert rate(num_bytes, seconds) == said
