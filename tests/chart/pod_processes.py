@@ -47,6 +47,8 @@ def lacking() -> str:
     """What of this machine is missing; empty where pods can run."""
     if os.geteuid() != 0:
         return "root"
+    if Path("/tmp") in ROOT.parents:
+        return "a checkout that is not below /tmp, which is a volume of the pods"
     if not _MEMORY.is_dir() and "memory" not in _controllers():
         return "a memory cgroup"
     return ""

@@ -27,10 +27,12 @@ export function drawSummary(pool, now) {
   const longest = pauses.reduce((most, one) => (one.pause > (most?.pause ?? 0) ? one : most), null);
   const fastest = Object.entries(pool.facts.rates).sort((a, b) => b[1].bytes_per_second - a[1].bytes_per_second)[0];
   const base = Number(pool.base?.served_version ?? 0);
+  const strangers = adapters.map((name) => pool.policies.get(name)).filter((policy) => pool.isOverAnotherBase(policy));
   const tiles = [
     ["Replicas ready", `${count(ready)} of ${count(total)}`, ready < total ? `${several(total - ready, "replica")} not ready` : total ? "all of them" : "none yet",
       total && ready < total ? "warn" : ""],
-    ["Served", total ? versionName("base", base) : "nothing", adapters.length ? several(adapters.length, "adapter") : "no adapter yet", ""],
+    ["Served", total ? versionName("base", base) : "nothing", strangers.length ? overAnotherBase(pool, strangers)
+      : adapters.length ? several(adapters.length, "adapter") : "no adapter yet", strangers.length ? "warn" : ""],
     ["Pushes, last hour", count(recent.length - failed), failed ? `${count(failed)} failed` : "none failed", failed ? "warn" : ""],
     ["Last push", last ? duration(last.total) : "–", last ? [versionName(last.policy, last.version), " · ", moment(last.end_time, now)] : "nothing pushed yet", ""],
     ["Longest pause", longest ? duration(longest.pause) : "–", longest ? `${versionName(longest.policy, longest.version)}, last hour` : "none in the last hour", ""],
@@ -40,6 +42,12 @@ export function drawSummary(pool, now) {
   show(byId("summary"), key, () => tiles.map(([name, value, note, tone]) =>
     el("div", { class: `tile ${tone}` }, el("dt", {}, name), el("dd", {}, value),
       el("dd", { class: "note" }, ...[note].flat()))));
+}
+
+/** Adapters answer worse over another base than they were trained on; said where it is seen first. */
+function overAnotherBase(pool, [one, ...more]) {
+  const rest = more.length ? `, and ${several(more.length, "adapter")} more` : "";
+  return `${versionName(one.policy, one.served_version)} was trained on ${versionName("base", pool.trainedOn(one))}${rest}`;
 }
 
 // -- policies ----------------------------------------------------------------
@@ -80,10 +88,11 @@ function policyRow(pool, policy) {
 
 function trainedOn(pool, policy, isBase, served) {
   if (isBase || !served) return [el("span", { class: "muted" }, "–")];
+  const on = pool.trainedOn(policy);
+  if (on === undefined) return [el("span", { class: "muted" }, "not told")];
   const base = Number(pool.base?.served_version ?? 0);
-  if (policy.trained_on_base_version === undefined) return [el("span", { class: "muted" }, "not told")];
-  const on = Number(policy.trained_on_base_version);
-  const over = on === base ? null : el("small", {}, `served over ${versionName("base", base)}`);
+  const over = pool.isOverAnotherBase(policy)
+    ? el("small", { class: "bad" }, `served over ${versionName("base", base)}`) : null;
   return [chip(versionName("base", on), colour(on)), over];
 }
 
