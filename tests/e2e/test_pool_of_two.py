@@ -332,7 +332,11 @@ def test_running_requests_end_whole_and_the_process_with_0(pool: PoolOfTwo) -> N
 
         assert stream(pool.urls[0], _NUM_TOKENS, drain_it) == (_NUM_TOKENS, "length")
         (process,) = pool.processes
-        line = process.line(lambda text: text.startswith("ended: "), _SECONDS)
-        assert line == "ended: drained: by an operator: old card"
+        line = process.line(lambda text: '"ended: ' in text, _SECONDS)
+        assert json.loads(line)["message"] == "ended: drained: by an operator: old card"
         assert process.wait(_SECONDS) == 0
         told[0].result(_SECONDS)
+    # From the first line to the last, whoever wrote it: ours, vLLM's processes, libraries.
+    lines = [json.loads(line) for line in process.log_path.read_text().splitlines()]
+    assert all({"time", "message"} <= line.keys() or "result" in line for line in lines)
+    assert any(line.get("logger", "").startswith("rollout_side") for line in lines)
