@@ -68,7 +68,8 @@ def push_path(
         f"[bold green]{report.version}[/] is served by {plural(report.num_replicas, 'replica')}: "
         f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
         f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f}{at}, "
-        f"committing {report.committing_seconds:.3f})"
+        f"committing {report.committing_seconds:.3f})",
+        soft_wrap=True,
     )
     for remark in report.remarks:
         Console().print(f"  {remark}", markup=False, highlight=False)

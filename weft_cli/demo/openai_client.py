@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,10 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        reply: dict[str, Any] = json.load(response)
-        return reply
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            reply: dict[str, Any] = json.load(response)
+            return reply
+    except urllib.error.HTTPError as error:
+        error.add_note(error.read().decode("utf-8", "replace"))
+        raise
