@@ -77,6 +77,8 @@ class _Course:
         #: Receives that are posted, and buckets that are verified at the moment.
         self._held = dict.fromkeys(membership.lanes, 0)
         self._verified: deque[tuple[int, Operation, Callable[[], None]]] = deque()
+        #: Verified, and not reported yet: what they belong to has not come whole.
+        self._unreported: deque[Operation] = deque()
         self._arrived: Operation | None = None
         say, transfer_id = membership.progress.say, prepared.transfer_id
         self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
@@ -150,7 +152,10 @@ class _Course:
         self._verified.popleft()
         operation.give_back()
         self._held[self._prepared.sender_of(index)] -= 1
+        self._unreported.append(operation)
         while self._num_reported < min(self._buffers.num_kept, index + 1):
+            # Its sender first: that packs the next bucket into this one's memory.
+            self._unreported.popleft().keep()
             report = pb.BucketVerified(
                 transfer_id=self._prepared.transfer_id, bucket=self._num_reported
             )

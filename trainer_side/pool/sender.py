@@ -5,6 +5,7 @@ another, as members are lost.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -221,7 +222,8 @@ class Sender:
         are_safe = old.leave()
         self._rank = SendingRank(successor, self.device, self._credentials)
         if not are_safe:
-            held = range(sending.num_released, len(sending.digests))
+            first = bisect_left(sending.indices, sending.num_released)
+            held = range(first, len(sending.digests))
             buckets.move(held)
             if self.device.type == "cuda":  # they are sent as whatever was digested: at once
                 torch.cuda.current_stream(self.device).synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ class BucketOptions(NamedTuple):
     """Of a send: how these begin; they are not in the buffer yet. Whoever knows them has waited for
     all before them, as the digest in them asks for: a backend that carries them beside the buffer
     waits for nothing more."""
+    on_kept: Callable[[], None] | None = None
+    """Of a send: called, by whichever thread, once every receiver has said that it keeps the
+    bucket, where a backend carries that (``Operation.is_kept``)."""
 
 
 WHOLE = BucketOptions()

@@ -72,6 +72,14 @@ class Work(Protocol):
             RuntimeError: The sender has left: it may have changed the bytes meanwhile.
         """
 
+    def keep(self) -> None:
+        """Tell the sender that this receiver has verified the bucket and keeps it; never blocks,
+        never raises. Nothing, where the backend does not carry that."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether every receiver has said so to this sender; never, where they cannot."""
+
     def wake(self) -> None:
         """End ``wait_until`` early."""
 
@@ -209,8 +217,12 @@ class _GlooWork:
         return bool(self._work.is_completed())
 
     arrived = IN_ITS_BUFFER
+    is_kept = False
 
     def give_back(self) -> None:
+        pass
+
+    def keep(self) -> None:
         pass
 
     def wake(self) -> None:
@@ -276,8 +288,12 @@ class _NcclWork:
         return bool(self._work.is_completed())
 
     arrived = IN_ITS_BUFFER
+    is_kept = False
 
     def give_back(self) -> None:
+        pass
+
+    def keep(self) -> None:
         pass
 
     def wake(self) -> None:

@@ -140,6 +140,17 @@ class Operation:
         except RuntimeError as error:
             raise PeerUnavailableError(f"the side group broke: {error}") from error
 
+    def keep(self) -> None:
+        """Tell the sender at once that this rank has verified the bucket and keeps it, whatever
+        becomes of this group, where the backend carries that; after ``give_back``."""
+        self._work.keep()
+
+    @property
+    def is_kept(self) -> bool:
+        """Of a send: whether every receiver has said so. It may never be said: then the
+        coordinator's word is the only one."""
+        return self._work.is_kept
+
     def wake(self) -> None:
         """End ``wait`` early; it then asks the group why."""
         self._work.wake()

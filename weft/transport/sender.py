@@ -265,8 +265,9 @@ class SendingRank:
             if nth >= len(sending.digests):
                 reused = nth - buckets.num_buffers
                 if reused >= to_send:
-                    self._await_released(sending, indices[reused] + 1)
-                    self._await_sent(operations.pop(reused), sending.deadline)
+                    operation = operations.pop(reused)
+                    self._await_released(sending, indices[reused] + 1, operation)
+                    self._await_sent(operation, sending.deadline)
                 self._make(sending)
             if nth < to_send:
                 self._raise_end()
@@ -275,7 +276,7 @@ class SendingRank:
             forming = partial(self._say, pb.ACTIVITY_FORMING)
             wire, sealed = buckets.wire(nth), sending.sealed[nth]
             room = wire.numel() - sealed.payload_bytes
-            options = BucketOptions(tail_bytes=room, tail=sealed.tail)
+            options = BucketOptions(tail_bytes=room, tail=sealed.tail, on_kept=self.wake)
             operations[nth] = lane.broadcast(wire, seconds, forming, options)
             self._num_sent = indices[nth] + 1
         return [*operations.values()]
@@ -296,12 +297,25 @@ class SendingRank:
         sending.sealed.pop(nth - buckets.num_buffers, None)
         sending.digests.append(sealed.digest)
 
-    def _await_released(self, sending: Sending, num_wanted: int) -> None:
+    def _await_released(
+        self, sending: Sending, num_wanted: int, operation: Operation | None = None
+    ) -> None:
+        """Block until so many buckets are verified by all; by the coordinator's word, or by that
+        of the receivers themselves on ``operation``, the last of them: it comes sooner.
+
+        Receivers verify in one order for all senders, so the buckets before it are, too.
+        """
         direction = self._direction
         what = f"every receiver to verify bucket {num_wanted - 1}"
-        self._await(lambda: direction.num_released >= num_wanted, sending.deadline, what)
+
+        def is_released() -> bool:
+            is_kept = operation is not None and operation.is_kept
+            return is_kept or direction.num_released >= num_wanted
+
+        self._await(is_released, sending.deadline, what)
+        sending.num_released = max(sending.num_released, direction.num_released, num_wanted)
         if sending.progress is not None:
-            sending.progress(direction.num_released, sending.num_buckets)
+            sending.progress(sending.num_released, sending.num_buckets)
 
     def _await_sum(self, sending: Sending) -> None:
         """Block until the other senders' parts of the digests are known, or the transfer goes

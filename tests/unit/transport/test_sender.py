@@ -32,12 +32,31 @@ TICKET = GroupTicket(
 )  # fmt: skip
 
 
+class _Operation:
+    """A broadcast of a ``Group``, that receivers may keep."""
+
+    def __init__(self, group: Group, options: BucketOptions) -> None:
+        self._group, self._options = group, options
+        self.is_kept = False
+
+    def wait(self, deadline: float, speak: Any) -> None:
+        if self._group.lost:
+            raise PeerUnavailableError("a connection broke")
+
+    def keep(self) -> None:
+        """All receivers say that they keep it."""
+        self.is_kept = True
+        assert self._options.on_kept is not None
+        self._options.on_kept()
+
+
 class Group:
     """Stands for ``Membership``: remembers what is sent, and says what it is told to say."""
 
     def __init__(self, ticket: GroupTicket, device: torch.device, **told: Any) -> None:
         self.on_message = told["on_message"]
         self.sent: list[int] = []
+        self.operations: list[_Operation] = []
         self.reports: list[rendezvous_pb2.AttendRequest] = []
         self.lanes = {ticket.rank: self}
         self.attendance = SimpleNamespace(send=self.reports.append)
@@ -50,13 +69,11 @@ class Group:
     def broadcast(
         self, wire: torch.Tensor, seconds: float, speak: Any, options: BucketOptions
     ) -> Any:
-        assert options == (False, 2, bytes([wire[0]]))  # each goes with its own
+        assert options[:3] == (False, 2, bytes([wire[0]]))  # each goes with its own
         self.sent.append(int(wire[0]))
-        return self
-
-    def wait(self, deadline: float, speak: Any) -> None:
-        if self.lost:
-            raise PeerUnavailableError("a connection broke")
+        operation = _Operation(self, options)
+        self.operations.append(operation)
+        return operation
 
     def say(self, **message: Any) -> None:
         self.on_message(rendezvous_pb2.AttendResponse(**message))
@@ -135,6 +152,40 @@ def test_a_buffer_is_used_again_once_its_bucket_is_released(rank: SendingRank) -
     assert group.reports == [told]
     assert (told.staged.transfer_id, told.staged.content_digest.value) == ("t1", digest)
     assert sending.digests == [10, 11, 12, 13, 14]
+
+
+def test_a_buffer_is_used_again_as_soon_as_its_receivers_keep_the_bucket(
+    rank: SendingRank,
+) -> None:
+    """By their own word: the coordinator's takes its time."""
+    buckets = Buckets()
+    group, sending, future = _send(rank, buckets)
+    group.start()
+    for kept in range(NUM_BUCKETS - 2):
+        _until(lambda n=kept: len(group.operations) == n + 2)  # type: ignore[misc]
+        group.operations[kept].keep()
+    _until(lambda: group.sent == [*range(NUM_BUCKETS)])
+    assert sending.num_released == NUM_BUCKETS - 2
+    assert not future.done(), "the push ends by the coordinator's word"
+    group.release(NUM_BUCKETS)
+    assert future.result(10) == content_digest([10, 11, 12, 13, 14])
+
+
+def test_another_group_is_not_sent_what_receivers_kept_and_the_coordinator_had_not_heard(
+    rank: SendingRank,
+) -> None:
+    """Its memory holds the next bucket already."""
+    buckets = Buckets()
+    group, sending, future = _send(rank, buckets)
+    group.start()
+    _until(lambda: group.sent == [0, 1])
+    group.operations[0].keep()
+    _until(lambda: group.sent == [0, 1, 2])
+    plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
+    group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
+    with pytest.raises(Reformed):
+        future.result(10)
+    assert (rank.num_released("t1"), sending.num_released) == (0, 1)
 
 
 def test_the_digest_is_said_once_the_other_senders_parts_are_known(rank: SendingRank) -> None:

@@ -19,7 +19,7 @@ from weft.transport.forked import close_in_children
 from weft.transport.one_sided.errors import OneSidedError
 
 #: Grows with each change that an older peer would not understand.
-VERSION: Final = 3
+VERSION: Final = 4
 #: What goes along with ``Ready`` at most: a socket holds as many as a sender has under way.
 MAX_TAIL_BYTES: Final = 16_384
 MAX_BYTES: Final = MAX_TAIL_BYTES + 256
@@ -103,6 +103,13 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A receiver has verified it, and will not ask for it again in whatever group."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Try:
     """Somebody asks to read the beginning of a memory file, whose descriptor comes along."""
 
@@ -132,7 +139,7 @@ class Left:
 
 
 Message = (
-    Hello | Welcome | Export | ExportDevice | Withdraw | Withdrawn | Ready | Taken
+    Hello | Welcome | Export | ExportDevice | Withdraw | Withdrawn | Ready | Taken | Kept
     | Try | TryDevice | Tried | Left
 )  # fmt: skip
 
@@ -157,6 +164,7 @@ _BODIES: Final[dict[int, tuple[type[Message], struct.Struct]]] = {
     10: (Withdrawn, struct.Struct("<Q")),
     11: (TryDevice, struct.Struct("<Q16s64s")),
     12: (Left, struct.Struct("<")),
+    13: (Kept, struct.Struct("<Q")),
 }
 _KINDS: Final = {kind: number for number, (kind, _) in _BODIES.items()}
 

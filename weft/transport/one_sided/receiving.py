@@ -22,6 +22,7 @@ from weft.transport.one_sided.messages import (
     Export,
     ExportDevice,
     Hello,
+    Kept,
     Left,
     Message,
     Ready,
@@ -244,6 +245,7 @@ class Receiving:
         lends = work.borrows and work.buffer.is_cuda == isinstance(mapped, DeviceMapping)
         lent = mapped.lent(ready.first_byte, num_bytes) if lends else None
         work.tail = _tail(ready, wanted, mapped)
+        work.tell_kept = partial(channel.send, Kept(ready.sequence))
         if lent is not None:
             self._lend(channel, ready, work, lent)
             return

@@ -22,6 +22,7 @@ from weft.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     Channel,
     Hello,
+    Kept,
     Left,
     Message,
     Ready,
@@ -51,6 +52,8 @@ class SentWork(OneSidedWork):
         self.memory: MemoryFile | DeviceView
         self.memory, self.first_byte = view_of(buffer) or file_of(buffer)
         self.sequence, self.missing = sequence, missing
+        #: Receivers that have not said yet that they keep it.
+        self.unkept = set(missing)
 
 
 @dataclass
@@ -112,6 +115,8 @@ class Sending:
         self._place, self._ranks = Place(store), frozenset(range(1, size))
         self._lock = threading.Lock()  # guards what follows
         self._works: dict[int, SentWork] = {}
+        #: Those that some receiver has not said yet that it keeps.
+        self._unkept: dict[int, SentWork] = {}
         self._members: dict[int, _Member] = {}
         self._error = ""
         self._num_sent = 0
@@ -141,6 +146,8 @@ class Sending:
             work = SentWork(buffer, self._num_sent, set(self._ranks), options)
             self._num_sent += 1
             self._works[work.sequence] = work
+            if options.on_kept is not None:
+                self._unkept[work.sequence] = work
             members = [*self._members.values()]
             try:
                 for member in members:
@@ -167,6 +174,7 @@ class Sending:
         for work in self._works.values():
             work.end(self._error)
         self._works.clear()
+        self._unkept.clear()
         self._wakeup.set()
 
     # -- on its thread -------------------------------------------------------------
@@ -267,6 +275,9 @@ class Sending:
             os.close(fd)
         if isinstance(message, Left):
             raise OneSidedError(f"rank {member.rank} is gone: it has left the group")
+        if isinstance(message, Kept):
+            self._note_kept(member.rank, message.sequence)
+            return
         with self._lock:
             if isinstance(message, Withdrawn):
                 member.mapped.pop(message.export_id, None)
@@ -278,3 +289,18 @@ class Sending:
             if not work.missing:
                 del self._works[work.sequence]
                 work.end()
+
+    def _note_kept(self, rank: int, sequence: int) -> None:
+        with self._lock:
+            work = self._unkept.get(sequence)
+            if work is None:
+                return  # whoever sent it did not ask
+            if rank in work.missing or rank not in work.unkept:
+                raise OneSidedError(f"rank {rank} keeps what it has not taken")
+            work.unkept.remove(rank)
+            if work.unkept:
+                return
+            del self._unkept[sequence]
+            work.is_kept = True
+        if work.options.on_kept is not None:
+            work.options.on_kept()

@@ -43,6 +43,10 @@ class OneSidedWork:
         self._lock = threading.Lock()  # guards what is lent
         self._lent: torch.Tensor | None = None
         self._return: Callable[[], None] | None = None
+        #: How a receiver tells the sender that it keeps the bucket.
+        self.tell_kept: Callable[[], None] | None = None
+        #: Whether every receiver has said so, at the sender.
+        self.is_kept = False
         #: What the buffer must not be written before; None on a CPU.
         self.after = recorded(buffer)
         self._woken = threading.Event()
@@ -87,6 +91,12 @@ class OneSidedWork:
             give_back, self._return = self._return, None
         if give_back is not None:
             give_back()
+
+    def keep(self) -> None:
+        """See ``Work``; a sender that is gone is found out elsewhere."""
+        if self.tell_kept is not None:
+            with contextlib.suppress(OneSidedError):
+                self.tell_kept()
 
     def wait_until(self, deadline: float) -> bool:
         """See ``Work``."""

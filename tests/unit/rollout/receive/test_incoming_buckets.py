@@ -22,7 +22,7 @@ class _Lent:
 
     def __init__(self, *, sender_left: bool) -> None:
         self._sender_left, self._lent = sender_left, True
-        self.num_given_back = 0
+        self.num_given_back = self.num_kept = 0
 
     def wait(self, deadline: float, speak: Callable[[], None]) -> None:
         pass
@@ -34,6 +34,9 @@ class _Lent:
         self.num_given_back += 1
         if self._sender_left:
             raise PeerUnavailableError("the sender left while its memory was read")
+
+    def keep(self) -> None:
+        self.num_kept += 1
 
 
 class _OtherBytes:
@@ -85,3 +88,49 @@ def test_what_a_sender_has_left_behind_is_not_taken_for_what_it_sent(
     with pytest.raises(error):
         receive_buckets(membership, prepared, buffers, 0)
     assert lent.num_given_back == 1
+    assert lent.num_kept == 0
+
+
+class _InPairs(_OtherBytes):
+    """Buffers of two buckets, of which the first is kept once the second has come."""
+
+    ahead = 2
+
+    def __init__(self) -> None:
+        super().__init__(at_once=False)
+        self.num_kept = 0
+
+    def accept(self, index: int, nonce: int, arrived: object) -> Callable[[], None]:
+        def end() -> None:
+            self.num_kept = 2 * index
+
+        return end
+
+
+def test_a_sender_is_told_of_what_is_kept_and_of_nothing_that_only_was_verified() -> None:
+    order: list[str] = []
+
+    class Receive(_Lent):
+        def keep(self) -> None:
+            order.append("kept")
+
+    receives = [Receive(sender_left=False) for _ in range(2)]
+    posted = iter(receives)
+    lane = SimpleNamespace(broadcast=lambda *given, **how: next(posted))
+
+    def report(request: Any) -> None:
+        order.append(f"reported {request.bucket_verified.bucket}")
+
+    membership: Any = SimpleNamespace(
+        lanes={0: lane},
+        progress=SimpleNamespace(say=lambda *said: None),
+        attendance=SimpleNamespace(send=report),
+    )
+    prepared: Any = SimpleNamespace(
+        transfer_id="t1", num_buckets=2, nonce=7, deadline=time.monotonic() + 10,
+        sender_of=lambda index: 0, version="base@1", span=SimpleNamespace(set=lambda **told: None),
+    )  # fmt: skip
+    buffers: Any = _InPairs()
+    receive_buckets(membership, prepared, buffers, 0)
+    assert order == ["kept", "reported 0", "kept", "reported 1"]
+    assert [receive.num_given_back for receive in receives] == [1, 1]

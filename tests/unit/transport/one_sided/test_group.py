@@ -28,6 +28,7 @@ from weft.transport.one_sided.messages import (
     Channel,
     Export,
     Hello,
+    Kept,
     Ready,
     Taken,
     Welcome,
@@ -79,6 +80,44 @@ def test_receivers_read_the_senders_own_pages_mapped_once(join: Join) -> None:
     buffer.fill_(9)
     assert mapped[0] == 9
     assert not mapped.flags.writeable
+
+
+def test_a_sender_hears_from_its_receivers_what_all_of_them_keep(join: Join) -> None:
+    sender, receivers = join(2)
+    heard = threading.Event()
+    sent = sender.broadcast(filled(1), 10.0, BucketOptions(on_kept=heard.set))
+    works = [receiver.broadcast(empty(), 10.0) for receiver in receivers]
+    assert all(work.wait_until(soon()) for work in (*works, sent))
+    works[0].keep()
+    assert not heard.wait(0.05), "the other has not said so"
+    assert not sent.is_kept
+    works[1].keep()
+    assert heard.wait(10.0)
+    assert sent.is_kept
+    assert not sender._unkept
+    sender.abort()
+    works[0].keep()  # a sender that is gone is no matter of who keeps
+
+
+def test_keeping_what_was_not_taken_ends_the_group(
+    directory: Path, store: StoreDouble, wait: Wait
+) -> None:
+    secret = b"r" * 32
+    store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
+    sender = Sending(store, 2)
+    channel = Channel(connect(listed(store, wait), 5.0))
+    try:
+        channel.send(Hello(1, secret))
+        assert isinstance(channel.receive(5.0)[0], Welcome)
+        channel.send(Kept(7))  # nobody asked
+        sent = sender.broadcast(filled(1), 10.0, BucketOptions(on_kept=lambda: None))
+        channel.send(Kept(0))
+        assert sent.wait_until(soon())
+        with pytest.raises(OneSidedError, match="keeps what it has not taken"):
+            sent.finish()
+    finally:
+        channel.close()
+    wait(lambda: not sender._thread.is_alive())
 
 
 def test_a_buffer_that_is_gone_is_unmapped(join: Join) -> None:
