@@ -22,6 +22,9 @@ from weft.v1 import rendezvous_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+# Where senders hear from receivers themselves, a receiver that need not wait for bytes tells the
+# coordinator only as often as this: a report takes its process as long as half a bucket does.
+_REPORT_SECONDS = 0.1
 
 
 def receive_buckets(
@@ -77,8 +80,10 @@ class _Course:
         #: Receives that are posted, and buckets that are verified at the moment.
         self._held = dict.fromkeys(membership.lanes, 0)
         self._verified: deque[tuple[int, Operation, Callable[[], None]]] = deque()
-        #: Verified, and not reported yet: what they belong to has not come whole.
-        self._unreported: deque[Operation] = deque()
+        #: Verified, and not kept yet: what they belong to has not come whole.
+        self._unkept: deque[Operation] = deque()
+        self._num_kept = first_bucket
+        self._reported_at = time.monotonic()
         self._arrived: Operation | None = None
         say, transfer_id = membership.progress.say, prepared.transfer_id
         self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
@@ -95,6 +100,8 @@ class _Course:
                 break
             # What is verified at the moment may be what room waits for.
             may_wait = not self._posted and not self._verified
+            if may_wait:
+                self._report()
             if not buffers.make_room(self._num_posted, wait=may_wait):
                 break
             seconds = max(1.0, prepared.deadline - time.monotonic())
@@ -116,6 +123,8 @@ class _Course:
     def await_bucket(self, index: int) -> None:
         """Block until the next bucket has arrived."""
         self._arrived = self._posted.popleft()
+        if not self._arrived.done:
+            self._report()
         self._arrived.wait(self._prepared.deadline, partial(self._waiting, index))
 
     def accept(self, index: int) -> None:
@@ -134,6 +143,7 @@ class _Course:
         """Block until what is verified at the moment is, and report it."""
         while self._verified:
             self._settle_one()
+        self._report()
 
     def abandon(self) -> None:
         """Block until nothing touches the buffers any more, but for what the group's lanes
@@ -152,15 +162,23 @@ class _Course:
         self._verified.popleft()
         operation.give_back()
         self._held[self._prepared.sender_of(index)] -= 1
-        self._unreported.append(operation)
-        while self._num_reported < min(self._buffers.num_kept, index + 1):
-            # Its sender first: that packs the next bucket into this one's memory.
-            self._unreported.popleft().keep()
-            report = pb.BucketVerified(
-                transfer_id=self._prepared.transfer_id, bucket=self._num_reported
-            )
-            self._membership.attendance.send(pb.AttendRequest(bucket_verified=report))
-            self._num_reported += 1
+        self._unkept.append(operation)
+        while self._num_kept < min(self._buffers.num_kept, index + 1):
+            self._num_kept += 1
+            # It packs its next bucket into the memory of this one.
+            sender_knows = self._unkept.popleft().keep()
+            if not sender_knows or time.monotonic() - self._reported_at > _REPORT_SECONDS:
+                self._report()
+
+    def _report(self) -> None:
+        """Tell the coordinator what is kept, if it has not been told."""
+        if self._num_reported == self._num_kept:
+            return
+        self._num_reported, self._reported_at = self._num_kept, time.monotonic()
+        report = pb.BucketVerified(
+            transfer_id=self._prepared.transfer_id, bucket=self._num_kept - 1
+        )
+        self._membership.attendance.send(pb.AttendRequest(bucket_verified=report))
 
 
 def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:

@@ -72,9 +72,9 @@ class Work(Protocol):
             RuntimeError: The sender has left: it may have changed the bytes meanwhile.
         """
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         """Tell the sender that this receiver has verified the bucket and keeps it; never blocks,
-        never raises. Nothing, where the backend does not carry that."""
+        never raises. Returns whether the backend carries that."""
 
     @property
     def is_kept(self) -> bool:
@@ -222,8 +222,8 @@ class _GlooWork:
     def give_back(self) -> None:
         pass
 
-    def keep(self) -> None:
-        pass
+    def keep(self) -> bool:
+        return False
 
     def wake(self) -> None:
         self._ended.set()
@@ -293,8 +293,8 @@ class _NcclWork:
     def give_back(self) -> None:
         pass
 
-    def keep(self) -> None:
-        pass
+    def keep(self) -> bool:
+        return False
 
     def wake(self) -> None:
         self._woken = True

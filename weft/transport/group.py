@@ -140,10 +140,14 @@ class Operation:
         except RuntimeError as error:
             raise PeerUnavailableError(f"the side group broke: {error}") from error
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         """Tell the sender at once that this rank has verified the bucket and keeps it, whatever
-        becomes of this group, where the backend carries that; after ``give_back``."""
-        self._work.keep()
+        becomes of this group; after ``give_back``.
+
+        Returns:
+            Whether the backend carries that: else the sender waits for the coordinator's word.
+        """
+        return self._work.keep()
 
     @property
     def is_kept(self) -> bool:

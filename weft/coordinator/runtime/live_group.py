@@ -100,18 +100,19 @@ class Watermark:
         return self._next
 
     def report(self, rank: int, bucket: int) -> bool:
-        """Count a report; whether the watermark advanced.
+        """Count a report of all buckets up to one; return whether the watermark advanced.
 
         Raises:
-            InvalidRequestError: ``PROTOCOL``: not the receiver's next bucket.
+            InvalidRequestError: ``PROTOCOL``: the receiver has reported it, or there is none such.
         """
         expected = self._next.get(rank, self._first)
-        if bucket != expected or bucket >= len(self._reports) or rank < self._num_senders:
+        if not expected <= bucket < len(self._reports) or rank < self._num_senders:
             raise InvalidRequestError(
                 f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
             )
         self._next[rank] = bucket + 1
-        self._reports[bucket] += 1
+        for index in range(expected, bucket + 1):
+            self._reports[index] += 1
         before = self.num_verified
         while (
             self.num_verified < len(self._reports)

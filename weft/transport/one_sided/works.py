@@ -92,11 +92,12 @@ class OneSidedWork:
         if give_back is not None:
             give_back()
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         """See ``Work``; a sender that is gone is found out elsewhere."""
         if self.tell_kept is not None:
             with contextlib.suppress(OneSidedError):
                 self.tell_kept()
+        return self.tell_kept is not None
 
     def wait_until(self, deadline: float) -> bool:
         """See ``Work``."""

@@ -41,10 +41,21 @@ def test_the_watermark_is_the_slowest_receiver() -> None:
     assert mark.is_through(1)
 
 
-@pytest.mark.parametrize(("rank", "bucket"), [(1, 1), (1, 7), (0, 0)])
-def test_buckets_are_reported_in_order_by_receivers(rank: int, bucket: int) -> None:
+def test_a_report_counts_all_buckets_up_to_its_own() -> None:
+    mark = Watermark("t", num_receivers=2, num_buckets=5, first_bucket=1)
+    assert not mark.report(1, 3)
+    assert mark.report(2, 2)
+    assert mark.num_verified == 3
+    assert mark.report(2, 4)
+    assert (mark.num_verified, mark.is_through(2), mark.is_through(1)) == (4, True, False)
+
+
+@pytest.mark.parametrize(("rank", "bucket"), [(1, 1), (1, 0), (1, 7), (0, 2)])
+def test_a_report_is_a_receivers_and_of_more_than_the_last(rank: int, bucket: int) -> None:
+    mark = Watermark("t", 2, 3)
+    mark.report(1, 1)
     with pytest.raises(InvalidRequestError) as refused:
-        Watermark("t", 2, 3).report(rank, bucket)
+        mark.report(rank, bucket)
     assert refused.value.reason == "PROTOCOL"
 
 

@@ -35,8 +35,9 @@ class _Lent:
         if self._sender_left:
             raise PeerUnavailableError("the sender left while its memory was read")
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         self.num_kept += 1
+        return True
 
 
 class _OtherBytes:
@@ -107,12 +108,22 @@ class _InPairs(_OtherBytes):
         return end
 
 
-def test_a_sender_is_told_of_what_is_kept_and_of_nothing_that_only_was_verified() -> None:
+@pytest.mark.parametrize(
+    ("is_told", "expected"),
+    [
+        (True, ["kept", "kept", "reported 1"]),
+        (False, ["kept", "reported 0", "kept", "reported 1"]),  # the sender waits for it
+    ],
+)
+def test_what_is_kept_is_told_and_nothing_that_only_was_verified(
+    is_told: bool, expected: list[str]
+) -> None:
     order: list[str] = []
 
     class Receive(_Lent):
-        def keep(self) -> None:
+        def keep(self) -> bool:
             order.append("kept")
+            return is_told
 
     receives = [Receive(sender_left=False) for _ in range(2)]
     posted = iter(receives)
@@ -132,5 +143,5 @@ def test_a_sender_is_told_of_what_is_kept_and_of_nothing_that_only_was_verified(
     )  # fmt: skip
     buffers: Any = _InPairs()
     receive_buckets(membership, prepared, buffers, 0)
-    assert order == ["kept", "reported 0", "kept", "reported 1"]
+    assert order == expected
     assert [receive.num_given_back for receive in receives] == [1, 1]

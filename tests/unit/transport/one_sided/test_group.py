@@ -88,7 +88,7 @@ def test_a_sender_hears_from_its_receivers_what_all_of_them_keep(join: Join) -> 
     sent = sender.broadcast(filled(1), 10.0, BucketOptions(on_kept=heard.set))
     works = [receiver.broadcast(empty(), 10.0) for receiver in receivers]
     assert all(work.wait_until(soon()) for work in (*works, sent))
-    works[0].keep()
+    assert works[0].keep()
     assert not heard.wait(0.05), "the other has not said so"
     assert not sent.is_kept
     works[1].keep()
