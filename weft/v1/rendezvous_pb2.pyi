@@ -520,7 +520,7 @@ Global___Prepared: _TypeAlias = Prepared  # noqa: Y015
 
 @_typing.final
 class BucketVerified(_message.Message):
-    """A receiver has a bucket."""
+    """A receiver has verified, and keeps, every bucket up to one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -529,7 +529,7 @@ class BucketVerified(_message.Message):
     transfer_id: _builtins.str
     """Which transfer."""
     bucket: _builtins.int
-    """Bucket index, of the send plan's wire buckets where there is one; reported in order."""
+    """Index of the last of them, of the send plan's wire buckets where there is one; it only grows."""
     def __init__(
         self,
         *,
