@@ -109,8 +109,27 @@ class Pushing:
             WeftError: The same on every rank; nothing changed.
         """
         with self._lock, self._traced("weft.push", parent=parent, policy=request.policy) as span:
-            self.last_report = self._push(request, began, is_replaced, span)
+            try:
+                self.last_report = self._push(request, began, is_replaced, span)
+            except BaseException as error:
+                self._end(error)
+                raise
             return self.last_report.version
+
+    def _end(self, error: BaseException) -> None:
+        """Leave nothing behind of a push that has failed, or was interrupted anywhere."""
+        if self._interrupted(error):
+            self._peer.close()
+        if self._sender_client is not None:
+            self._sender_client.end(error)
+
+    def _interrupted(self, error: BaseException) -> bool:
+        """Whether this rank was interrupted: then nobody was told, and the others wait for it."""
+        if isinstance(error, Exception):
+            return False
+        self._ranks.abandon(error)
+        self._peer.abort()
+        return True
 
     def between_pushes(self, work: Callable[[Ranks, CoordinatorClient | None], _T]) -> _T:
         """Something else that the ranks do in step, once no push is under way; the coordinator
@@ -376,9 +395,8 @@ class Pushing:
             try:
                 with agreeing(ranks):
                     if is_under_way:  # the pool takes it: only now is anything held for it
+                        self._come(begun, number, deadline)
                         self._gather(push.source)
-                    if is_peer and number is not None:
-                        self._peer.join(begun, number)
             except BaseException as error:
                 if ranks.rank == SENDER:
                     self._client.give_up(begun, error, has_begun=False)
@@ -389,8 +407,25 @@ class Pushing:
                 beside.enter_context(self._peer.sending(begun, push, manifest, finite, deadline))
             elif ranks.rank != SENDER:
                 push.add_up()
-            push.hand_over()
-            return pb.Transfer.FromString(ranks.share(send))
+            try:
+                push.hand_over()
+                return pb.Transfer.FromString(ranks.share(send))
+            except BaseException as error:
+                self._interrupted(error)  # before this rank's thread is waited for
+                raise
+
+    def _come(self, begun: pb.BeginTransferResponse, number: int | None, deadline: float) -> None:
+        """Come to the push's group, where this rank sends; before what may take long."""
+        if number is None:
+            return
+        if self._ranks.rank == SENDER:
+            self._client.attend(begun, deadline)
+            return
+        try:
+            self._peer.join(begun, number)
+        except BaseException as error:
+            self._ranks.abandon(error)  # the others may be gathering by now, and wait for us there
+            raise
 
     def _gather(self, source: ShardSource) -> None:
         """Bring together what cannot be sent as the ranks hold it; collective."""

@@ -346,6 +346,35 @@ async def test_unknown_transfers(pool: Pool) -> None:
         assert isinstance(error, NotFoundError)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_push_whose_begin_was_not_answered_is_given_up_by_its_request_id(
+    pool: Pool, waits: bool
+) -> None:
+    trainer = await pool.trainer()
+    if not waits:
+        await pool.replica()
+    request = trainer.begin_request()
+    begin = trainer.stub.BeginTransfer(request, timeout=15)
+    if waits:
+        await asyncio.sleep(0.1)  # it is on its way, or waits for a replica
+    else:
+        await begin
+    abort = publish_pb2.AbortTransferRequest(
+        policy="math", fencing_token=trainer.token, request_id=request.request_id
+    )
+    others = publish_pb2.AbortTransferRequest(
+        policy="math", fencing_token=trainer.token + 1, request_id=request.request_id
+    )
+    await fails(trainer.stub.AbortTransfer(others), "NOT_FOUND", "TRANSFER_UNKNOWN")
+    await trainer.stub.AbortTransfer(abort)
+    if waits:
+        await fails(begin, "ABORTED", "TRANSFER_ABORTED")
+        await pool.replica()
+    else:
+        await trainer.stub.AbortTransfer(abort)  # again
+    assert (await trainer.begin()).version.version == (1 if waits else 2)
+
+
 async def test_abort_transfer(pool: Pool) -> None:
     await pool.replica()
     trainer = await pool.trainer()

@@ -4,6 +4,8 @@ import collections
 import contextlib
 import functools
 import logging
+import random
+import signal
 import threading
 import time
 import traceback
@@ -255,3 +257,66 @@ def test_all_means_all_and_is_final(pool, engines):
         with pytest.raises(PeerUnavailableError, match="replica-1 is gone"):
             publisher.push_base(Model(1))
         assert str(publisher.push_base(Model(2))) == "base@2"
+
+
+# -- interrupts ------------------------------------------------------------------------------
+
+
+class _Interrupts:
+    """Ctrl-C in the main thread, so many seconds after ``push`` is called; never outside it."""
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+
+    def push(self, call, after):
+        """Whether the call was interrupted before it returned."""
+        done = threading.Event()
+        guard = threading.Lock()
+
+        def strike():
+            if not done.wait(after):
+                with guard:
+                    if not done.is_set():
+                        signal.pthread_kill(self._main, signal.SIGINT)
+
+        thread = threading.Thread(target=strike)
+        try:
+            thread.start()
+            call()
+            with guard:
+                done.set()
+            thread.join()
+            time.sleep(0)  # where one that was sent at the last moment is raised
+        except KeyboardInterrupt:
+            done.set()
+            thread.join()
+            return True
+        return False
+
+
+@pytest.mark.parametrize("what", ["base", "adapter"])
+def test_an_interrupt_at_any_moment_holds_up_nobody(what, pool, engines):
+    """The trainer lives on, as in a notebook: its lease does not tell that it left the push."""
+    rng, interrupts = random.Random(28), _Interrupts()
+    model, peft_model, other = Model(1), peft_of(Model(), 1), peft_of(Model(), 2)
+    num_interrupted = 0
+    with (
+        Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher,
+        Publisher(pool.target, trainer_id="trainer-b", timeout_seconds=20) as others,
+    ):
+        push = (
+            functools.partial(publisher.push_base, model)
+            if what == "base"
+            else functools.partial(publisher.push_adapter, peft_model, "math")
+        )
+        others.push_adapter(other, "code")
+        began = time.monotonic()
+        push()
+        usual = max(0.02, time.monotonic() - began)
+        for _ in range(25):
+            num_interrupted += interrupts.push(push, rng.uniform(0.0, 1.2 * usual))
+            began = time.monotonic()
+            others.push_adapter(other, "code")
+            assert time.monotonic() - began < 5.0
+        assert num_interrupted > 5
+        push()

@@ -3,6 +3,10 @@
 The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py.
 """
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,6 +17,7 @@ from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, same, until, weights
 from tests.models import load_hf, make_model
 from tests.trainers.launch import running_ranks
+from trainer_side import Publisher
 from weft.contract.errors import CapacityError, TransferTimeoutError
 
 
@@ -379,8 +384,32 @@ def test_a_push_that_ends_at_a_bucket_is_begun_again_by_all_ranks_together(lost,
                 pool.add_replica("replica-0", engine)
             (tmp_path / "held").unlink()
             answers = [process.answer(60) for process in trainer.processes]
-            assert {answer.get("version") for answer in answers} == {"base@3"}, answers
+            assert {answer.get("version") for answer in answers} == {3}, answers
             assert same(engine.base, torch.load(tmp_path / "whole.pt"))
+            trainer.push("base")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_of_one_rank_ends_the_push_for_all_and_holds_up_nobody(rank, tmp_path):
+    with running_pool(tmp_path / "weft.db") as pool:
+        pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
+        with (
+            running_ranks(tmp_path, pool.target, 2) as trainer,
+            Publisher(pool.target, trainer_id="another", timeout_seconds=20) as others,
+        ):
+            trainer.do("make", kind="fsdp2")
+            trainer.push("base")
+            trainer.do("hold_at", bucket=1)
+            trainer.tell("push", what="base", timeout=40.0)
+            until(lambda: (tmp_path / "held").exists())
+            os.kill(trainer.processes[rank].pid, signal.SIGINT)
+            assert trainer.processes[rank].answer(10)["type"] == "KeyboardInterrupt"
+            (tmp_path / "held").unlink()
+            (answer,) = (p.answer(10) for i, p in enumerate(trainer.processes) if i != rank)
+            assert answer.get("type"), answer
+            began = time.monotonic()
+            others.push_adapter(peft_of(Model()), "math")
+            assert time.monotonic() - began < 5
             trainer.push("base")
 
 

@@ -281,7 +281,7 @@ class Rank:
                 "version": version.version, "source": report.source, "handed": self._handed,
                 "remarks": report.remarks, "backend": report.backend, "slices": self._slices,
             }  # fmt: skip
-        except RuntimeError as error:
+        except (RuntimeError, KeyboardInterrupt) as error:
             outcome = {"error": "", "type": type(error).__name__, "message": str(error)}
         except WeftError as error:
             outcome = {

@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 # Longest that the error of a failed push waits for the coordinator's word on it.
 _VERDICT_SECONDS = 2.0
+# Why a call may have been carried out though it has failed.
+_UNANSWERED = ("COORDINATOR_AWAY", "DEADLINE")
 
 
 class PoolClient:
@@ -86,6 +88,8 @@ class PoolClient:
         self._others_group = ("", "")
         #: What the push under way was begun with.
         self._request: pb.BeginTransferRequest | None = None
+        #: Whether the coordinator may have a transfer of it that nobody has seen the end of.
+        self._is_open = False
         self._offered = pb.DescribeTargetResponse()
         self._selected = SelectedBackend("", "")
 
@@ -209,12 +213,14 @@ class PoolClient:
             self.coordinator.put_manifest(manifest, deadline)
             request.group_id = self._kept_group(request.backend)
             request.timeout.CopyFrom(duration_to_proto(deadline - time.monotonic()))
+            self._is_open = True
             return self.coordinator.stub.BeginTransfer(request, timeout=left, metadata=metadata)
 
         while True:
             try:
                 begun = self.coordinator.with_lease(request.policy, kind, begin, deadline)
-            except NotReadyError as error:
+            except WeftError as error:
+                self._is_open = error.reason in _UNANSWERED
                 is_forgotten = error.reason == "MANIFEST_UNKNOWN"  # the coordinator restarted
                 if not is_forgotten or not self.coordinator.forget_manifest(manifest):
                     raise
@@ -262,6 +268,13 @@ class PoolClient:
                     raise with_lost_weights(error, names) from error
                 _log.error("%s", lost_weights(names))
             raise
+
+    def attend(self, begun: pb.BeginTransferResponse, deadline: float) -> None:
+        """Come to the group of a push before anything that may take long: one that nobody comes
+        to is given up. What is wrong with the group is found when it is sent to."""
+        if begun.HasField("group"):
+            with contextlib.suppress(StaleEpochError, PeerUnavailableError):
+                self._sender_for(begun, deadline)
 
     def _stay_out(
         self,
@@ -317,6 +330,7 @@ class PoolClient:
     def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
         if self._sender is not None:
             if self._sender.usable and self._sender.ticket.group_id == begun.group.group_id:
+                self._sender.come_to(begun.transfer_id)
                 return self._sender
             self._sender.close()
             self._sender = None
@@ -369,6 +383,7 @@ class PoolClient:
             return call.result()
 
         transfer = self.coordinator.call(ask, deadline).transfer
+        self._is_open = False
         self.coordinator.leases.published(begun.version.policy)
         return transfer
 
@@ -386,7 +401,16 @@ class PoolClient:
         is_told = sender is not None and sender.ticket.epoch >= begun.group.epoch
         if not is_told or is_own or not isinstance(error, WeftError) or type(error) is WeftError:
             self.coordinator.abort(begun, error)
+        self._is_open = False
         self.leave_group()
+
+    def end(self, error: BaseException) -> None:
+        """Give up what was begun and has not ended, wherever the push was when ``error`` came;
+        blocks some seconds at most."""
+        if self._is_open and self._request is not None:
+            self._is_open = False
+            self.coordinator.abort(self._request, error)
+            self.leave_group()
 
     def _lost_weights(self, begun: pb.BeginTransferResponse, error: BaseException) -> str:
         """Replicas that had begun to load a push in place that has failed, as the

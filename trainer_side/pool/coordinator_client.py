@@ -161,18 +161,28 @@ class CoordinatorClient:
         self._known_manifests.discard(manifest.layout_digest)
         return was_known
 
-    def abort(self, begun: pb.BeginTransferResponse, error: BaseException) -> None:
-        """Say that this trainer gives a transfer up, best effort."""
+    def abort(
+        self, begun: pb.BeginTransferResponse | pb.BeginTransferRequest, error: BaseException
+    ) -> None:
+        """Say that this trainer gives a transfer up, best effort.
+
+        Args:
+            begun: The transfer; the request for it where no answer has come.
+        """
+        if isinstance(begun, pb.BeginTransferResponse):
+            policy, named = begun.version.policy, {"transfer_id": begun.transfer_id}
+        else:
+            policy, named = begun.policy, {"request_id": begun.request_id}
         request = pb.AbortTransferRequest(
-            transfer_id=begun.transfer_id,
-            policy=begun.version.policy,
-            fencing_token=self.leases.held_token(begun.version.policy),
+            policy=policy,
+            fencing_token=self.leases.held_token(policy),
             message=f"the trainer gave up: {error!r}"[:500],
+            **named,
         )
         try:
             self.stub.AbortTransfer(request, timeout=_ABORT_SECONDS)
         except grpc.RpcError as rpc_error:
-            _log.info("could not abort %s: %s", begun.transfer_id, error_from_rpc(rpc_error))
+            _log.info("could not abort the push of %s: %s", policy, error_from_rpc(rpc_error))
 
     def close(self) -> None:
         """Release the leases and the connection; blocks at most some seconds."""

@@ -119,6 +119,10 @@ class Sender:
         """See ``SendingRank``."""
         self._rank.wait_attended()
 
+    def come_to(self, transfer_id: str) -> None:
+        """Say in a group that is kept that this rank is at work for a transfer."""
+        self._rank.come_to(transfer_id)
+
     def send(
         self,
         source: Source | RunSource | ShardPush,
@@ -228,6 +232,10 @@ class Sender:
             if self.device.type == "cuda":  # they are sent as whatever was digested: at once
                 torch.cuda.current_stream(self.device).synchronize()
             self._buffers = buckets.packer.buffers
+
+    def abort(self, error: WeftError) -> None:
+        """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
+        self._rank.abort(error)
 
     def close(self) -> None:
         """Leave the group; blocks at most 10 s."""

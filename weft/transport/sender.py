@@ -179,6 +179,12 @@ class SendingRank:
         """
         self._membership.attendance.wait_welcome()
 
+    def come_to(self, transfer_id: str) -> None:
+        """Say that this rank is at work for a transfer, before it sends: in a group that is kept
+        it attends in any case."""
+        said = pb.Progress(transfer_id=transfer_id, activity=pb.ACTIVITY_PACKING)
+        self._membership.attendance.send(pb.AttendRequest(progress=said))
+
     def send(self, sending: Sending) -> bytes:
         """Send every bucket that the receivers lack, each kept until all have verified it.
 

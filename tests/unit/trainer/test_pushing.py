@@ -133,6 +133,9 @@ class _Client:
     def __init__(self) -> None:
         self.given_up: list[tuple[BaseException, bool]] = []
 
+    def attend(self, begun: pb.BeginTransferResponse, deadline: float) -> None:
+        pass
+
     def give_up(
         self, begun: pb.BeginTransferResponse, error: BaseException, *, has_begun: bool = True
     ) -> None:
@@ -175,7 +178,7 @@ def test_a_gather_that_fails_at_one_rank_ends_the_push_at_all(
 def test_a_push_that_has_ended_already_brings_nothing_together(linked: list[TorchRanks]) -> None:
     """Its begin was asked again."""
     sources = [_Shards(), _Shards()]
-    client = SimpleNamespace(carry_out=lambda *rest: pb.Transfer())
+    client = SimpleNamespace(attend=lambda *rest: None, carry_out=lambda *rest: pb.Transfer())
 
     def push(rank: int) -> pb.Transfer:
         pushing = _pushing(linked[rank], None if rank else client)
@@ -210,7 +213,7 @@ def test_a_push_that_gathers_nothing_agrees_once_before_it_is_sent(
     push = _shard_push(ranks, source)
     if not gathers:
         push.source.gathered.clear()
-    client = SimpleNamespace(carry_out=lambda *rest: pb.Transfer())
+    client = SimpleNamespace(attend=lambda *rest: None, carry_out=lambda *rest: pb.Transfer())
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     manifest = plan_buckets(source.metas)
     _pushing(ranks, client)._send_shards(begun, push, manifest, False, time.monotonic() + 5)

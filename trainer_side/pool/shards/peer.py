@@ -14,7 +14,7 @@ from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.contact import data_address
 from trainer_side.pool.sender import Sender
 from trainer_side.pool.shards.push import ShardPush
-from weft.contract.errors import NotReadyError, WeftError
+from weft.contract.errors import NotReadyError, TransferAbortedError, WeftError
 from weft.contract.layout.manifest import Manifest
 from weft.rpc.codec import ticket_from_proto
 from weft.rpc.security.credentials import Credentials
@@ -71,6 +71,7 @@ class Peer:
         """
         kept = self._sender
         if kept is not None and kept.usable and kept.ticket.group_id == begun.group.group_id:
+            kept.come_to(begun.transfer_id)
             return
         self.close()
         host = data_address(self._data_host, self._coordinator)
@@ -132,6 +133,12 @@ class Peer:
             thread.join(_LEAVE_SECONDS)
             if thread.is_alive() or not sender.usable:
                 self.close()
+
+    def abort(self) -> None:
+        """End what it sends at once; from any thread, never blocks."""
+        sender = self._sender
+        if sender is not None:
+            sender.abort(TransferAbortedError("this rank was interrupted"))
 
     def close(self) -> None:
         """Leave the group; blocks at most 10 s."""

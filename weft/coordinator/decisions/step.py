@@ -231,10 +231,9 @@ def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
 
 
 def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
-    state = change.state
-    transfer = state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
+    transfer = _named(change.state, event)
     if transfer is None:
-        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id or event.request_id))
     elif not _owns(transfer, event):
         error = not_its_owner(event.transfer_id, event.policy, event.fencing_token)
         change.refuse([event.ticket], error)
@@ -246,6 +245,16 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
             failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
             abort.abort(change, transfer, failure)
         change.reply(event.ticket, Done())
+
+
+def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:
+    """The transfer that a trainer gives up, by its name or, of its own, by the request's."""
+    if event.transfer_id:
+        return state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
+    for known in (*state.transfers.values(), *state.history.values()):
+        if known.purpose.request_id == event.request_id and _owns(known, event):
+            return known
+    return None
 
 
 def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:

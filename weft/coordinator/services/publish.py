@@ -258,7 +258,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self, request: publish_pb2.AbortTransferRequest, context: Context
     ) -> publish_pb2.AbortTransferResponse:
         """Source: protos/weft/v1/publish.proto."""
-        record = self._forgotten(request.transfer_id)
+        record = self._forgotten(request.transfer_id) if request.transfer_id else None
         if record is not None:
             if record.version.policy != request.policy:
                 raise not_its_owner(request.transfer_id, request.policy, request.fencing_token)
@@ -272,6 +272,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 request.policy,
                 request.fencing_token,
                 request.message,
+                request.request_id,
             )
         )
         return publish_pb2.AbortTransferResponse()

@@ -105,6 +105,8 @@ class AbortTransfer:
     policy: str
     fencing_token: int
     message: str
+    request_id: str = ""
+    """Names it where ``transfer_id`` is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

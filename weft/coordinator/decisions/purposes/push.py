@@ -238,7 +238,10 @@ class Push(Purpose):
             reform.resume_without(change, transfer, lost)
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
-        if stalls.trainer_delays_others(change, transfer):
+        if not transfer.taken_up:  # it was interrupted as it began, say
+            why = f"{transfer.trainer_id} has not come to its push: {failure.message}"
+            abort.abort(change, transfer, Failure("TRANSFER_ABORTED", why, failure.metadata))
+        elif stalls.trainer_delays_others(change, transfer):
             abort.abort(change, transfer, failure)
 
     def time_is_up(self, state: PoolState, transfer: Transfer) -> str:

@@ -219,6 +219,8 @@ class Transfer:
     attempt: Attempt = field(default_factory=Attempt)
     loading: frozenset[str] = frozenset()
     """Replicas that were told to load it in place, in this epoch or a former one."""
+    taken_up: bool = False
+    """Whether a sender has come to it: to its group, or with a word of it to the former one."""
     start_at: float = 0.0
     commit_at: float = 0.0
     end_at: float = 0.0

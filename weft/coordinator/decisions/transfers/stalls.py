@@ -114,6 +114,8 @@ def watch(change: Change) -> None:
         if transfer.phase not in (Phase.FORMING, Phase.STAGING):
             continue
         group = change.state.groups[transfer.group_id]
+        if not transfer.taken_up and _has_come(transfer, group):
+            transfer = change.put_transfer(replace(transfer, taken_up=True))
         seen = transfer.attempt.watch.with_debts(owed_steps(transfer, group), change.now)
         seen = seen.with_holder(_holder(seen, group), change.now)
         if seen is not transfer.attempt.watch:
@@ -122,6 +124,18 @@ def watch(change: Change) -> None:
             _give_up(change, transfer, group)
             if change.state.transfers.get(transfer.transfer_id) is transfer:
                 _leave_behind(change, transfer, group)
+
+
+def _has_come(transfer: Transfer, group: Group) -> bool:
+    """Whether a sender is at work for a transfer: where its group is that of the former one, it
+    attends in any case."""
+    is_own = group.group_id.startswith(transfer.ids.group_id)
+    words = transfer.attempt.watch.words
+    return any(
+        (is_own and rank in group.attending)
+        or (rank in words and words[rank].transfer_id == transfer.transfer_id)
+        for rank in group.senders
+    )
 
 
 def _holder(watch: Watch, group: Group) -> int | None:

@@ -172,6 +172,7 @@ def test_the_time_that_the_coordinator_itself_was_stopped_does_not_count() -> No
 def test_what_was_said_of_another_transfer_or_group_does_not_count() -> None:
     m, ticket, waiter = push(Phase.FORMING)
     group = m.transfer(ticket).group_id
+    m.do(events.RankAttends(group, 0))
     for _ in range(12):
         m.do(events.RanksHeard(group, {1: Word("another", Activity.WAITING)}))
         m.do(events.RanksHeard("another", {1: Word("", Activity.WAITING)}, "", {1: 3}))
@@ -234,17 +235,58 @@ def test_holding_requests_still_is_not_the_workers_step() -> None:
 
 
 def _silent_sender() -> tuple[Machine, int, int]:
+    """It came, and has said nothing since."""
+    return push(Phase.STAGING)
+
+
+@pytest.mark.parametrize("attending", [(), (1, 2, 3)])
+def test_a_push_that_its_trainer_never_comes_to_is_over_within_seconds(
+    attending: tuple[int, ...],
+) -> None:
+    """It was interrupted as it began, say, and lives: nobody has to wait for that to count."""
     m, ticket, waiter = push(Phase.FORMING)
-    group = m.transfer(ticket).group_id
-    for rank in (1, 2, 3):
-        m.do(events.RankAttends(group, rank))
-    return m, ticket, waiter
+    for rank in attending:
+        m.do(events.RankAttends(m.transfer(ticket).group_id, rank))
+    m.pass_time(9.0)
+    assert not m.answered(waiter)
+    pass_saying(m, ticket, 3.0, ranks=(1, 2, 3))
+    error = m.error(waiter)
+    assert error.reason == "TRANSFER_ABORTED"
+    assert "t1 has not come to its push" in error.message
+    assert not suspects_of(m)
 
 
-def test_a_trainer_that_never_attends_is_given_up_once_somebody_waits() -> None:
+def test_nor_one_in_the_group_of_the_push_before() -> None:
+    m, first, _ = push(Phase.STAGING)
+    say(m, first, num_verified={1: 4, 2: 4, 3: 4})
+    for rank in range(4):
+        m.stage(first, rank, DIGEST)
+    m.answer_commits(first)
+    ticket = m.begin("math", layout=BUCKETS, group_id=m.transfer(first).group_id, timeout=600.0)
+    waiter = m.await_end(ticket)
+    assert m.transfer(ticket).group_id == m.transfer(first).group_id
+    m.prepare_all(ticket)
+    pass_saying(m, ticket, 12.0, ranks=(1, 2, 3))
+    assert m.error(waiter).reason == "TRANSFER_ABORTED"
+
+
+def test_one_word_of_it_there_is_enough_to_have_come() -> None:
+    m, first, _ = push(Phase.STAGING)
+    say(m, first, num_verified={1: 4, 2: 4, 3: 4})
+    for rank in range(4):
+        m.stage(first, rank, DIGEST)
+    m.answer_commits(first)
+    ticket = m.begin("math", layout=BUCKETS, group_id=m.transfer(first).group_id, timeout=600.0)
+    say(m, ticket, Activity.PACKING, ranks=(0,))
+    m.prepare_all(ticket)
+    pass_saying(m, ticket, 50.0, ranks=(1, 2, 3))
+    assert m.transfer(ticket).phase is Phase.STAGING
+
+
+def test_a_trainer_that_stalls_is_given_up_once_somebody_waits() -> None:
     m, ticket, waiter = _silent_sender()
-    m.pass_time(100.0)
-    assert m.transfer(ticket).phase is Phase.FORMING, "nobody waits for it"
+    pass_saying(m, ticket, 100, ranks=(1, 2, 3))
+    assert m.transfer(ticket).phase is Phase.STAGING, "nobody waits for it"
     m.acquire("code", "t2", "s2")
     other = m.begin("code", timeout=600.0)
     m.pass_time(0.5)
@@ -258,9 +300,9 @@ def test_a_trainer_has_a_minute_though_others_wait() -> None:
     m, ticket, waiter = _silent_sender()
     m.acquire("code", "t2", "s2")
     m.begin("code", timeout=600.0)
-    m.pass_time(55.0)
-    assert m.transfer(ticket).phase is Phase.FORMING
-    m.pass_time(6.0)
+    pass_saying(m, ticket, 55, ranks=(1, 2, 3))
+    assert m.transfer(ticket).phase is Phase.STAGING
+    pass_saying(m, ticket, 6, ranks=(1, 2, 3))
     assert m.error(waiter).reason == "STALLED"
 
 

@@ -21,6 +21,10 @@ class Attendance:
     def __init__(self) -> None:
         self.answers = threading.Event()
         self.refuses = False
+        self.said: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.said.append(message)
 
     def wait_welcome(self) -> None:
         assert self.answers.wait(10)
