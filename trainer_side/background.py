@@ -17,7 +17,7 @@ from typing import Literal
 from trainer_side.arguments import check_choice, check_open
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
-from trainer_side.pushing import Pushing
+from trainer_side.pushing import Pushing, under_way
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import NamedBase
@@ -92,6 +92,7 @@ class Background:
         Raises:
             InvalidRequestError: ``PUBLISHER_CLOSED``.
         """
+        self._pushing.turn.check(f"the push of {request.policy}")
         check_choice("when_busy", when_busy, WhenBusy)
         waiting = _Waiting(
             next(self._numbers), request, time.monotonic(), tracing.of_process().current()
@@ -114,15 +115,24 @@ class Background:
             self._copy(waiting)
         return waiting.future
 
-    def wait_idle(self) -> None:
-        """Block until nothing runs or waits; each push is bounded by its own deadline.
+    def wait_idle(self, call: str, deadline: float) -> None:
+        """Block until nothing runs or waits, at most until ``deadline``.
+
+        Args:
+            call: Who waits, for people.
 
         Raises:
-            InvalidRequestError: ``PUBLISHER_CLOSED``.
+            InvalidRequestError: ``PUBLISHER_CLOSED``; or as ``Turn.check``.
+            TransferTimeoutError: Something still does.
         """
+        self._pushing.turn.check(call)
         with self._condition:
             check_open(self._is_closed)
-            self._condition.wait_for(lambda: not self._queue and not self._is_running)
+            if not self._condition.wait_for(
+                lambda: not self._queue and not self._is_running,
+                max(0.0, deadline - time.monotonic()),
+            ):
+                raise under_way(call)
 
     def close(self) -> None:
         """Take no more, push what waits, end the thread and leave the link."""

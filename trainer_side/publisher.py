@@ -72,7 +72,8 @@ class Publisher(AsyncPushes, RolloutSleep):
             fails while it switches leaves service and catches up later, and the push succeeds
             if one replica serves the version. ``last_report.num_replicas`` counts those that
             do, ``remarks`` names the others and says why.
-        timeout_seconds: Longest time of a push, waiting for replicas included. Within it a push
+        timeout_seconds: Longest time of a push from its call on, waiting for replicas and for
+            earlier pushes of this publisher included. Within it a push
             that ends for a reason that passes (too few replicas were left, the coordinator was
             restarted) is begun again by itself: what it raises is final. Named tensors cannot
             be read again.
@@ -328,6 +329,7 @@ class Publisher(AsyncPushes, RolloutSleep):
         policy takes it out. Does not block. Known at the sender, empty at other ranks:
         a trainer of several broadcasts it, for all must push.
         """
+        self._pushing.turn.check_process("wanted")
         return self._coordinator.leases.wanted if self._coordinator is not None else frozenset()
 
     def close(self) -> None:
@@ -335,7 +337,11 @@ class Publisher(AsyncPushes, RolloutSleep):
 
         Blocks at most until the deadlines of those pushes, and some seconds. Pushes that
         are asked for later fail with ``PUBLISHER_CLOSED``; closing twice is no error.
+
+        Raises:
+            InvalidRequestError: From within a push of this publisher, or in a forked process.
         """
+        self._pushing.turn.check("close")
         if self._notices is not None:
             self._notices.close()  # what it calls may push until then
         self._background.close()
@@ -350,17 +356,22 @@ class Publisher(AsyncPushes, RolloutSleep):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if self._pushing.turn.is_of_this_process:
+            self.close()
 
-    def _between_pushes(self, work: Callable[[Ranks, CoordinatorClient | None], _T]) -> _T:
-        self._background.wait_idle()
-        return self._pushing.between_pushes(work)
+    def _between_pushes(
+        self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
+    ) -> _T:
+        self._background.wait_idle(call, deadline)
+        return self._pushing.between_pushes(call, work, deadline)
 
     def _push(self, request: PushRequest) -> PolicyVersion:
         began = time.monotonic()
+        deadline = began + request.timeout_seconds
         try:
-            self._background.wait_idle()  # in the order of the calls, on every rank
-            return self._pushing.push(request, began=began)
+            # In the order of the calls, on every rank.
+            self._background.wait_idle(f"the push of {request.policy}", deadline)
+            return self._pushing.push(request, began=began, deadline=deadline)
         except KeyboardInterrupt:
             # Where it was, many calls deep, tells nobody anything.
             raise KeyboardInterrupt(f"a push of {request.policy} was interrupted") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -27,8 +28,10 @@ from trainer_side.sources.source import Source
 from weft import tracing
 from weft.contract.errors import (
     BaseMismatchError,
+    InvalidRequestError,
     PeerUnavailableError,
     TransferAbortedError,
+    TransferTimeoutError,
     WeftError,
     error_from_reason,
 )
@@ -63,6 +66,73 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _CANNOT_USE, _NO_PLACE = FLAGS
 
 
+class Turn:
+    """The right to use a publisher, which one thread of one process has at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner = 0
+        self._pid = os.getpid()
+
+    def check(self, call: str) -> None:
+        """Refuse a call that could only wait for itself.
+
+        Raises:
+            InvalidRequestError: It is made from within a push, or in a forked process.
+        """
+        self.check_process(call)
+        if self._owner == threading.get_ident():
+            raise InvalidRequestError(
+                f"{call} was called from within a push of the same Publisher (a signal handler, "
+                "named_tensors, progress): it would wait for itself. Call it after the push, or "
+                "make another Publisher with a trainer_id of its own"
+            )
+
+    def check_process(self, call: str) -> None:
+        """Refuse a call in a forked process.
+
+        Raises:
+            InvalidRequestError: This is one.
+        """
+        if not self.is_of_this_process:
+            raise InvalidRequestError(
+                f"{call}: this process was forked from {self._pid}, whose Publisher this is: it "
+                "has the connections and the leases. Make a Publisher here"
+            )
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the publisher was made here, and not before a fork."""
+        return os.getpid() == self._pid
+
+    @contextlib.contextmanager
+    def taken(self, call: str, deadline: float | None = None) -> Iterator[None]:
+        """Have it inside the ``with``; blocks for it until ``deadline``, ``time.monotonic()``.
+
+        Raises:
+            InvalidRequestError: As ``check``.
+            TransferTimeoutError: Another thread had it all the time.
+        """
+        self.check(call)
+        seconds = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._lock.acquire(timeout=seconds):
+            raise under_way(call)
+        try:
+            self._owner = threading.get_ident()
+            yield
+        finally:
+            self._owner = 0
+            self._lock.release()
+
+
+def under_way(call: str) -> TransferTimeoutError:
+    """The failure of a call that found no turn in its time."""
+    return TransferTimeoutError(
+        f"{call}: another push of this Publisher is still under way, and the time of this one is "
+        "up: nothing was begun"
+    )
+
+
 class Pushing:
     """Carries pushes out, one at a time; thread-safe.
 
@@ -80,7 +150,8 @@ class Pushing:
         planner: Planner,
         peer: Peer,
     ) -> None:
-        self._lock = threading.Lock()
+        #: Of the publisher.
+        self.turn = Turn()
         self._ranks, self._sender_client = ranks, client
         self._planner, self._peer = planner, peer
         self._origins = Origins()
@@ -93,6 +164,7 @@ class Pushing:
         request: PushRequest,
         *,
         began: float,
+        deadline: float | None = None,
         is_replaced: Callable[[], bool] = lambda: False,
         parent: str = "",
     ) -> PolicyVersion:
@@ -100,7 +172,8 @@ class Pushing:
 
         Args:
             request: What is pushed; the failure to look at it is that of every rank.
-            began: When it was asked for, ``time.monotonic()``; the deadline counts from now.
+            began: When it was asked for, ``time.monotonic()``.
+            deadline: Of it all, likewise; None is its time from now on.
             is_replaced: Asked at the sender once the push's turn has come.
             parent: The traceparent of whose part it is, if that is not this thread's.
 
@@ -108,9 +181,15 @@ class Pushing:
             TransferAbortedError: ``REPLACED``.
             WeftError: The same on every rank; nothing changed.
         """
-        with self._lock, self._traced("weft.push", parent=parent, policy=request.policy) as span:
+        if deadline is None:
+            deadline = time.monotonic() + request.timeout_seconds
+        call = f"the push of {request.policy}"
+        with (
+            self.turn.taken(call, deadline),
+            self._traced("weft.push", parent=parent, policy=request.policy) as span,
+        ):
             try:
-                self.last_report = self._push(request, began, is_replaced, span)
+                self.last_report = self._push(request, began, deadline, is_replaced, span)
             except BaseException as error:
                 self._end(error)
                 raise
@@ -131,16 +210,18 @@ class Pushing:
         self._peer.abort()
         return True
 
-    def between_pushes(self, work: Callable[[Ranks, CoordinatorClient | None], _T]) -> _T:
+    def between_pushes(
+        self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
+    ) -> _T:
         """Something else that the ranks do in step, once no push is under way; the coordinator
         is the sender's."""
         client = self._sender_client
-        with self._lock:
+        with self.turn.taken(call, deadline):
             return work(self._ranks, client.coordinator if client is not None else None)
 
     def close(self) -> None:
         """Wait for the push under way, leave the other ranks and the pool."""
-        with self._lock:
+        with self.turn.taken("close"):
             self._ranks.abandon()
             self._peer.close()
             self._origins.close()
@@ -155,10 +236,14 @@ class Pushing:
         return tracer.span(name, parent=parent, **values)
 
     def _push(
-        self, request: PushRequest, began: float, is_replaced: Callable[[], bool], span: Span
+        self,
+        request: PushRequest,
+        began: float,
+        deadline: float,
+        is_replaced: Callable[[], bool],
+        span: Span,
     ) -> PushReport:
         """Push once, and again after what passes, until the deadline."""
-        deadline = time.monotonic() + request.timeout_seconds
         self._ranks.open(deadline)
         remarks: list[str] = []
         while True:

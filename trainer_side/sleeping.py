@@ -36,7 +36,9 @@ class RolloutSleep(ABC):
     """The part of a ``Publisher`` that lets the replicas on its GPUs sleep, and wakes them."""
 
     @abstractmethod
-    def _between_pushes(self, work: Callable[[Ranks, CoordinatorClient | None], _T]) -> _T:
+    def _between_pushes(
+        self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
+    ) -> _T:
         """``work``, in step with the other ranks, once no push is under way; the coordinator is
         the sender's."""
 
@@ -82,9 +84,11 @@ class RolloutSleep(ABC):
         check_choice("level", level, SleepLevel)
         check_seconds("timeout_seconds", timeout_seconds)
         return self._between_pushes(
+            "sleep_rollouts",
             lambda ranks, coordinator: sleep(
                 ranks, coordinator, level, when_running, timeout_seconds
-            )
+            ),
+            time.monotonic() + timeout_seconds + SWITCH_SECONDS,
         )
 
     def wake_rollouts(self, *, timeout_seconds: float = SWITCH_SECONDS) -> tuple[str, ...]:
@@ -101,7 +105,9 @@ class RolloutSleep(ABC):
         """
         check_seconds("timeout_seconds", timeout_seconds)
         return self._between_pushes(
-            lambda ranks, coordinator: wake(ranks, coordinator, timeout_seconds)
+            "wake_rollouts",
+            lambda ranks, coordinator: wake(ranks, coordinator, timeout_seconds),
+            time.monotonic() + timeout_seconds,
         )
 
 

@@ -4,7 +4,9 @@ import collections
 import contextlib
 import functools
 import logging
+import os
 import random
+import select
 import signal
 import threading
 import time
@@ -22,9 +24,11 @@ from tests.integration.models import Model, peft_of, same, until, weights
 from trainer_side import Publisher
 from weft.contract.errors import (
     DigestMismatchError,
+    InvalidRequestError,
     LoadFailedError,
     NotFiniteError,
     PeerUnavailableError,
+    TransferTimeoutError,
 )
 
 
@@ -320,3 +324,122 @@ def test_an_interrupt_at_any_moment_holds_up_nobody(what, pool, engines):
             assert time.monotonic() - began < 5.0
         assert num_interrupted > 5
         push()
+
+
+# -- calls within a push, behind a push, and in another process ---------------------------------
+
+
+def _nested(publisher, adapter):
+    """What a further call says, and how long that took."""
+    began = time.monotonic()
+    for call in (
+        lambda: publisher.push_adapter(adapter, "math"),
+        lambda: publisher.push_base_async(Model(2)),
+        publisher.sleep_rollouts,
+        publisher.close,
+    ):
+        with pytest.raises(InvalidRequestError, match="from within a push"):
+            call()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("where", ["progress", "progress of a push beside", "tensors", "signal"])
+def test_a_push_from_within_a_push_is_refused_at_once(where, pool, engines):
+    took, adapter = [], peft_of(Model())
+
+    def nest(*_):
+        if not took:
+            took.append(_nested(publisher, adapter))
+
+    def tensors():
+        for index, pair in enumerate(Model(1).named_parameters()):
+            if index == 3:
+                nest()
+            yield pair
+
+    with Publisher(
+        pool.target, trainer_id="a", timeout_seconds=20, bucket_bytes=2048,
+        progress=nest if where.startswith("progress") else None,
+    ) as publisher:  # fmt: skip
+        if where == "progress":
+            publisher.push_base(Model(1))
+        elif where == "progress of a push beside":
+            publisher.push_base_async(Model(1)).result(20)
+        elif where == "tensors":
+            publisher.push_base(named_tensors=tensors)
+        else:
+            before = signal.signal(signal.SIGUSR1, nest)
+            try:
+
+                def signalling():
+                    for index, pair in enumerate(Model(1).named_parameters()):
+                        if index == 3:
+                            os.kill(os.getpid(), signal.SIGUSR1)
+                        yield pair
+
+                publisher.push_base(named_tensors=signalling)
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+        assert took, "it was tried"
+        assert took[0] < 2.0
+    assert same(engines[0].base, weights(Model(1)))
+
+
+def test_a_push_behind_another_has_its_time_from_its_call_on(pool, engines):
+    held, go_on, adapter = threading.Event(), threading.Event(), peft_of(Model())
+
+    def hold(*_):
+        held.set()
+        go_on.wait(20)
+
+    with Publisher(
+        pool.target, trainer_id="a", timeout_seconds=20, bucket_bytes=2048, progress=hold
+    ) as publisher:
+        slow = threading.Thread(target=publisher.push_base, args=(Model(1),))
+        slow.start()
+        assert held.wait(20)
+        for is_beside in (False, True):
+            if is_beside:  # one that waits on the publisher's own thread
+                beside = publisher.push_base_async(Model(2))
+            began = time.monotonic()
+            with pytest.raises(TransferTimeoutError, match="still under way"):
+                publisher.push_adapter(adapter, "math", timeout_seconds=0.5)
+            assert time.monotonic() - began < 2.0
+        go_on.set()
+        slow.join()
+        beside.result(20)
+        assert str(publisher.push_adapter(adapter, "math")) == "math@1"
+
+
+def test_a_forked_process_is_told_at_once_that_the_publisher_is_its_parents(pool, engines):
+    with Publisher(pool.target, trainer_id="a", timeout_seconds=20) as publisher:
+        publisher.push_base(Model(1))
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            said = []
+            for call in (
+                lambda: publisher.push_base(Model(2)),
+                lambda: publisher.push_base_async(Model(2)),
+                lambda: publisher.wanted,
+                publisher.wake_rollouts,
+                publisher.close,
+            ):
+                try:
+                    call()
+                except InvalidRequestError as error:
+                    said.append("forked" in error.message)
+                except BaseException:
+                    said.append(False)
+            os.write(writing, bytes(said))
+            os._exit(0)
+        os.close(writing)
+        try:
+            ready, _, _ = select.select([reading], [], [], 10)
+            assert ready, "it hangs"
+            assert os.read(reading, 100) == bytes([1] * 5)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(reading)
+        assert str(publisher.push_base(Model(3))) == "base@2"

@@ -79,7 +79,7 @@ class Leases:
         self._trainer_id = trainer_id
         #: Random: what tells this publisher from others with its trainer_id.
         self.session_id = secrets.token_hex(8)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask while its thread has it
         self._held: dict[str, _Held] = {}
         #: Policies that were ever held: none of them is taken over by force again.
         self._known: set[str] = set()

@@ -9,6 +9,7 @@ import torch
 
 from trainer_side.background import Background
 from trainer_side.push_request import PushRequest
+from trainer_side.pushing import Turn
 from trainer_side.ranks.ranks import OneRank
 from weft.contract.errors import InvalidRequestError, TransferAbortedError, TransferTimeoutError
 from weft.contract.names import PolicyVersion
@@ -32,6 +33,7 @@ class Trainer:
     def __init__(self, ranks=None):
         self.copies, self.pushed = [], []
         self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.turn = Turn()
         self.background = Background(self, ranks or OneRank())
 
     def push(self, request, *, began, is_replaced, parent):
@@ -254,7 +256,7 @@ def test_the_sender_says_which_pushes_are_replaced(ranks, caller):
     on_all(caller, ranks, "ask", "d", when_busy="replace")
     for trainer in ranks:
         trainer.let_go(9)
-        trainer.background.wait_idle()
+        trainer.background.wait_idle("a push", time.monotonic() + 20)
     assert [trainer.pushed for trainer in ranks] == [["a", "b", "d"]] * 2
 
 

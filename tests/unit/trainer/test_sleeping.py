@@ -83,7 +83,7 @@ def test_a_process_without_a_gpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class _Refusing(sleeping.RolloutSleep):
-    def _between_pushes(self, work: Any) -> Any:
+    def _between_pushes(self, call: str, work: Any, deadline: float) -> Any:
         raise AssertionError("it was ordered")
 
 
