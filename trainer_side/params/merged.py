@@ -38,6 +38,7 @@ from trainer_side.params.sharding.elements import (
 )
 from trainer_side.params.sharding.sharded import ShardedParams
 from trainer_side.params.walk import walk
+from weft.contract.adapter_config import MERGE_A_COPY
 from weft.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.
@@ -216,10 +217,7 @@ def _base_names(metas: Mapping[str, torch.Tensor], adapter: str) -> dict[str, st
     names: dict[str, str] = {}
     for raw in metas:
         if "token_adapter" in raw.split("."):
-            raise UnsupportedError(
-                "trainable tokens cannot be merged on the way: push the adapter, or merge a copy "
-                "(model.merge_and_unload()) and push_base that"
-            )
+            raise UnsupportedError(f"trainable tokens cannot be merged on the way: {MERGE_A_COPY}")
         name = base_name_in_peft(raw, adapter)
         if name is not None:
             names[name] = raw
@@ -236,6 +234,14 @@ def _merges(
     if adapter not in getattr(model, "peft_config", {}):
         known = ", ".join(sorted(getattr(model, "peft_config", {}))) or "none"
         raise InvalidAdapterError(f"the model has no adapter {adapter!r}; it has {known}")
+    kind = model.peft_config[adapter].peft_type
+    kind = str(getattr(kind, "value", kind))
+    if kind != "LORA":
+        raise UnsupportedError(
+            f"the adapter {adapter!r} is of PEFT's kind {kind}, which cannot be merged on the way: "
+            f"{MERGE_A_COPY}",
+            metadata={"setting": "peft_type"},
+        )
     tied = _tied_names(model)
     for path in _lora_paths(metas, adapter):
         layer = model.get_submodule(path)
@@ -249,6 +255,12 @@ def _merges(
                 raise UnsupportedError(
                     f"{name} is tied to another weight, which the merge would change as well: "
                     "leave it out of target_modules, or untie them"
+                )
+            if name not in raw_names and merge.form == "bias":
+                raise UnsupportedError(
+                    f"{path}: the bias of its LoRA (lora_bias=True) cannot be merged into a layer "
+                    "that has none, nor can PEFT: train with lora_bias=False, or on a layer with a "
+                    "bias"
                 )
             assert name in raw_names, name
             yield name, merge
@@ -272,7 +284,7 @@ def _merges_of(
     variant = type(layer.lora_variant.get(adapter)).__name__
     is_dora = variant.startswith("Dora")
     if variant != "NoneType" and not is_dora:
-        raise UnsupportedError(f"{path}: {variant} cannot be merged on the way: merge a copy")
+        raise UnsupportedError(f"{path}: {variant} cannot be merged on the way: {MERGE_A_COPY}")
     magnitude = f"{path}.lora_magnitude_vector.{adapter}.weight" if is_dora else ""
     a, b = f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"
     if kind in ("Linear", "Linear4bit", "Linear8bitLt"):
@@ -293,8 +305,7 @@ def _merges_of(
     else:
         raise UnsupportedError(
             f"{path}: LoRA on a layer of kind {kind}{' with DoRA' if is_dora else ''} cannot be "
-            "merged on the way: push the adapter, or merge a copy (model.merge_and_unload()) and "
-            "push_base that"
+            f"merged on the way: {MERGE_A_COPY}"
         )
 
 

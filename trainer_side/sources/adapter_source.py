@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import is_
@@ -275,23 +277,67 @@ def _targets(
     if modules is None or wanted == _ALL_LINEAR or any(map(config.get, _LAYER_SETTINGS)):
         return set(given)
     is_wanted, is_excluded = (
-        _matcher("target_modules", wanted),
-        _matcher("exclude_modules", excluded),
+        _matcher("target_modules", wanted, modules),
+        _matcher("exclude_modules", excluded, modules),
     )
     return {*given, *(m for m in modules if is_wanted(m) and not is_excluded(m))}
 
 
-def _matcher(setting: str, targets: Any) -> Callable[[str], bool]:
+def _matcher(setting: str, targets: Any, modules: Collection[str]) -> Callable[[str], bool]:
     if isinstance(targets, str) and targets:
-        pattern = _compiled(setting, targets, targets)
-        return lambda module: pattern.fullmatch(module) is not None
+        _compile(setting, targets, targets)
+        matched = _matched(setting, [targets], modules)[0]
+        return matched.__contains__
     names = {name for name in targets or () if isinstance(name, str)}
     return lambda module: named_value(dict.fromkeys(names, True), module, False)
 
 
-def _compiled(setting: str, given: str, pattern: str) -> re.Pattern[str]:
+def _matched(setting: str, patterns: Sequence[str], modules: Collection[str]) -> list[set[str]]:
+    """The modules that each regular expression matches as a whole, within a bounded time.
+
+    Strangers wrote them, and one can take for ever: what is more than a name is matched by a
+    process of its own, which can be ended.
+
+    Raises:
+        InvalidAdapterError: It took too long.
+    """
+    names = list(modules)
+    if all(_PLAIN.fullmatch(pattern) for pattern in patterns):
+        compiled = [re.compile(pattern) for pattern in patterns]
+        return [{name for name in names if each.fullmatch(name)} for each in compiled]
     try:
-        return re.compile(pattern)
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCHER],
+            input=json.dumps([list(patterns), names]),
+            capture_output=True,
+            text=True,
+            timeout=_MATCH_SECONDS,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise InvalidAdapterError(
+            f"{setting} has regular expressions that match no sooner than in {_MATCH_SECONDS:g} s: "
+            "give the modules' names in place of them",
+            metadata={"setting": setting},
+        ) from None
+    return [{names[i] for i in found} for found in json.loads(done.stdout)]
+
+
+_MATCH_SECONDS = 5.0
+_MATCHER = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+compiled = [re.compile(p) for p in patterns]
+json.dump([[i for i, n in enumerate(names) if c.fullmatch(n)] for c in compiled], sys.stdout)
+"""
+# A name, and what ``_named_values`` puts around one: matched in a moment.
+_PLAIN = re.compile(r"(\(\.\*\\\.\)\?\()?[A-Za-z0-9_.-]+(\))?")
+
+
+def _compile(setting: str, given: str, pattern: str) -> None:
+    """Refuse what is no regular expression."""
+    try:
+        re.compile(pattern)
     except re.error as error:
         raise InvalidAdapterError(
             f"{setting} has {given[:80]!r}, which is no regular expression: {error}",
@@ -334,11 +380,12 @@ def _named_values(
             f"{setting} is {str(patterns)[:80]!r}; it must map names to numbers",
             metadata={"setting": setting},
         )
-    keys = [
-        (_compiled(setting, key, rf"(.*\.)?({key})$"), value) for key, value in patterns.items()
-    ]
+    wholes = [rf"(.*\.)?({key})" for key in patterns]
+    for key, whole in zip(patterns, wholes, strict=True):
+        _compile(setting, key, whole)
+    keys = list(zip(_matched(setting, wholes, given), patterns.values(), strict=True))
     values = {
-        module: next((value for key, value in keys if key.match(module)), default)
+        module: next((value for found, value in keys if module in found), default)
         for module in sorted(given)
     }
     named: dict[str, Any] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,15 @@ from trainer_side.params.params import copy_into
 from trainer_side.sources.adapter_source import Adapter, config_in_names
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
+from weft.checkpoints.files import read_json, read_text
+from weft.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
 from weft.contract.errors import InvalidManifestError, InvalidRequestError
 from weft.contract.layout.tensors import DataType
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_LORA_A = ".lora_A.weight"
+_BASE_ENDS = (".base_layer.weight", ".base_layer.bias", ".weight", ".bias")
 
 
 def is_adapter_dir(path: Path) -> bool:
@@ -38,18 +41,56 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
             f"{path} is not a PEFT adapter: it needs {_ADAPTER_CONFIG} and {_ADAPTER_WEIGHTS} "
             "(save_pretrained with safe_serialization=True writes both)"
         )
-    _safe_open()
-    from safetensors.torch import load_file
-
-    tensors = load_file(weights)
+    config_json = read_text(path / _ADAPTER_CONFIG, MAX_CONFIG_BYTES)
+    check_settings(parse_config(config_json))
+    tensors = _without_targeted_bases(_load(weights))
     source = tensor_source(tensors, cast, f"PEFT directory {path}")
-    config_json = config_in_names((path / _ADAPTER_CONFIG).read_text(), tensors, None)
-    return Adapter(source, config_json, "")
+    return Adapter(source, config_in_names(config_json, tensors, None), "")
+
+
+def _without_targeted_bases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An adapter's tensors without the copies of base weights that PEFT saves beside a LoRA of an
+    embedding or an output layer: they are the base's, and a live model's push has none."""
+    pairs = {name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not any(name.removesuffix(end) in pairs for end in _BASE_ENDS if name.endswith(end))
+    }
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file.
+
+    Raises:
+        InvalidRequestError: It is none, is cut short, or cannot be read.
+    """
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def _opened(path: Path) -> Any:
+    """A safetensors file.
+
+    Raises:
+        InvalidRequestError: It is none, is cut short, or cannot be read.
+    """
+    open_file = _safe_open()
+    if not path.is_file():  # a pipe or a device would have no end
+        raise InvalidRequestError(f"{path} is no regular file")
+    from safetensors import SafetensorError
+
+    try:
+        return open_file(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise InvalidRequestError(
+            f"{path} is not a whole safetensors file: {str(error)[:200]}"
+        ) from None
 
 
 def base_of_dir(path: Path) -> BaseOf:
     """What an adapter that PEFT saved was trained on, as it wrote down."""
-    config = json.loads((path / _ADAPTER_CONFIG).read_text())
+    config = read_json(path / _ADAPTER_CONFIG)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     return BaseOf(
         None,
@@ -75,8 +116,7 @@ class CheckpointSource:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(f.is_file() for f in files):
             raise InvalidRequestError(f"{path} holds no .safetensors file")
-        open_file = _safe_open()
-        self._files = [open_file(file, "pt") for file in files]
+        self._files = [_opened(file) for file in files]
         by_name: dict[str, Any] = {}
         tied = _tied_head(path)
         for file in self._files:
@@ -120,7 +160,7 @@ def _tied_head(path: Path) -> str | None:
     """The output head's name where the config ties it to the embedding."""
     config = path / "config.json"
     if path.is_dir() and config.is_file():
-        settings = json.loads(config.read_text())
+        settings = read_json(config)
         if settings.get("tie_word_embeddings"):
             return "lm_head.weight"
     return None

@@ -90,8 +90,18 @@ class CastRule:
 def make_metas(
     tensors: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]], cast: CastRule
 ) -> tuple[TensorMeta, ...]:
-    """Describe tensors (real or meta) as they will travel."""
-    items = tensors.items() if isinstance(tensors, Mapping) else tensors
+    """Describe tensors (real or meta) as they will travel.
+
+    Raises:
+        InvalidManifestError: One is sparse, or of a dtype that cannot travel.
+    """
+    items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    for name, tensor in items:
+        if getattr(tensor, "layout", torch.strided) is not torch.strided:
+            raise InvalidManifestError(
+                f"tensor {name!r} is {tensor.layout}, which cannot be sent: make it dense "
+                "(to_dense()) before the push"
+            )
     return tuple(
         TensorMeta(name, cast.wire_dtype(name, t.dtype), tuple(t.shape)) for name, t in items
     )

@@ -17,6 +17,10 @@ from weft.contract.errors import InvalidAdapterError
 
 #: Longest adapter_config.json, in bytes.
 MAX_CONFIG_BYTES = 2**20
+#: What to do with an adapter that is neither served nor merged on the way.
+MERGE_A_COPY: Final = (
+    "merge a copy of the model (model.merge_and_unload(), where PEFT has it) and push_base that"
+)
 # Of a module: what means nothing else as a regular expression ("." aside).
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # Starts that leave an ordinary LoRA behind; any other (PiSSA, OLoRA, CorDA,
@@ -27,7 +31,7 @@ _REFUSED = {
     "use_dora": "DoRA is not served by vLLM: push it merged (it has no plain delta)",
     "lora_bias": "lora_bias is not served by vLLM: train without it or push it merged",
     "modules_to_save": "modules_to_save is not served by vLLM: push the whole model merged",
-    "trainable_token_indices": "vLLM silently ignores trainable_token_indices: push it merged",
+    "trainable_token_indices": f"vLLM silently ignores trainable_token_indices: {MERGE_A_COPY}",
     "alora_invocation_tokens": "activated LoRA is not served by vLLM",
     "layer_replication": "layer_replication is not served by vLLM",
     "use_qalora": "QA-LoRA is not served by vLLM",
@@ -57,7 +61,9 @@ def parse_config(config_json: str) -> dict[str, Any]:
         raise InvalidAdapterError("the adapter config is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise InvalidAdapterError(
-            f"peft_type is {shown(config.get('peft_type'))}; only LORA can be served"
+            f"peft_type is {shown(config.get('peft_type'))}; only LORA can be served as an "
+            f"adapter: {MERGE_A_COPY}",
+            metadata={"setting": "peft_type"},
         )
     if not _is_positive_int(config.get("r")):
         raise InvalidAdapterError(f"r is {shown(config.get('r'))}; it must be a positive integer")

@@ -12,8 +12,9 @@ import torch
 from trainer_side.sources.adapter_source import config_in_names
 from trainer_side.sources.file_source import base_of_dir, is_adapter_dir
 from weft.checkpoints.digest_cache import DigestCache
-from weft.checkpoints.files import local_model_dir, weight_files
+from weft.checkpoints.files import local_model_dir, read_json, read_text, weight_files
 from weft.checkpoints.reader import read_tensors
+from weft.contract.adapter_config import MAX_CONFIG_BYTES
 from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import InvalidRequestError
 from weft.contract.layout.tensors import DataType
@@ -54,7 +55,7 @@ def read_checkpoint(path: Path) -> LocalTensors:
     if path.is_dir() and is_adapter_dir(path):
         raise InvalidRequestError(f"{path} is a PEFT adapter: give its name as --policy")
     config = path / "config.json"
-    settings = json.loads(config.read_text()) if path.is_dir() and config.is_file() else {}
+    settings = read_json(config) if path.is_dir() and config.is_file() else {}
     tied = frozenset({_HEAD} if settings.get("tie_word_embeddings") else ())
     return _read(path, weight_files(path) if path.is_dir() else [path], tied=tied)
 
@@ -96,7 +97,7 @@ def _read(path: Path, files: list[Path], *, tied: frozenset[str] = frozenset()) 
         raise InvalidRequestError(f"{path} cannot be read: {error}") from error
     config: dict[str, Any] = {}
     if is_adapter_dir(path):
-        text = (path / "adapter_config.json").read_text()
+        text = read_text(path / "adapter_config.json", MAX_CONFIG_BYTES)
         config = json.loads(config_in_names(text, tensors, None))
     return LocalTensors(path, tuple(tensors.values()), tied, config, places)
 
