@@ -45,6 +45,7 @@ class WorkerDouble:
         self.spills = like.spills
         #: As the worker told last.
         self.dirty_reason = self.loading = ""
+        self.base_version = 0
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -93,7 +94,7 @@ class WorkerDouble:
         except (EOFError, OSError) as error:
             self.dirty_reason = "the worker has ended"
             raise LoadFailedError(self.dirty_reason, metadata={"dirty": "true"}) from error
-        value, self.dirty_reason, self.loading = value
+        value, self.dirty_reason, self.loading, self.base_version = value
         if not ok:
             raise value
         return value
@@ -119,4 +120,4 @@ def _work(pipe: Connection, shapes: dict[str, tuple[int, ...]], settings: dict[s
             ok, value = True, asyncio.run(getattr(engine, method)(*args))
         except Exception as error:
             ok, value = False, error
-        pipe.send((ok, (value, engine.dirty_reason, engine.loading)))
+        pipe.send((ok, (value, engine.dirty_reason, engine.loading, engine.base_version)))
