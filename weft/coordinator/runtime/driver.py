@@ -86,7 +86,12 @@ class Driver:
         #: What they are asked; orders to them are ``_orders``, by what is decided.
         self.replicas = ReplicaReader(credentials)
         self._orders = ReplicaCaller(
-            self.replicas, lambda: self.state.generation, self.post, commit_seconds, trace_context
+            self.replicas,
+            lambda: self.state.generation,
+            self.post,
+            commit_seconds,
+            trace_context,
+            state.settings.stall_seconds,
         )
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()

@@ -34,6 +34,9 @@ from weft.v1 import replica_pb2
 _log = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 10.0
+# Beyond the time after which a replica that says nothing is given up: the call itself does
+# not end before that.
+_AFTER_STALL_SECONDS: Final = 2.0
 # To pause generation, a replica waits for its engine's step.
 _LOAD_SECONDS: Final = 30.0
 _DISCARD_SECONDS: Final = 5.0
@@ -54,6 +57,7 @@ class ReplicaCaller:
         post: Takes the outcomes.
         commit_seconds: Longest that a replica may take to switch.
         trace_context: The traceparent of a transfer; empty where nobody traces.
+        stall_seconds: How long a replica may say nothing.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class ReplicaCaller:
         post: Callable[[events.Event], None],
         commit_seconds: float,
         trace_context: Callable[[str], str] = untraced,
+        stall_seconds: float = 0.0,
     ) -> None:
         self._reader = reader
+        self._least_seconds = stall_seconds + _AFTER_STALL_SECONDS
         self._trace_context = trace_context
         self._generation = generation
         self._post = post
@@ -159,7 +165,9 @@ class ReplicaCaller:
         )
         failure = None
         try:
-            await self._reader.stub(call.address).JoinGroup(request, timeout=_JOIN_SECONDS)
+            await self._reader.stub(call.address).JoinGroup(
+                request, timeout=max(_JOIN_SECONDS, self._least_seconds)
+            )
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
@@ -174,7 +182,9 @@ class ReplicaCaller:
         failure = None
         try:
             await self._reader.stub(call.address).LoadTransfer(
-                request, timeout=_LOAD_SECONDS, metadata=self._metadata(call.transfer_id)
+                request,
+                timeout=max(_LOAD_SECONDS, self._least_seconds),
+                metadata=self._metadata(call.transfer_id),
             )
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)
@@ -266,7 +276,9 @@ class ReplicaCaller:
         )
         failure = None
         try:
-            await self._reader.stub(call.address).SendVersion(request, timeout=_JOIN_SECONDS)
+            await self._reader.stub(call.address).SendVersion(
+                request, timeout=max(_JOIN_SECONDS, self._least_seconds)
+            )
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)
         self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
