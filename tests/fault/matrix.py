@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS
-from tests.fault.strikes import HANG, HANG_SECONDS, POINTS, ROLES, VICTIM, Strike
+from tests.fault.strikes import HANG, LOOP, RETIRE, ROLES, VICTIM, Strike
 from tests.processes import members
 from weft.rpc.channel import open_channel
 from weft.v1 import inspect_pb2
@@ -23,13 +23,24 @@ REPLICAS = ("replica-0", "replica-1", "replica-2")
 PUSH_SECONDS, SLACK_SECONDS = 25.0, 5.0
 #: How long a stopped process stays stopped: longer than every limit below.
 STOP_SECONDS = 6.0
-#: Points of a push at which it still may go on without the victim.
-_BEFORE_COMMIT = POINTS.index("inside commit")
+#: The coordinator's: after so long without a word who hangs is waited for no more.
+STALL_SECONDS = 2.5
+#: What anybody may wait beyond that, and what a push takes besides.
+PROMISED_SECONDS, A_PUSH_SECONDS = 2.0, 1.5
+#: Signals that leave a replica's process beating, by role: whoever waits must not for long.
+_STUCK = {
+    "replica worker": ("SIGSTOP", HANG),
+    "replica worker, over gloo": ("SIGSTOP",),
+    "replica loop": (LOOP,),
+    "replica, in place": (HANG,),
+    "replica rank, in place": ("SIGSTOP",),
+}
 #: How soon a replica ends by itself that has lost its worker.
 END_SECONDS = 10.0
 COORDINATOR = (
     "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
-    "--lease-seconds", "4", "--stall-seconds", "2.5", "--log-level", "warning",
+    "--lease-seconds", "4", "--stall-seconds", str(STALL_SECONDS), "--retain", "1",
+    "--log-level", "warning",
 )  # fmt: skip
 
 
@@ -61,6 +72,10 @@ class Case:
         for name in REPLICAS:
             self.start_replica(name, armed=name == VICTIM)
         self.start_trainer(armed=True)
+        self.is_stuck = strike.signal in _STUCK.get(strike.role, ())
+        if self.is_stuck:
+            self._start("other", "tests.fault.trainer", self.listen, "--adapter", armed=False)
+            self.processes["other"].line(lambda text: text == "ready", 60)
 
     def _start(self, name: str, module: str, *args: str, armed: bool) -> Process:
         is_victim = armed and self.strike.process == name
@@ -125,8 +140,16 @@ class Case:
             first = self.push(1.0)
             pushed[first["version"]] = 1.0
         self.strike.armed.touch()
-        self._tell_push(2.0)
-        struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
+        if self.strike.point == RETIRE:  # of what another trainer pushes
+            self._push_other()
+            self._push_other()
+            struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
+            self._tell_push(2.0)
+        else:
+            self._tell_push(2.0)
+            struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
+        if self.is_stuck:
+            self.processes["other"].tell(f"push 9 {PUSH_SECONDS}")
         self._undo(struck_at, pid)
         died = self.strike.process if self.strike.signal == "SIGKILL" else ""
         outcome, push_seconds = "its trainer died", 0.0
@@ -138,13 +161,23 @@ class Case:
                 pushed[answer["version"]] = 2.0
         if died in self.trainer:  # whoever runs a trainer starts all its ranks again
             self.start_trainer(armed=False)
-        if self.strike.signal == HANG and POINTS.index(self.strike.point) < _BEFORE_COMMIT:
-            assert push_seconds < HANG_SECONDS, "the push has waited for a thread that hangs"
+        if self.is_stuck:
+            most = STALL_SECONDS + PROMISED_SECONDS + A_PUSH_SECONDS
+            assert push_seconds <= most, f"the push has waited for what hangs: {push_seconds:.1f} s"
+            other = self._answer(["other"])
+            took = other["ended"] - other["began"]
+            assert "version" in other, f"the other policy's push has failed: {other}"
+            assert took <= most, f"the other policy's push has waited for what hangs: {took:.1f} s"
         last = self.push(3.0)
         recovery_seconds = last["ended"] - struck_at
         pushed[last["version"]] = 3.0
         self._check(last["version"], pushed)
         return Outcome(self.strike, outcome, push_seconds, recovery_seconds)
+
+    def _push_other(self) -> None:
+        self.processes["other"].tell(f"push 9 {PUSH_SECONDS}")
+        answer = self._answer(["other"])
+        assert "version" in answer, answer
 
     def push(self, value: float) -> dict[str, Any]:
         self._tell_push(value)
@@ -165,7 +198,7 @@ class Case:
     def _undo(self, struck_at: float, pid: int) -> None:
         """Start what was killed again, or let what was stopped go on."""
         name = self.strike.process
-        if self.strike.signal == HANG:
+        if self.strike.signal in (HANG, LOOP):
             return  # it ends by itself, and the next push does not wait for that
         if self.strike.signal == "SIGSTOP":
             time.sleep(max(0.0, struck_at + STOP_SECONDS - time.time()))

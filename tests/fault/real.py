@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import httpx
 from benchmarks.machine import describe
 from rollout_side.vllm_engine.worker.orphans import parent_of
 from tests.fault.strikes import VICTIM, Strike
-from tests.models import draw_base, load_hf, make_model
+from tests.models import draw_base, load_hf, make_adapter, make_model
 from tests.processes import is_running, members, title
 from tests.report import replace_rows
 from tests.soak.checks import MAX_DIFFERENCE
@@ -51,11 +51,18 @@ CASES = [
     ("engine", "inside commit", "SIGKILL"),
     ("worker", "inside commit", "SIGKILL"),
     ("worker", "inside commit", "SIGSTOP"),
+    ("engine", "before begin", "SIGSTOP"),
+    ("worker", "before begin", "SIGSTOP"),
+    ("engine", "at a bucket", "SIGSTOP"),
+    ("engine", "inside commit", "SIGSTOP"),
 ]
 _README = Path(__file__).with_name("README.md")
 _SECTION = "made by `make fault-vllm`"
 _HEAD = ("who", "where", "signal", "push in hand", "its caller knew after", "next served after")
-_PUSH_SECONDS, _STOP_SECONDS, _END_SECONDS, _SETTLE_SECONDS = 60.0, 6.0, 60.0, 60.0
+_PUSH_SECONDS, _STOP_SECONDS, _END_SECONDS, _SETTLE_SECONDS = 60.0, 12.0, 60.0, 60.0
+#: The coordinator's; and what a push may take beyond it where a replica is stopped: 2 s, as is
+#: promised, and as long as a push takes on this machine.
+_STALL_SECONDS, _SLACK_SECONDS = 4.0, 4.0
 _BUCKET_BYTES = 2**16
 _PROMPT = [5, 17, 99, 200, 33, 81, 150, 7]
 
@@ -84,6 +91,7 @@ class Pool:
         command = (
             "-m", "tests.fault.victims", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
             "--catalog", str(work / "weft.db"), "--lost-after-seconds", "5",
+            "--heartbeat-seconds", "0.5", "--stall-seconds", str(_STALL_SECONDS),
         )  # fmt: skip
         self.coordinator = Process("coordinator", command, work, self.strikes["at a bucket"].env)
         line = self.coordinator.line(lambda text: text.startswith("listening on "), 60)
@@ -93,11 +101,15 @@ class Pool:
             work, self.target, self.model, REPLICAS, print, victims={VICTIM: env}
         )
         self.router = Router(self.target)
-        self.publisher = Publisher(
-            self.target, trainer_id="trainer", require=1, bucket_bytes=_BUCKET_BYTES,
+        self.adapter = make_adapter(self.model, work / "adapter", seed=FIRST_SEED)
+        self.publisher, self.other = self._publisher("trainer"), self._publisher("other")
+        self.pushed: dict[int, int] = {}
+
+    def _publisher(self, trainer_id: str) -> Publisher:
+        return Publisher(
+            self.target, trainer_id=trainer_id, require=1, bucket_bytes=_BUCKET_BYTES,
             timeout_seconds=_PUSH_SECONDS, progress=None,
         )  # fmt: skip
-        self.pushed: dict[int, int] = {}
 
     def _strike(self, role: str, point: str) -> Strike:
         directory = self.work / point.replace(" ", "-")
@@ -107,6 +119,7 @@ class Pool:
     def close(self) -> None:
         """End everything."""
         self.publisher.close()
+        self.other.close()
         self.router.close()
         self.replicas.close()
         self.coordinator.stop()
@@ -131,20 +144,24 @@ class Pool:
     def run(self, who: str, where: str, signum: str, seed: int) -> Outcome:
         """One case; leaves the pool whole."""
         assert self.push(seed).startswith("base@"), "the push before failed"
-        strike = self.strikes[where]
-        strike.struck.unlink(missing_ok=True)
-        strike.target.write_text(f"{self.pids()[who]} {signum}")
         below = members(self.replicas.processes[VICTIM].pid)
-        strike.armed.touch()
-        with ThreadPoolExecutor(1) as thread:
-            pushing = thread.submit(self._timed_push, seed + 1)
-            struck_at, pid = strike.await_struck(_PUSH_SECONDS)
-            strike.armed.unlink()
+        with ThreadPoolExecutor(2) as threads:
+            if where == "before begin":
+                pushing, struck_at, pid = self._strike_idle(who, signum, threads, seed + 1)
+            else:
+                pushing, struck_at, pid = self._strike_at(where, who, signum, threads, seed + 1)
             if signum == "SIGSTOP":
+                waiting = threads.submit(self._push_other)
                 time.sleep(_STOP_SECONDS)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+                waited = waiting.result(_PUSH_SECONDS)
+                most = _STALL_SECONDS + _SLACK_SECONDS
+                assert waited <= most, f"the other policy's push took {waited:.1f} s"
             push, pushed_at = pushing.result(_PUSH_SECONDS + 10)
+            if signum == "SIGSTOP":
+                took = pushed_at - struck_at
+                assert took <= most, f"the push took {took:.1f} s: {push}"
         if signum == "SIGKILL":
             # Whoever of the three was killed, the others end by themselves.
             self.replicas.processes[VICTIM].wait(_END_SECONDS)
@@ -159,6 +176,36 @@ class Pool:
         assert again.startswith("base@"), f"the push after failed: {again}"
         self._check_all()
         return Outcome(push, pushed_at - struck_at, served_at - struck_at)
+
+    def _strike_at(
+        self, where: str, who: str, signum: str, threads: ThreadPoolExecutor, seed: int
+    ) -> tuple[Future[tuple[str, float]], float, int]:
+        """Strike at a point of a push; that push, when, and whom."""
+        strike = self.strikes[where]
+        strike.struck.unlink(missing_ok=True)
+        strike.target.write_text(f"{self.pids()[who]} {signum}")
+        strike.armed.touch()
+        pushing = threads.submit(self._timed_push, seed)
+        struck_at, pid = strike.await_struck(_PUSH_SECONDS)
+        strike.armed.unlink()
+        return pushing, struck_at, pid
+
+    def _strike_idle(
+        self, who: str, signum: str, threads: ThreadPoolExecutor, seed: int
+    ) -> tuple[Future[tuple[str, float]], float, int]:
+        """Strike before a push, which forms a new group."""
+        self.publisher.close()
+        self.publisher = self._publisher("trainer")
+        pid = self.pids()[who]
+        os.kill(pid, getattr(signal, signum))
+        struck_at = time.time()
+        return threads.submit(self._timed_push, seed), struck_at, pid
+
+    def _push_other(self) -> float:
+        """Push the adapter of another trainer; how long it took."""
+        began = time.monotonic()
+        self.other.push_adapter(self.adapter, "math")
+        return time.monotonic() - began
 
     def _timed_push(self, seed: int) -> tuple[str, float]:
         return self.push(seed), time.time()

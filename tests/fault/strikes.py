@@ -7,6 +7,7 @@ the time to ``struck`` first, so that detection can be measured.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -29,8 +30,12 @@ POINTS = (
 SIGNALS = ("SIGKILL", "SIGSTOP")
 #: No signal: the thread that comes to the point hangs, and its process goes on beating.
 HANG = "HANG"
+#: Nor is this one: the event loop of a replica's agent is held, and its other threads go on.
+LOOP = "LOOP"
 #: For how long; many times what the coordinator of the matrix allows.
 HANG_SECONDS = 15.0
+#: Where the base is none of it: a version of another policy is dropped.
+RETIRE = "in retire"
 #: The replica that is struck.
 VICTIM = "replica-1"
 #: "at a bucket" is this many buckets into the push.
@@ -91,6 +96,8 @@ class Strike:
             self.struck.write_text(f"{time.time()} {pid}")
             if name == HANG:
                 time.sleep(HANG_SECONDS)
+            elif name == LOOP:
+                _loops[-1].call_soon_threadsafe(time.sleep, HANG_SECONDS)
             else:
                 os.kill(pid, getattr(signal, name))
                 # Another thread may take the signal: this one is not to pass the point before.
@@ -106,12 +113,17 @@ class Strike:
         return float(at), int(pid)
 
 
+#: The loops of this process's agents.
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
 def install(role: str) -> None:
     """Wrap this process's functions if it is the victim."""
     if _ENV not in os.environ:
         return
     strike = Strike(*os.environ[_ENV].split("|"))
-    if strike.role.partition(", ")[0] == role:
+    owner = strike.role.partition(", ")[0]
+    if role == ("replica" if owner == "replica loop" else owner):
         (ROLES | REAL_ROLES)[strike.role].arm(strike)
 
 
@@ -256,6 +268,20 @@ def _worker(strike: Strike) -> None:
             _receiving(strike)
 
 
+def _loop(strike: Strike) -> None:
+    """Points of a replica at which its agent's loop is held, wherever they are come to."""
+    from rollout_side.agent.agent import Agent
+
+    run = Agent.run
+
+    async def wrapped(self: Agent) -> None:
+        _loops.append(asyncio.get_running_loop())
+        await run(self)
+
+    Agent.run = wrapped  # type: ignore[method-assign]
+    _replica(strike)
+
+
 def _at_once(strike: Strike) -> None:
     while not strike.struck.exists():
         strike.maybe()
@@ -277,6 +303,8 @@ def _receiving(strike: Strike) -> None:
             _before(EngineDouble, "apply_base", strike)
         case "after commit":
             _after(WorkerStore, "keep_base", strike)  # the double's last act in apply_base
+        case "in retire":
+            _before(EngineDouble, "retire", strike)
 
 
 def _copying(strike: Strike) -> None:
@@ -372,6 +400,7 @@ class Role:
 
 
 _FROM_A_BUCKET = POINTS[2:]
+_AND_RETIRE = (*POINTS, RETIRE)
 ROLES = {
     "trainer sender": Role("trainer", _trainer),
     "trainer sender, of two": Role("trainer", _sending_rank, POINTS[1:5], num_ranks=2),
@@ -382,7 +411,8 @@ ROLES = {
         "rank-1", _gathering_rank, (*POINTS[1:4], POINTS[5]), num_ranks=2, max_senders=1
     ),
     "replica": Role(VICTIM, _replica),
-    "replica worker": Role(VICTIM, _worker, signals=(*SIGNALS, HANG)),
+    "replica worker": Role(VICTIM, _worker, _AND_RETIRE, signals=(*SIGNALS, HANG)),
+    "replica loop": Role(VICTIM, _loop, _AND_RETIRE, signals=(LOOP,)),
     "coordinator": Role("coordinator", _coordinator),
     "trainer sender, in place": Role("trainer", _trainer, _FROM_A_BUCKET[:3], in_place=True),
     "replica, in place": Role(

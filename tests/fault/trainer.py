@@ -2,17 +2,22 @@
 
 ``python -m tests.fault.trainer COORDINATOR [RANK STORE SIZE MAX_SENDERS]``: each line "push
 VALUE TIMEOUT" of its standard input is one push; it answers one line of JSON. With RANK it is
-one of SIZE, which meet in the file STORE and hold an equal part of each tensor.
+one of SIZE, which meet in the file STORE and hold an equal part of each tensor. With --adapter
+it is another trainer, which pushes an adapter to whoever is there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -35,12 +40,30 @@ def sharded(whole: nn.Module) -> nn.Module:
     return whole
 
 
-def push(publisher: Publisher, value: float, timeout_seconds: float) -> dict[str, Any]:
+def write_adapter(directory: Path) -> Path:
+    """An adapter of the double's only layer that may have one."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    prefix = "base_model.model.layers.0.q_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.ones(4, 64),
+        f"{prefix}.lora_B.weight": torch.ones(64, 4),
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def push(
+    publisher: Publisher, value: float, timeout_seconds: float, adapter: Path | None = None
+) -> dict[str, Any]:
     """One push; how it ended."""
     began = time.time()
-    weights = sharded(model(value)) if dist.is_initialized() else model(value)
     try:
-        version = publisher.push_base(weights, timeout_seconds=timeout_seconds)
+        if adapter is not None:
+            version = publisher.push_adapter(adapter, "math", timeout_seconds=timeout_seconds)
+        else:
+            weights = sharded(model(value)) if dist.is_initialized() else model(value)
+            version = publisher.push_base(weights, timeout_seconds=timeout_seconds)
         outcome: dict[str, Any] = {"version": version.version}
     except WeftError as error:
         outcome = {"error": error.reason, "message": error.message}
@@ -51,6 +74,13 @@ def main() -> None:
     """Serve until standard input closes."""
     coordinator, *ranked = sys.argv[1:]
     max_senders = None
+    if ranked == ["--adapter"]:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            Publisher(coordinator, trainer_id="trainer-b", require=1, progress=None) as publisher,
+        ):
+            _serve(publisher, write_adapter(Path(directory)))
+        return
     if ranked:
         rank, store, size, max_senders = int(ranked[0]), ranked[1], int(ranked[2]), int(ranked[3])
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -62,11 +92,16 @@ def main() -> None:
         progress=None,
         max_senders=max_senders,
     ) as publisher:
-        print("ready", flush=True)
-        for line in sys.stdin:
-            _, value, timeout_seconds = line.split()
-            print(json.dumps(push(publisher, float(value), float(timeout_seconds))), flush=True)
+        _serve(publisher)
     sys.stdout.flush()
+
+
+def _serve(publisher: Publisher, adapter: Path | None = None) -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        _, value, timeout_seconds = line.split()
+        outcome = push(publisher, float(value), float(timeout_seconds), adapter)
+        print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":
