@@ -45,6 +45,7 @@ class SimCoordinator(Process):
         self._services = Services(self)
         self.calls: dict[int, Future] = {}
         self.calls_since: dict[int, float] = {}
+        self.started_at = self.clock.now
         self.manifests: set[bytes] = set()
         self.num_calls_out = 0
         self._queue: list[events.Event] = []

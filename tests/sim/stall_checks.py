@@ -30,12 +30,15 @@ class StallChecks:
         #: By transfer and replica, since when its worker hangs while it is waited for, in one
         #: group after the other.
         self._held_since: dict[tuple[str, str], float] = {}
+        #: Of a replica whose engine hangs, how long it was not heard for meanwhile.
+        self._unheard: dict[str, float] = {}
 
     def ticked(self, state: PoolState) -> None:
         """Nobody who hangs holds a transfer."""
         self._held_since = {
             key: since for key, since in self._held_since.items() if key[0] in state.transfers
         }
+        self._note_unheard(state)
         self._check_routes(state)
         for transfer in state.transfers.values():
             self._check_switching(transfer)
@@ -43,13 +46,22 @@ class StallChecks:
                 self._check_members(transfer, state.groups[transfer.group_id])
                 self._check_trainer(state, transfer)
 
-    def _longest(self) -> float:
+    def _note_unheard(self, state: PoolState) -> None:
+        for name, replica in state.replicas.items():
+            gap = self._world.clock.now - replica.last_heard
+            if not self._world.replicas[name].engine.frozen_for():
+                self._unheard.pop(name, None)
+            elif gap > 2 * self._world.settings.heartbeat_seconds:
+                self._unheard[name] = max(gap, self._unheard.get(name, 0.0))
+
+    def _longest(self, name: str) -> float:
         """How long anybody may wait for one that does not get on: what is promised, and what
-        a slow network and a slow disk add to it."""
+        heartbeats that are lost, a slow network and a slow disk add to it."""
         world = self._world
         return (
             world.settings.stall_seconds
             + PROMISED_SECONDS
+            + self._unheard.get(name, 0.0)
             + 3.0 * world.faults.was_slow
             + 2 * 2.0 * world.faults.was_slow_disk
         )
@@ -59,15 +71,19 @@ class StallChecks:
         waited = self._world.clock.now - transfer.commit_at
         for name in transfer.switching:
             hangs_for = self._world.replicas[name].engine.frozen_for()
-            if min(hangs_for, waited) > self._longest():
+            if min(hangs_for, waited) > self._longest(name):
                 fail(f"{transfer.transfer_id} waits for {name} to switch, whose engine hangs")
 
     def _check_routes(self, state: PoolState) -> None:
-        """Nobody is routed to an engine that has hung for so long in what it was asked."""
+        """Nobody is routed to an engine that has hung for so long in what it was asked, as far
+        as this coordinator can have heard of it."""
+        known_for = self._world.clock.now - self._world.coordinator.started_at
         for replica in state.replicas.values():
             there = self._world.replicas[replica.replica_id]
             is_it = there.alive and there.incarnation == replica.incarnation
-            if is_it and replica.routed and there.owes_for() > self._longest():
+            owes_for = min(there.owes_for(), known_for)
+            longest = self._longest(replica.replica_id)
+            if is_it and replica.routed and owes_for > longest:
                 fail(f"requests are routed to {replica.replica_id}, whose engine hangs")
 
     def _check_members(self, transfer: Transfer, group: Group) -> None:

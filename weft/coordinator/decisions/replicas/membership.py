@@ -215,12 +215,13 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
 
 
 def _worked_at(change: Change, replica: Replica, event: events.Heartbeat) -> float:
-    """When a replica last got on with what it carries out. What it says after a gap in its
-    heartbeats is not held against it: the whole process may have been stopped."""
+    """When a replica last got on with what it carries out. A gap in its heartbeats is not held
+    against it: the whole process may have been stopped."""
     if event.work is None:
         return replica.worked_at
-    was_away = change.now - replica.last_heard > 2 * change.state.settings.heartbeat_seconds
-    silence = 0.0 if was_away else event.work.silence
+    gap = change.now - replica.last_heard
+    is_long = gap > 2 * change.state.settings.heartbeat_seconds
+    silence = max(0.0, event.work.silence - gap * is_long)
     return max(replica.worked_at, change.now - silence)
 
 

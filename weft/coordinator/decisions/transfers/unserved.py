@@ -153,9 +153,13 @@ def _forget(change: Change, version: PolicyVersion) -> None:
 
 
 def undo(change: Change, ended: Transfer) -> None:
-    """The version fails, and its policy stays with what it served before."""
+    """The version fails, and its policy stays with what it served before: where that is nothing,
+    with the newest version that was adopted meanwhile (see adoption.py)."""
     policy = change.state.policies[ended.policy]
-    change.put_policy(replace(policy, served_version=ended.served_before))
+    before = ended.served_before
+    if not before and policy.kind is PolicyKind.ADAPTER:
+        before = max((v for v in policy.versions if v != ended.version), default=0)
+    change.put_policy(replace(policy, served_version=before))
     _mark_failed(change, ended)
 
 

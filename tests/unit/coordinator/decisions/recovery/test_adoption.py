@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
+from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
 from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.policies.numbering import LEAP
@@ -508,3 +508,20 @@ def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.epoch == m.state.epoch
+
+
+def test_what_is_adopted_while_a_commit_is_undecided_is_gone_back_to() -> None:
+    machine = Machine().pool("r0")
+    machine.acquire("math")
+    math = dataclasses.replace(machine.state.policies["math"], last_version=1001)
+    policies = {**machine.state.policies, "math": math}
+    machine.state = dataclasses.replace(machine.state, policies=policies)
+    ticket = machine.run_to(Phase.COMMITTING)
+    machine.answer_commit(ticket, "r0", GONE)
+    vector = VersionVector(adapters={"math": AdapterVersions((1,), 1)})
+    machine.register("r1", vector=vector, held={"math@1": A})
+    assert wait_for_adoption(machine) == [PolicyVersion("math", 1)]
+    assert machine.state.policies["math"].served_version == 1002
+    machine.answer_discard(ticket, "r0")
+    assert machine.state.policies["math"].served_version == 1
+    assert machine.state.policies["math"].versions == (1,)

@@ -189,10 +189,10 @@ def test_work_that_gets_on_may_take_its_time() -> None:
     assert not suspects_of(m)
 
 
-def test_what_a_replica_says_after_it_was_away_itself_is_not_held_against_it() -> None:
+def test_time_in_which_a_replica_was_not_heard_at_all_is_not_held_against_it() -> None:
     m = _hung()
     m.pass_time(5.0, beats=False)
-    pass_stuck(m, "r0", "switching to math@1", 9.5, since=60.0)
+    pass_stuck(m, "r0", "switching to math@1", 9.5, since=5.0)
     assert not suspects_of(m)
-    pass_stuck(m, "r0", "switching to math@1", 1.0, since=69.5)
+    pass_stuck(m, "r0", "switching to math@1", 1.0, since=14.5)
     assert suspects_of(m) == ["r0"]
