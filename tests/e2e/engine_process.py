@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -65,6 +66,8 @@ class EngineProcess:
     args: tuple[str, ...] = ()
     staging: Staging = RolloutConfig.staging
     running_requests: RunningRequests = RolloutConfig.running_requests
+    child: Callable[..., None] | None = None
+    """What its process runs, in the place of ``run_child``."""
     process: Any = None
     port: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +80,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         argv = [str(self.model), *_ARGS, *self.args]
         self.process = context.Process(
-            target=_child,
+            target=self.child or run_child,
             args=(theirs, argv, self.staging, self.running_requests),
             name="engine",
         )
@@ -221,9 +224,10 @@ class EngineProcess:
                 future.set_exception(ConnectionError("the engine's process has ended"))
 
 
-def _child(
+def run_child(
     pipe: Connection, argv: list[str], staging: Staging, running_requests: RunningRequests
 ) -> None:
+    """Serve until the pipe ends."""
     os.environ.update(_ENVIRONMENT)
     asyncio.run(_serve(pipe, argv, staging, running_requests))
 
