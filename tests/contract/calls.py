@@ -40,7 +40,7 @@ async def fails(call: Any, code: str, reason: str) -> WeftError:
 
 
 async def eventually(condition: Callable[[], Awaitable[object]]) -> None:
-    """Wait until something holds."""
-    async with asyncio.timeout(10):
+    """Wait until something holds; on a busy machine that may take a while."""
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.02)

@@ -16,7 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.contract.errors import WeftError
+from weft.contract.errors import TransferTimeoutError, WeftError
+from weft.v1 import inspect_pb2
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_cli.connection import connect
 from weft_cli.demo.openai_client import Answer, complete, list_models
 from weft_cli.demo.processes import Process, interrupt_once
 from weft_cli.demo.traffic import Traffic
@@ -28,7 +31,7 @@ MAX_DIFFERENCE = 5e-5
 _NUM_REPLICAS = 2
 _PROMPT = [5, 17, 99, 200, 33, 81, 150, 7]
 _START_SECONDS = 120.0
-_PUSH_SECONDS = 60.0
+_READY_SECONDS = _PUSH_SECONDS = 60.0
 _BASE_NAME = "tiny"
 #: With --keep, from push to push of the two trainers.
 _LORA_SECONDS, _BASE_SECONDS = 5.0, 30.0
@@ -209,7 +212,24 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
         demo.note_metrics(replica)
     for trainer in trainers:
         trainer.answer(_START_SECONDS)
+    _wait_until_ready(demo.coordinator)
     demo.say(f"replicas answer on {', '.join(demo.urls)} after {time.monotonic() - began:.0f} s")
+
+
+def _wait_until_ready(coordinator: str) -> None:
+    """Wait until every replica is: one that has not heard of the pool yet refuses bare names."""
+    until = time.monotonic() + _READY_SECONDS
+    with connect(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        while True:
+            listed = stub.ListReplicas(inspect_pb2.ListReplicasRequest(), timeout=_READY_SECONDS)
+            is_ready = [r.state == inspect_pb2.REPLICA_STATE_READY for r in listed.replicas]
+            if is_ready.count(True) == _NUM_REPLICAS:
+                return
+            if time.monotonic() > until:
+                why = "; ".join(f"{r.replica_id}: {r.state_reason}" for r in listed.replicas)
+                raise TransferTimeoutError(f"the replicas are not ready: {why}")
+            time.sleep(0.1)
 
 
 class _Reference:
