@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import Route
 
 from tests.page.browser import Tab, wait_for
 from tests.page.processes import Served
@@ -113,36 +112,3 @@ def test_times_are_relative_and_absolute_on_hover(tab: Tab) -> None:
         assert text == "now" or text.endswith("\u00a0ago")
         assert machine[:4] in title
         assert ":" in title
-
-
-@pytest.mark.parametrize("is_strange", [True, False])
-def test_an_adapter_over_another_base_is_marked_on_the_first_screen(
-    tab: Tab, demo: Served, is_strange: bool
-) -> None:
-    """Whatever the demo's trainers do: the answers are changed on their way to the page."""
-
-    def change(route: Route) -> None:
-        response = route.fetch()
-        told = response.json()
-        base = next((p for p in told["policies"] if p["policy"] == "base"), {})
-        for policy in told["policies"]:
-            if policy["policy"] == "math":
-                served = base.get("served_version", "0")
-                policy["trained_on_base_version"] = "987654" if is_strange else served
-        route.fulfill(response=response, json=told)
-
-    tab.page.route("**/v1/pool.json?since=", change)  # the first answer has all
-    tab.page.reload()
-    tile = tab.wait("#summary .tile:has(dt:text-is('Served'))").first
-    row = tab.wait("#policy-rows tr[data-policy=math]").first
-    if is_strange:
-        assert "math@" in tile.inner_text()
-        assert "was trained on base@987654" in tile.inner_text()
-        assert "warn" in tile.get_attribute("class").split()
-        box = tile.bounding_box()
-        assert box["y"] + box["height"] < tab.page.viewport_size["height"]
-        assert "served over base@" in row.locator(".bad").inner_text()
-    else:
-        assert "1 adapter" in tile.inner_text()
-        assert "warn" not in tile.get_attribute("class").split()
-        assert "served over" not in row.inner_text()
