@@ -175,6 +175,11 @@ async def test_every_mutating_call_leaves_a_line(
     stub = admin_pb2_grpc.AdminServiceStub(secured.channel(operator))
     request = admin_pb2.CordonRequest(replica_id="r7", reason="disk")
     assert await _reason(_typed(stub.Cordon(request, timeout=_SECONDS))) == "REPLICA_UNKNOWN"
+    forget = admin_pb2.ForgetPolicyRequest(policy="math")
+    assert await _reason(_typed(stub.ForgetPolicy(forget, timeout=_SECONDS))) == "POLICY_OWNED"
+    third = audited.pop()
+    assert (third["who"], third["policy"]) == ("anna.ops.test", "math")
+    assert third["call"].endswith("/ForgetPolicy")
     first, second = audited
     assert (first["who"], first["policy"], first["result"]) == ("trainer.test", "math", "OK")
     assert (second["who"], second["replica_id"]) == ("anna.ops.test", "r7")

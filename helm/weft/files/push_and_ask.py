@@ -1,4 +1,5 @@
-"""What `helm test` runs: pushes a tiny adapter that changes nothing, and asks the pool for it.
+"""What `helm test` runs: pushes a tiny adapter that changes nothing, asks the pool for it, and has
+the pool forget it.
 
 The adapter has rank 1 and is zero, of one layer of the model, whose names and shapes are read
 from its config alone: no weight is loaded. The coordinator and the credentials come from WEFT_*.
@@ -71,6 +72,15 @@ def push(adapter: Path, timeout: float) -> str:
     return version[0]
 
 
+def forget() -> None:
+    """End the policy: a test leaves nothing that replicas must have to be ready."""
+    command = [sys.executable, "-m", "weft_cli", "forget", POLICY]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        raise SystemExit(f"{POLICY} is not forgotten; the line above says why")
+
+
 class OpenAI:
     """The pool's OpenAI API, as a client sees it."""
 
@@ -118,10 +128,14 @@ def main() -> None:
             make_adapter(Path(path), args.model)
             asked = push(Path(path), args.timeout)
     question = {"model": asked, "prompt": "1", "max_tokens": 4}
-    answer = openai.call("/v1/completions", question, args.timeout)
-    if answer["model"] != asked:
-        raise SystemExit(f"asked for {asked}, answered by {answer['model']}")
-    print(f"asked for {asked}, and it answered", flush=True)
+    try:
+        answer = openai.call("/v1/completions", question, args.timeout)
+        if answer["model"] != asked:
+            raise SystemExit(f"asked for {asked}, answered by {answer['model']}")
+        print(f"asked for {asked}, and it answered", flush=True)
+    finally:
+        if not args.without_adapter:
+            forget()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Role(enum.StrEnum):
     GENERATE = "generate"
     """Asks replicas for tokens, and reads where requests may be sent."""
     PUBLISH = "publish"
-    """Pushes the policies that its identity names."""
+    """Pushes the policies that its identity names, and forgets them."""
     REPLICA = "replica"
     """Registers with the coordinator, and receives and sends versions."""
     COORDINATOR = "coordinator"
@@ -60,7 +60,9 @@ _ALLOWED: Final[dict[Role, frozenset[str]]] = {
     Role.GENERATE: frozenset(
         {"weft.v1.GenerateService", f"{_INSPECT}/WatchRoutes", f"{_INSPECT}/GetPool"}
     ),
-    Role.PUBLISH: frozenset({"weft.v1.PublishService", "weft.v1.RendezvousService"}),
+    Role.PUBLISH: frozenset(
+        {"weft.v1.PublishService", "weft.v1.RendezvousService", "weft.v1.AdminService/ForgetPolicy"}
+    ),
     Role.REPLICA: frozenset({"weft.v1.RegistryService", "weft.v1.RendezvousService"}),
     Role.COORDINATOR: frozenset({"weft.v1.ReplicaService"}),
     Role.OPERATOR: frozenset(
@@ -219,7 +221,8 @@ def check_call(identity: Identity, method: str, policy: str | None) -> None:
             f"{identity.name} may not call {method.rpartition('/')[2]}: its roles are {roles}",
             reason="ROLE_MISSING",
         )
-    if policy is not None and not identity.may_publish(policy):
+    is_order = method.startswith("weft.v1.AdminService/") and Role.OPERATOR in identity.roles
+    if policy is not None and not is_order and not identity.may_publish(policy):
         patterns = ", ".join(identity.policies) or "none"
         raise NotAllowedError(
             f"{identity.name} may not publish {policy[:80]!r}: its policies are {patterns}",

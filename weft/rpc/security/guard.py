@@ -83,6 +83,8 @@ _UNKNOWN: Final = "(unknown)"
 _OTHERS: Final = "(others)", ""
 #: What is always worth its line: it was done, or its caller hung up.
 _GRANTED: Final = ("OK", "CANCELLED")
+#: An operator's order that who may push the policy may give, too.
+_FORGET: Final = "weft.v1.AdminService/ForgetPolicy"
 #: How a stream ends whose reader takes nothing: worth a line, whatever it reads.
 _CUT_OFF: Final = "TOO_SLOW"
 
@@ -392,7 +394,7 @@ def _peer(context: Any) -> str:
 
 def _policy_of(method: str, request: Any) -> str | None:
     """The policy that a trainer's call changes; None of other calls."""
-    if not method.startswith("weft.v1.PublishService/"):
+    if not method.startswith("weft.v1.PublishService/") and method != _FORGET:
         return None
     if method in _OF_BASE:
         return BASE_POLICY

@@ -87,6 +87,21 @@ def test_policies_are_patterns_of_whole_names() -> None:
         assert refused.value.reason == "POLICY_NOT_ALLOWED"
 
 
+def test_who_pushes_a_policy_may_forget_it_and_an_operator_any() -> None:
+    forget = "weft.v1.AdminService/ForgetPolicy"
+    trainer = _one('san = "a"', '"publish"', 'policies = ["code-*"]').identify(["a"], None)
+    check_call(trainer, forget, "code-7")
+    with pytest.raises(NotAllowedError) as refused:
+        check_call(trainer, forget, "math")
+    assert refused.value.reason == "POLICY_NOT_ALLOWED"
+    operator = _one('san = "a"', '"operator"').identify(["a"], None)
+    check_call(operator, forget, "math")
+    both = _one('san = "a"', '"operator", "publish"', 'policies = ["code-*"]').identify(["a"], None)
+    check_call(both, forget, "math")
+    with pytest.raises(NotAllowedError):
+        check_call(both, _PUBLISH, "math")
+
+
 #: By role, a method of each service that it may call; each may call no other of these.
 _MAY = {
     "inspect": {"InspectService/GetPool", "InspectService/WatchRoutes", "ReplicaService/GetStatus"},
@@ -95,10 +110,15 @@ _MAY = {
         "InspectService/GetPool",
         "InspectService/WatchRoutes",
     },
-    "publish": {"PublishService/BeginTransfer", "RendezvousService/Attend"},
+    "publish": {
+        "AdminService/ForgetPolicy",
+        "PublishService/BeginTransfer",
+        "RendezvousService/Attend",
+    },
     "replica": {"RegistryService/Register", "RendezvousService/Attend"},
     "coordinator": {"ReplicaService/CommitTransfer", "ReplicaService/GetStatus"},
     "operator": {
+        "AdminService/ForgetPolicy",
         "AdminService/Rollback",
         "InspectService/GetPool",
         "InspectService/WatchEvents",
