@@ -12,7 +12,7 @@ from tests.doubles.trainer import FakeTrainer
 from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.rpc.channel import open_aio_channel
-from weft.v1 import inspect_pb2, inspect_pb2_grpc, types_pb2
+from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, types_pb2
 from weft_cli.status import render
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
@@ -98,3 +98,31 @@ async def test_other_bytes_under_one_number_are_named_and_served_by_nobody(pool:
         return not any(replica.vector.adapters for replica in replicas)
 
     await eventually(are_dropped)
+
+
+async def test_orders_of_operators_outlive_the_catalog(pool: Pool) -> None:
+    replicas = [await pool.replica(name) for name in ("r0", "r1")]
+    trainer = await pool.trainer()
+    for _ in range(3):
+        await trainer.push()
+    async with open_aio_channel(pool.target) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        await stub.Rollback(admin_pb2.RollbackRequest(policy="math", to_version=1), timeout=10)
+        await stub.Quarantine(admin_pb2.QuarantineRequest(replica_id="r1", reason="nonsense"))
+    assert [await replica.heartbeat() for replica in replicas] == [True, False]
+    num_switches = len(replicas[0].switches)
+    await _lose(pool, *replicas)
+    for replica in replicas:
+        await replica.register()
+    assert "nonsense" in replicas[1].refusing
+
+    async def stands_for_1() -> bool:
+        await replicas[0].heartbeat()
+        found = {a.policy: a.alias for a in (await pool.seen()).version_vector.adapters}
+        return found == {"math": 1}
+
+    await eventually(stands_for_1)
+    assert len(replicas[0].switches) == num_switches
+    assert await replicas[0].heartbeat()
+    states = {r.replica_id: r.state for r in (await pool.seen()).replicas}
+    assert states["r1"] == inspect_pb2.REPLICA_STATE_QUARANTINED

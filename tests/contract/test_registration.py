@@ -25,6 +25,7 @@ from weft.contract.errors import (
     CapacityError,
     InvalidNameError,
     NotAllowedError,
+    NotFoundError,
     NotReadyError,
     RequestConflictError,
     UnauthenticatedError,
@@ -58,6 +59,7 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         self.requests: list[Any] = []
         #: Answers every call while it is set.
         self.refusal: WeftError | None = None
+        self.answer = registry_pb2.HeartbeatResponse(ready=True)
 
     def _refuse(self, context: Any) -> None:
         error = self.refusal or (self.errors.pop(0) if self.errors else None)
@@ -76,7 +78,7 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
     def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._refuse(context)
         self.beats += 1
-        return registry_pb2.HeartbeatResponse(ready=True)
+        return self.answer
 
     def Leave(self, request: Any, context: Any) -> Any:  # noqa: N802
         return registry_pb2.LeaveResponse()
@@ -145,6 +147,35 @@ def test_a_replica_outlives_a_coordinator_that_fails(
     told = [record.message for record in caplog.records if "asks again" in record.message]
     assert len(told) == 2, "once for each reason"
     assert "the coordinator failed on this call" in told[0]
+
+
+def test_it_tells_the_next_coordinator_what_it_was_ordered_last(
+    server: grpc.Server, patience: None
+) -> None:
+    registry = Registry([])
+    order = registry_pb2.OutOfService(quarantined=True, reason="nonsense")
+    registration = _registration(_serve(server, registry), lambda error: None)
+    registration.start()
+
+    def forgets(number: int) -> None:
+        """Once the newest answer was heard, the coordinator is another one."""
+        beats = registry.beats
+        _wait_for(lambda: registry.beats > beats + 1)
+        registry.errors.append(NotFoundError("register again", reason="REPLICA_UNKNOWN"))
+        _wait_for(lambda: len(registry.requests) == number)
+
+    try:
+        _wait_for(lambda: registry.beats > 0)
+        registry.answer = registry_pb2.HeartbeatResponse(out_of_service=order, epoch=41)
+        forgets(2)
+        registry.answer = registry_pb2.HeartbeatResponse(epoch=42)
+        forgets(3)
+    finally:
+        registration.stop()
+    first, second, third = registry.requests
+    assert not first.HasField("out_of_service")
+    assert (second.out_of_service, second.last_epoch) == (order, 41)
+    assert (third.HasField("out_of_service"), third.last_epoch) == (False, 42)
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: error.reason)
