@@ -808,6 +808,7 @@ class GetPoolResponse(_message.Message):
     TIME_FIELD_NUMBER: _builtins.int
     NUM_MORE_OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     UNUSED_FILES_FIELD_NUMBER: _builtins.int
+    NUM_POLICIES_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -824,6 +825,8 @@ class GetPoolResponse(_message.Message):
     """Revision of the protocol that the coordinator speaks (see types.proto)."""
     num_more_out_of_service: _builtins.int
     """How many orders stand beside those in `out_of_service`."""
+    num_policies: _builtins.int
+    """Of the whole pool, those that never had a version included."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
@@ -894,10 +897,11 @@ class GetPoolResponse(_message.Message):
         time: _timestamp_pb2.Timestamp | None = ...,
         num_more_out_of_service: _builtins.int = ...,
         unused_files: _abc.Iterable[_builtins.str] | None = ...,
+        num_policies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

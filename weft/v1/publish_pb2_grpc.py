@@ -122,7 +122,9 @@ class PublishServiceServicer(object):
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
         trainer, or another process of this one, holds it; metadata `holder`,
         `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
-        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them);
+        RESOURCE_EXHAUSTED/TOO_MANY_POLICIES (this trainer has as many as one may have; metadata
+        `limit`). A policy that never got a version is gone when its lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,9 @@ class PublishServiceStub:
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
     trainer, or another process of this one, holds it; metadata `holder`,
     `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
-    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them);
+    RESOURCE_EXHAUSTED/TOO_MANY_POLICIES (this trainer has as many as one may have; metadata
+    `limit`). A policy that never got a version is gone when its lease ends.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]
     """Extends a lease by its time to live.
@@ -167,7 +169,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
     trainer, or another process of this one, holds it; metadata `holder`,
     `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
-    process `host`, `host_key`, `pid`, `start_time`, where it gave them).
+    process `host`, `host_key`, `pid`, `start_time`, where it gave them);
+    RESOURCE_EXHAUSTED/TOO_MANY_POLICIES (this trainer has as many as one may have; metadata
+    `limit`). A policy that never got a version is gone when its lease ends.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease by its time to live.
@@ -298,7 +302,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
         trainer, or another process of this one, holds it; metadata `holder`,
         `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
-        process `host`, `host_key`, `pid`, `start_time`, where it gave them).
+        process `host`, `host_key`, `pid`, `start_time`, where it gave them);
+        RESOURCE_EXHAUSTED/TOO_MANY_POLICIES (this trainer has as many as one may have; metadata
+        `limit`). A policy that never got a version is gone when its lease ends.
         """
 
     @_abc_1.abstractmethod

@@ -509,9 +509,14 @@ class VersionVector(_message.Message):
 
     BASE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    NUM_MORE_ADAPTERS_FIELD_NUMBER: _builtins.int
     base: _builtins.int
     """Version of the base weights. In listings -1 where a replica serves other bytes
     than the pool has under the number that it names.
+    """
+    num_more_adapters: _builtins.int
+    """In GetPool: how many more there are than the 1,024 that it lists; ListReplicas and
+    ListPolicies have all.
     """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterVersions]:
@@ -522,10 +527,11 @@ class VersionVector(_message.Message):
         *,
         base: _builtins.int = ...,
         adapters: _abc.Iterable[Global___AdapterVersions] | None = ...,
+        num_more_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "base", b"base"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "base", b"base", "num_more_adapters", b"num_more_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
