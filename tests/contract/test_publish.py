@@ -438,3 +438,14 @@ def _shown(pool: inspect_pb2.GetPoolResponse) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(pool))
     return " ".join(console.export_text().split())
+
+
+async def test_a_trainer_has_only_so_many_policies(pool: Pool) -> None:
+    await pool.restart(max_policies_per_trainer=2)
+    await pool.replica()
+    await pool.trainer(policy="a")
+    second = await pool.trainer(policy="b")
+    assert (await second.push()).version.version == 1
+    third = FakeTrainer(pool.target, "trainer", "c")
+    pool.things.append(third)
+    await fails(third.acquire(), "RESOURCE_EXHAUSTED", "TOO_MANY_POLICIES")

@@ -17,6 +17,7 @@ from weft.coordinator.decisions.effects import (
     SaveOutOfService,
     SavePin,
     SavePolicy,
+    SavePolicyDropped,
     SavePool,
     SaveRetired,
     SaveVersion,
@@ -44,7 +45,7 @@ class CatalogModel:
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
         self.out_of_service: dict[str, OutOfService] = {}
-        self.number_floor = 0
+        self.number_floor = self.token_floor = 0
         self._requests: dict[tuple[str, str], PolicyVersion] = {}
         self._transfers: dict[str, PolicyVersion] = {}
 
@@ -94,6 +95,7 @@ class CatalogModel:
             opened_generation=self.generation,
             opened_epoch=self.epoch,
             number_floor=self.number_floor,
+            token_floor=self.token_floor,
             coordinator_id=coordinator_id,
             policies={name: p for name, p in policies.items() if not p.forgotten},
             forgotten={name: p for name, p in policies.items() if p.forgotten},
@@ -117,6 +119,9 @@ class CatalogModel:
                     self.epoch = save.epoch
                 case SavePolicy(policy=policy):
                     self.policies[policy.name] = policy
+                case SavePolicyDropped(name=name, token_floor=floor):
+                    self.policies.pop(name, None)
+                    self.token_floor = floor
                 case SaveVersion(record=record):
                     self._check_own(record)
                     self.versions[record.version] = record

@@ -228,6 +228,7 @@ REASONS: dict[str, type[WeftError]] = {
     "GROUP_TOO_LARGE": CapacityError,
     "TOO_SLOW": CapacityError,
     "TOO_MANY_CALLS": CapacityError,
+    "TOO_MANY_POLICIES": CapacityError,
     "POOL_EMPTY": PeerUnavailableError,
     "PEER_GONE": PeerUnavailableError,
     "RANK_GONE": PeerUnavailableError,

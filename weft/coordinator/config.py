@@ -44,6 +44,9 @@ class CoordinatorConfig:
     is bounded by its own deadline alone."""
     publish_again_after_seconds: float = Settings.publish_again_after_seconds
     """How long no replica must hold a served version before its owner is asked for it."""
+    max_policies_per_trainer: int = Settings.max_policies_per_trainer
+    """Policies that one trainer may have at a time, owned or served: one identity of the access
+    file, or one trainer_id where nobody is asked who he is."""
     credentials: Credentials = NO_CREDENTIALS
     """What it shows to callers, and to the replicas that it calls."""
     access: Path | None = None
@@ -71,6 +74,8 @@ class CoordinatorConfig:
             raise InvalidRequestError("lost_after_seconds must be at least heartbeat_seconds")
         if self.retain < 1:
             raise InvalidRequestError("retain must be at least 1")
+        if not 1 <= self.max_policies_per_trainer <= 1_000_000:
+            raise InvalidRequestError("max_policies_per_trainer must be between 1 and 1000000")
         if not 0 <= self.stop_seconds <= 300:
             raise InvalidRequestError("stop_seconds must be between 0 and 300")
         check_listen(self.listen)
@@ -87,4 +92,5 @@ class CoordinatorConfig:
             stall_seconds=self.stall_seconds,
             sender_stall_seconds=self.sender_stall_seconds,
             max_transfer_seconds=self.max_transfer_seconds,
+            max_policies_per_trainer=self.max_policies_per_trainer,
         )

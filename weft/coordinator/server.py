@@ -208,6 +208,7 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
         opened_generation=known.generation,
         opened_epoch=known.epoch,
         number_floor=known.number_floor,
+        token_floor=known.token_floor,
         coordinator_id=secrets.token_hex(8),
         secret=secrets.token_hex(32),
         policies={policy.name: policy for policy in known.policies if not policy.forgotten},

@@ -58,6 +58,9 @@ def coordinator(
     max_transfer_seconds: Annotated[
         float, typer.Option(help="Longest that a push may take once it is its turn.")
     ] = CoordinatorConfig.max_transfer_seconds,
+    max_policies_per_trainer: Annotated[
+        int, typer.Option(help="Policies that one trainer may have at a time.")
+    ] = CoordinatorConfig.max_policies_per_trainer,
     access: Access = CoordinatorConfig.access,
     insecure: Insecure = CoordinatorConfig.insecure,
     metrics: Metrics = TelemetryConfig.metrics,
@@ -83,6 +86,7 @@ def coordinator(
         stall_seconds=stall_seconds,
         sender_stall_seconds=sender_stall_seconds,
         max_transfer_seconds=max_transfer_seconds,
+        max_policies_per_trainer=max_policies_per_trainer,
         credentials=Credentials.from_environment(),
         access=access,
         insecure=insecure,

@@ -17,6 +17,7 @@ from weft.coordinator.decisions.effects import (
     Refuse,
     Reply,
     SaveEpoch,
+    SavePolicyDropped,
 )
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import FitKey, Policy, PoolState
@@ -78,6 +79,13 @@ class Change:
         if policy.name in self.state.forgotten:
             others = {k: v for k, v in self.state.forgotten.items() if k != policy.name}
             self.state = replace(self.state, forgotten=others)
+
+    def drop_policy(self, policy: Policy) -> None:
+        """Forget a policy that never had a version; its tokens are not given again."""
+        others = {k: v for k, v in self.state.policies.items() if k != policy.name}
+        floor = max(self.state.token_floor, policy.fencing_token)
+        self.state = replace(self.state, policies=others, token_floor=floor)
+        self.emit(SavePolicyDropped(policy.name, floor))
 
     def put_away(self, policy: Policy) -> None:
         """Keep the numbers of a policy that was forgotten, and nothing else of it."""

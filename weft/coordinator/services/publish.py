@@ -35,6 +35,7 @@ from weft.coordinator.services.uploads import Uploads
 from weft.rpc.bounds import check_revision
 from weft.rpc.codec import dtype_to_proto, duration_from_proto, send_plan_from_proto
 from weft.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
+from weft.rpc.security.guard import CALLER
 from weft.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft.tracing import parent_in
 from weft.v1 import publish_pb2, publish_pb2_grpc
@@ -133,6 +134,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 request.displaced_token,
                 request.last_version,
                 request.last_fencing_token,
+                CALLER.get(),
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)

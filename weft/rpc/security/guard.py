@@ -13,6 +13,7 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +79,8 @@ _MAX_FACT_CHARS: Final = 200
 _OF_BASE: Final = frozenset(
     {"weft.v1.PublishService/SleepRollouts", "weft.v1.PublishService/WakeRollouts"}
 )
+#: The identity whose call is being answered; empty where nobody is asked who he is.
+CALLER: Final[ContextVar[str]] = ContextVar("CALLER", default="")
 _UNKNOWN: Final = "(unknown)"
 #: Of more callers than are counted one by one.
 _OTHERS: Final = "(others)", ""
@@ -205,6 +208,7 @@ class Guard:
                 self._file.note_caller(shown, method)
             with self._counted(name, is_stream=is_stream):
                 is_let_in = True
+                CALLER.set("" if self._file is None else name)  # of this call's own task
                 yield
         except WeftError as error:
             result = error.reason

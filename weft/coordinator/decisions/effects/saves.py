@@ -60,6 +60,16 @@ class SavePolicy:
 
 
 @dataclass(frozen=True)
+class SavePolicyDropped:
+    """A policy that never had a version is gone; tokens of new ones begin above a floor."""
+
+    name: str
+    token_floor: int
+    durable: bool = False
+    """One that is still there after a restart is dropped again."""
+
+
+@dataclass(frozen=True)
 class SaveVersion:
     """A version's whole record."""
 
@@ -110,6 +120,7 @@ Save = (
     | SaveCheckpoint
     | SaveEpoch
     | SavePolicy
+    | SavePolicyDropped
     | SaveVersion
     | SaveRetired
     | SaveCommitted

@@ -26,6 +26,13 @@ class AcquirePolicy:
     """Newest of the policy that the trainer was told of."""
     last_token: int = 0
     """The largest that it owned a lease by."""
+    identity: str = ""
+    """Whose credentials it has shown; empty where nobody is asked."""
+
+    @property
+    def owner(self) -> str:
+        """Whose policies are counted together: names of trainers are their own choice."""
+        return self.identity or self.trainer_id
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.containers.frozen import replace
 from weft.contract.errors import (
+    CapacityError,
     InvalidNameError,
     InvalidRequestError,
     PolicyOwnedError,
@@ -15,7 +16,13 @@ from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import Done, EventKind, LeaseAnswer, SavePolicy
 from weft.coordinator.decisions.policies import numbering
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.state.pool import Lease, Policy, live_lease, require_lease
+from weft.coordinator.decisions.state.pool import (
+    Lease,
+    Policy,
+    PoolState,
+    live_lease,
+    require_lease,
+)
 from weft.coordinator.decisions.state.values import Failure, PolicyKind
 from weft.coordinator.decisions.transfers import abort
 
@@ -39,17 +46,34 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
         # Given to an earlier call of this session, which did not know of the token yet that
         # a catalog gave which is lost: a session's tokens only grow.
         lease = None
+    if policy.owner != event.owner and (refusal := _too_many(change.state, event.owner)):
+        change.refuse([event.ticket], refusal)
+        return
     if lease is None:
         _expire(change, policy, event)
         policy = numbering.trainer_asks(change, policy, event)
         token = numbering.next_token(policy, event.last_token)
         lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
-        policy = replace(policy, fencing_token=token)
+        policy = replace(policy, fencing_token=token, owner=event.owner)
         change.emit(SavePolicy(policy))
         change.announce(
             EventKind.LEASE_ACQUIRED, event.policy, f"by trainer {event.trainer_id}, token {token}"
         )
     _answer(change, event.ticket, policy, lease)
+
+
+def _too_many(state: PoolState, owner: str) -> CapacityError | None:
+    """The refusal of a further policy; None where a trainer may have one."""
+    limit = state.settings.max_policies_per_trainer
+    if sum(policy.owner == owner for policy in state.policies.values()) < limit:
+        return None
+    return CapacityError(
+        f"trainer {owner!r} has {limit} policies, as many as one may have: end those that are not "
+        "pushed any more (weft forget POLICY), or start the coordinator with a larger "
+        "--max-policies-per-trainer",
+        reason="TOO_MANY_POLICIES",
+        metadata={"limit": str(limit)},
+    )
 
 
 def _check_names(event: events.AcquirePolicy) -> None:
@@ -112,6 +136,7 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
         _put_free(change, policy)
         change.announce(EventKind.LEASE_RELEASED, policy.name, f"by trainer {lease.trainer_id}")
         _abort_transfers(change, policy.name, "its trainer gave the lease back")
+        _drop_unused(change, policy.name)
     change.reply(event.ticket, Done())
 
 
@@ -120,6 +145,8 @@ def expire_leases(change: Change) -> None:
     for policy in list(change.state.policies.values()):
         if policy.lease and policy.lease.expires_at <= change.now:
             _expire(change, policy)
+        elif policy.lease is None and policy.last_version <= change.state.number_floor:
+            _drop_unused(change, policy.name)  # of before a restart
 
 
 def _expire(
@@ -141,6 +168,15 @@ def end(change: Change, policy: Policy, why: str) -> None:
     _put_free(change, policy)
     change.announce(EventKind.LEASE_RELEASED, policy.name, why)
     _abort_transfers(change, policy.name, why)
+    _drop_unused(change, policy.name)
+
+
+def _drop_unused(change: Change, name: str) -> None:
+    """Forget a policy that never had a version, now that nobody owns it: whoever takes up many
+    names must not slow down everybody for good."""
+    policy = change.state.policies.get(name)
+    if policy is not None and numbering.is_unused(change.state, policy):
+        change.drop_policy(policy)
 
 
 def _put_free(change: Change, policy: Policy) -> None:

@@ -38,7 +38,20 @@ def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
     known = state.forgotten.get(name)
     if known is not None:
         return known
-    return Policy(name, kind, last_version=state.number_floor, fencing_token=state.number_floor)
+    token = max(state.number_floor, state.token_floor)
+    return Policy(name, kind, last_version=state.number_floor, fencing_token=token)
+
+
+def is_unused(state: PoolState, policy: Policy) -> bool:
+    """Whether nothing would be lost with a policy that nobody owns: no number of it was ever
+    used, here or by what anybody has heard, and no operator has said anything of it."""
+    return (
+        policy.lease is None
+        and policy.kind is PolicyKind.ADAPTER
+        and policy.last_version <= state.number_floor
+        and not (policy.versions or policy.served_version or policy.pinned or policy.retain)
+        and not policy.forgotten
+    )
 
 
 def replica_registers(change: Change, event: events.Register) -> None:

@@ -51,6 +51,8 @@ class Settings:
     """A clone that pushes have ended so often goes before them."""
     clone_patience_seconds: float = 60.0
     """So does one that is so old."""
+    max_policies_per_trainer: int = 1024
+    """Policies that one trainer may have at a time, owned or served."""
     publish_again_after_seconds: float = 5.0
     """How long a version must be held by nobody before its owner is asked for it: of
     a pool that restarts, another replica may hold it."""
@@ -92,7 +94,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Policy:
-    """A stream of versions. All but ``lease`` is durable."""
+    """A stream of versions. All but ``lease`` and ``owner`` is durable."""
 
     name: str
     kind: PolicyKind
@@ -111,6 +113,8 @@ class Policy:
     that is known. In the catalog with each version's record."""
     forgotten: bool = False
     """Whether an operator has forgotten it, and nothing of it was committed since."""
+    owner: str = ""
+    """Who took its lease last, as ``events.AcquirePolicy.owner``; empty since a restart."""
 
 
 def live_lease(policy: Policy, now: float) -> Lease | None:
@@ -236,6 +240,9 @@ class PoolState:
     """By replica, of the pool or not; durable."""
     number_floor: int = 0
     """Numbers and tokens of policies that are new to the catalog begin above; durable."""
+    token_floor: int = 0
+    """Tokens of policies that are new to it begin above this, too: of one that never had a
+    version nothing else is kept. Durable."""
     unrecorded_since: Mapping[str, float] = field(default_factory=dict)
     """By policy, since when a replica holds versions that the catalog does not know."""
     in_question: Mapping[str, Question] = field(default_factory=dict)

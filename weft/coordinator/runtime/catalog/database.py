@@ -27,6 +27,7 @@ from weft.coordinator.decisions.effects import (
     SaveOutOfService,
     SavePin,
     SavePolicy,
+    SavePolicyDropped,
     SavePool,
     SaveRetired,
     SaveVersion,
@@ -68,6 +69,8 @@ __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snaps
 
 _log = logging.getLogger(__name__)
 
+#: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
+_NAMELESS: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
 
 
@@ -83,6 +86,7 @@ class Snapshot:
     policies: tuple[Policy, ...]
     out_of_service: Mapping[str, OutOfService]
     checkpoint: BoundCheckpoint | None = None
+    token_floor: int = 0
 
 
 class Catalog:
@@ -170,6 +174,11 @@ class Catalog:
         ):
             pins.setdefault(name, []).append(version)
         forgotten = {name for (name,) in self._read.execute("SELECT name FROM forgotten")}
+        rows = self._read.execute(
+            "SELECT name, kind, last_version, fencing_token, served_version, retain "
+            "FROM policies ORDER BY name"
+        ).fetchall()
+        token_floor = max((row[3] for row in rows if row[0] == _NAMELESS), default=0)
         policies = tuple(
             Policy(
                 name,
@@ -183,10 +192,8 @@ class Catalog:
                 trained_on=trained_on.get(name, {}),
                 forgotten=name in forgotten,
             )
-            for name, kind, last, token, served, retain in self._read.execute(
-                "SELECT name, kind, last_version, fencing_token, served_version, retain "
-                "FROM policies ORDER BY name"
-            )
+            for name, kind, last, token, served, retain in rows
+            if name != _NAMELESS
         )
         out_of_service = {
             replica_id: OutOfService(ReplicaState(number), reason)
@@ -203,6 +210,7 @@ class Catalog:
             policies,
             out_of_service,
             checkpoint_from_text(checkpoint),
+            token_floor,
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -247,6 +255,9 @@ class Catalog:
                     rows.put(FORGOTTEN, (p.name,))
                 else:
                     rows.delete(FORGOTTEN, {"name": p.name})
+            case SavePolicyDropped(name=name, token_floor=floor):
+                rows.delete(POLICIES, {"name": name})
+                rows.put(POLICIES, (_NAMELESS, PolicyKind.ADAPTER, 0, floor, 0, 0))
             case SaveVersion():
                 rows.put(VERSIONS, version_to_row(save.record))
             case SaveRetired(version=v):

@@ -88,10 +88,13 @@ class LeasesAndVersions(RuleBasedStateMachine):
         if known.held_at(self.m.now) and known.holder != holder:
             assert isinstance(answer, PolicyOwnedError)
             return
-        if not known.held_at(self.m.now):
-            known.token += 1  # a new hold, a new token: also for the same trainer
-        known.holder, known.expires_at = holder, self.m.now + LEASE_SECONDS
         assert isinstance(answer, effects.LeaseAnswer)
+        if not known.held_at(self.m.now):
+            # A new hold, a new token, also for the same trainer; above that of any policy that
+            # was dropped.
+            assert answer.lease.fencing_token > known.token
+            known.token = answer.lease.fencing_token
+        known.holder, known.expires_at = holder, self.m.now + LEASE_SECONDS
         assert (answer.lease.trainer_id, answer.lease.session_id) == holder
         assert answer.lease.fencing_token == known.token
         assert answer.last_version == known.last_version
@@ -227,6 +230,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
             fingerprint=snapshot.fingerprint,
             architecture=snapshot.architecture,
             epoch=snapshot.epoch,
+            token_floor=snapshot.token_floor,
             policies={policy.name: policy for policy in snapshot.policies},
         )
         self.m.register("r0", replica.incarnation, vector=replica.vector, retained=replica.retained)
@@ -246,8 +250,9 @@ class LeasesAndVersions(RuleBasedStateMachine):
         assert snapshot.generation == self.generation
         policies = {policy.name: policy for policy in snapshot.policies}
         for name, known in self.model.items():
-            if name not in policies:
-                assert not known.token
+            if name not in policies:  # never taken, or dropped without a version
+                assert not known.last_version
+                assert snapshot.token_floor >= known.token
                 continue
             policy = policies[name]
             assert policy.lease is None
@@ -256,7 +261,8 @@ class LeasesAndVersions(RuleBasedStateMachine):
                 known.last_version,
                 known.served,
             )
-            assert name in self.m.state.policies
+            late = {s.name for s in self.lazy if isinstance(s, effects.SavePolicyDropped)}
+            assert (name in self.m.state.policies) != (name in late)
 
     @invariant()
     def every_version_is_what_became_of_it(self) -> None:

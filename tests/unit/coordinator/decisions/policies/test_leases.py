@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES, Machine
+from weft.containers.frozen import replace
 from weft.contract.errors import WeftError
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.pool import TrainerProcess
@@ -192,3 +193,76 @@ def test_no_version_is_assigned_after_the_lease_ran_out_even_before_the_tick() -
     m.check_fits()
     assert m.error(ticket).reason == "LEASE_FENCED"
     assert not m.ever(effects.SaveVersion)
+
+
+# -- policies that never had a version -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["expires", "is given back"])
+def test_a_policy_without_a_version_is_gone_with_its_lease_and_its_tokens_are_not_given_again(
+    end: str,
+) -> None:
+    m = Machine()
+    tokens = []
+    for session in ("s1", "s2", "s3"):
+        lease = _lease(m, m.acquire("exp-7", session=session)).lease
+        tokens.append(lease.fencing_token)
+        if end == "expires":
+            m.pass_time(11, renews=False)
+        else:
+            m.do(events.ReleasePolicy(99, "exp-7", lease.fencing_token, session))
+        assert "exp-7" not in m.state.policies
+        save = m.ever(effects.SavePolicyDropped)[-1]
+        assert (save.name, save.token_floor) == ("exp-7", lease.fencing_token)
+    assert tokens == sorted(set(tokens)), "each above those before it"
+    m.do(events.RenewLease(77, "exp-7", tokens[-1]))
+    assert m.error(77).reason == "LEASE_FENCED"
+    other = _lease(m, m.acquire("exp-8"))
+    assert other.lease.fencing_token > tokens[-1]
+    assert other.last_version == 0, "its numbers begin at 1 all the same"
+
+
+def test_a_policy_with_a_number_that_was_used_stays() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.begin("math")
+    assert m.state.policies["math"].last_version == 1
+    m.pass_time(11, renews=False)  # the push is aborted with the lease
+    assert m.state.policies["math"].last_version == 1
+    m.acquire("said", last_version=5)  # of a catalog that was lost
+    m.pass_time(11, renews=False)
+    assert m.state.policies["said"].last_version > 5
+
+
+def test_what_a_restart_finds_unused_is_dropped() -> None:
+    m = Machine()
+    for number in range(3):
+        m.acquire(f"exp-{number}")
+    token = max(policy.fencing_token for policy in m.state.policies.values())
+    left = {name: replace(p, lease=None) for name, p in m.state.policies.items()}
+    m.state = replace(m.state, policies=left)
+    m.pass_time(1, renews=False)
+    assert not m.state.policies
+    assert _lease(m, m.acquire("exp-0")).lease.fencing_token > token
+
+
+def test_a_trainer_has_only_so_many_policies() -> None:
+    m = Machine()
+    m.state = replace(m.state, settings=replace(m.state.settings, max_policies_per_trainer=3))
+    for number in range(3):
+        m.acquire(f"exp-{number}", f"t{number}", identity="greedy")
+    error = m.error(m.acquire("exp-3", "t4", identity="greedy"))
+    assert (error.reason, error.metadata["limit"]) == ("TOO_MANY_POLICIES", "3")
+    assert "weft forget" in error.message
+    _lease(m, m.acquire("exp-2", "t2", identity="greedy"))  # its own again
+    _lease(m, m.acquire("exp-3", "t4", identity="another"))
+    m.pass_time(11, renews=False)
+    _lease(m, m.acquire("exp-4", "t4", identity="greedy"))
+
+
+def test_where_nobody_is_asked_who_he_is_the_name_of_the_trainer_counts() -> None:
+    m = Machine()
+    m.state = replace(m.state, settings=replace(m.state.settings, max_policies_per_trainer=1))
+    m.acquire("a", "t1")
+    assert m.error(m.acquire("b", "t1")).reason == "TOO_MANY_POLICIES"
+    _lease(m, m.acquire("b", "t2"))

@@ -16,6 +16,7 @@ from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.effects import (
     SaveEpoch,
     SavePolicy,
+    SavePolicyDropped,
     SavePool,
     SaveRetired,
     SaveVersion,
@@ -212,3 +213,15 @@ def test_no_save_overwrites_the_row_of_another_version(
     assert catalog.find_request(first.trainer_id, first.request_id) == first
     assert catalog.snapshot().epoch == 0
     catalog.close()
+
+
+def test_a_policy_that_was_dropped_leaves_its_tokens_alone(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([SavePolicy(Policy(f"exp-{i}", PolicyKind.ADAPTER, 0, 3 + i)) for i in range(3)])
+    catalog.apply([SavePolicyDropped("exp-0", 3), SavePolicyDropped("exp-2", 5)])
+    catalog.close()
+    again = Catalog.open(catalog_path)
+    known = again.snapshot()
+    again.close()
+    assert [policy.name for policy in known.policies] == ["exp-1"]
+    assert known.token_floor == 5
