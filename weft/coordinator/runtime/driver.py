@@ -44,6 +44,8 @@ _DETAILS = frozenset(
     }
 )
 
+#: After which a write to the catalog is spoken of; it is waited for, however long it takes.
+SLOW_SAVE_SECONDS: Final = 10.0
 TICK_SECONDS: Final = 0.25
 #: Between two looks at whether the catalog's file is still there.
 LOOK_SECONDS: Final = 1.0
@@ -262,12 +264,21 @@ class Driver:
     async def _save(self, saves: list[effects.Save]) -> None:
         """Write one transaction; a failure ends the coordinator, whoever asked for it."""
         loop = asyncio.get_running_loop()
+        slow = loop.call_later(
+            SLOW_SAVE_SECONDS,
+            _log.error,
+            "the catalog was not written in %g s: its disk does not answer; nothing is decided or "
+            "acknowledged until it does",
+            SLOW_SAVE_SECONDS,
+        )
         try:
             await loop.run_in_executor(self._writer, self._catalog.apply, saves)
         except Exception as error:
             self._failure = error
             self._wake.set()
             raise
+        finally:
+            slow.cancel()
 
     def _carry_out(self, effect: effects.Effect) -> None:
         groups = self.groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -195,3 +196,29 @@ async def test_a_call_that_cannot_be_made_is_answered_all_the_same(kind: str) ->
     assert answer.failure.reason == "INTERNAL"  # type: ignore[union-attr]
     assert "no such address" in answer.failure.message  # type: ignore[union-attr]
     await caller.close()
+
+
+async def test_a_catalog_whose_disk_hangs_is_said_and_waited_for(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver_module, "SLOW_SAVE_SECONDS", 0.05)
+    driver, catalog = _driver(catalog_path)
+    go_on, apply = threading.Event(), catalog.apply
+
+    def hang(saves: Sequence[effects.Save]) -> None:
+        go_on.wait(10)
+        apply(saves)
+
+    catalog.apply = hang  # type: ignore[method-assign]
+    driver.start()
+    call = asyncio.create_task(driver.call(_acquire("p")))  # type: ignore[arg-type]
+    for _ in range(1000):
+        if "its disk does not answer" in caplog.text:
+            break
+        await asyncio.sleep(0.005)
+    assert "its disk does not answer" in caplog.text
+    assert not call.done(), "nothing is acknowledged that is not on disk"
+    go_on.set()
+    await call
+    await driver.stop()
+    catalog.close()
