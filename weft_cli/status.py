@@ -24,6 +24,10 @@ from weft.v1.inspect_pb2_grpc import InspectServiceStub
 from weft_cli.output import print_json, rate
 
 _CALL_SECONDS = 5.0
+#: For people: of a pool that takes longer to list, what has come by then is shown.
+_PATIENCE_SECONDS = 2.0
+#: For programs, who get all of it.
+_WHOLE_SECONDS = 60.0
 #: Replicas that the table lists.
 _MAX_REPLICAS = 200
 #: Policies that the table lists, and adapters that are named in one place.
@@ -56,7 +60,7 @@ def show_status(
     with open_channel(coordinator) as channel:
         stub = InspectServiceStub(channel)
         console = console or Console()
-        pool = _get_pool(stub)
+        pool = _get_pool(stub, whole=json_output)
         if not watch:
             print_json(pool) if json_output else console.print(render(pool))
             return
@@ -70,14 +74,16 @@ def show_status(
                     live.update(Group(shown, Text(away, "red")) if away else shown, refresh=True)
                 time.sleep(interval_seconds)
                 try:
-                    pool, away = _get_pool(stub), ""
+                    pool, away = _get_pool(stub, whole=json_output), ""
                 except (PeerUnavailableError, TransferTimeoutError) as error:
                     away = f"{error.message}; this is how it was before"
 
 
-def _get_pool(stub: InspectServiceStub) -> pb.GetPoolResponse:
+def _get_pool(stub: InspectServiceStub, *, whole: bool) -> pb.GetPoolResponse:
     try:
-        return get_pool(stub, _CALL_SECONDS)
+        if whole:
+            return get_pool(stub, _WHOLE_SECONDS)
+        return get_pool(stub, _CALL_SECONDS, _PATIENCE_SECONDS)
     except grpc.RpcError as error:
         raise error_from_rpc(error) from error
 
@@ -100,14 +106,22 @@ def _unused(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _headline(pool: pb.GetPoolResponse) -> Text:
-    ready = sum(r.state == pb.REPLICA_STATE_READY for r in pool.replicas)
+    counts = {count.state: count.num_replicas for count in pool.replica_counts}
+    ready = counts.get(
+        pb.REPLICA_STATE_READY, sum(r.state == pb.REPLICA_STATE_READY for r in pool.replicas)
+    )
     names = {replica.model_name for replica in pool.replicas}
     of_model = f"of {names.pop()} " if len(names) == 1 else ""
     return Text.assemble(
         (f"pool {of_model}serves ", "dim"),
         (vector_text(pool.version_vector, most=_MAX_NAMED), "bold"),
-        (f"   {ready} of {len(pool.replicas)} replicas ready", "dim"),
+        (f"   {ready} of {_num_replicas(pool)} replicas ready", "dim"),
     )  # fmt: skip
+
+
+def _num_replicas(pool: pb.GetPoolResponse) -> int:
+    """Of the whole pool, whether or not all are in the message."""
+    return max(len(pool.replicas), sum(count.num_replicas for count in pool.replica_counts))
 
 
 def vector_text(vector: types_pb2.VersionVector, most: int | None = None) -> str:
@@ -117,7 +131,7 @@ def vector_text(vector: types_pb2.VersionVector, most: int | None = None) -> str
         most: Name so many adapters, and say how many more there are.
     """
     parts = [_base_text(vector), *map(_adapter_text, vector.adapters[:most])]
-    more = len(vector.adapters) - (len(parts) - 1)
+    more = len(vector.adapters) - (len(parts) - 1) + vector.num_more_adapters
     return "  ".join(parts) + (f"  and {more} more" if more else "")
 
 
@@ -135,6 +149,11 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
         return "as the pool"
     here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
     wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
+    cut = [m.adapters[-1].policy for m in (replica, pool) if m.num_more_adapters]
+    if cut:  # as far as both are listed
+        last = min(cut)
+        here = {name: text for name, text in here.items() if name <= last}
+        wanted = {name: text for name, text in wanted.items() if name <= last}
     differing = [_base_text(replica)] if replica.base != pool.base else []
     for name in sorted(here.keys() | wanted.keys()):
         if here.get(name) != wanted.get(name):
@@ -148,7 +167,7 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
 def _replicas(pool: pb.GetPoolResponse) -> Table:
     """All; of many, those first that somebody should look at."""
     replicas = list(pool.replicas)
-    if more := max(0, len(replicas) - _MAX_REPLICAS):
+    if more := _num_replicas(pool) - min(len(replicas), _MAX_REPLICAS):
         replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
     table = Table(
         title="replicas",
@@ -210,7 +229,8 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
     """The policies that ever had a version; of many, those first that somebody should look at,
     then those that are owned now."""
     policies = [policy for policy in pool.policies if policy.last_version]
-    if more := max(0, len(policies) - _MAX_POLICIES):
+    unlisted = max(0, pool.num_policies - len(pool.policies))
+    if more := len(policies) + unlisted - min(len(policies), _MAX_POLICIES):
         policies.sort(
             key=lambda p: (not (p.lost or p.publish_again_version), not p.HasField("lease"))
         )

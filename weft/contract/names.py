@@ -140,6 +140,11 @@ class VersionVector:
         entries = sorted((name, e.versions, e.alias) for name, e in self.adapters.items())
         return self.base, tuple(entries)
 
+    @cached_property
+    def aliases(self) -> Mapping[str, int]:
+        """What each bare name stands for, where it stands for anything."""
+        return {policy: entry.alias for policy, entry in self.adapters.items() if entry.alias}
+
     def holds(self, version: PolicyVersion) -> bool:
         """Whether ``version`` can be requested here."""
         if version.policy == BASE_POLICY:
@@ -180,9 +185,11 @@ class VersionVector:
         base and the version behind each alias.
         """
         lacking = [] if have.base == self.base else [str(PolicyVersion(BASE_POLICY, self.base))]
-        theirs = have.adapters
-        for policy, entry in sorted(self.adapters.items()):
-            held = theirs.get(policy)
-            if entry.alias and (held is None or held.alias != entry.alias):
-                lacking.append(str(PolicyVersion(policy, entry.alias)))
-        return lacking
+        if self.aliases == have.aliases:  # most often so, and quick to see of thousands
+            return lacking
+        theirs = have.aliases
+        return lacking + [
+            str(PolicyVersion(policy, alias))
+            for policy, alias in sorted(self.aliases.items())
+            if theirs.get(policy) != alias
+        ]

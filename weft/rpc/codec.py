@@ -115,14 +115,19 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
     )
 
 
-def vector_to_proto(vector: VersionVector) -> types_pb2.VersionVector:
-    """What is served, adapters by name."""
+def vector_to_proto(vector: VersionVector, most: int | None = None) -> types_pb2.VersionVector:
+    """What is served, adapters by name.
+
+    Args:
+        most: Of so many adapters, and how many more there are.
+    """
     return types_pb2.VersionVector(
         base=vector.base,
         adapters=[
             types_pb2.AdapterVersions(policy=policy, versions=entry.versions, alias=entry.alias)
-            for policy, entry in sorted(vector.adapters.items())
+            for policy, entry in sorted(vector.adapters.items())[:most]
         ],
+        num_more_adapters=max(0, len(vector.adapters) - most) if most is not None else 0,
     )
 
 

@@ -8,49 +8,86 @@ from typing import TYPE_CHECKING
 
 from weft.contract.errors import TransferTimeoutError
 from weft.v1 import inspect_pb2 as pb
+from weft.v1 import types_pb2
 
 if TYPE_CHECKING:
     from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 
-def get_pool(stub: InspectServiceStub, timeout_seconds: float) -> pb.GetPoolResponse:
+def get_pool(
+    stub: InspectServiceStub, timeout_seconds: float, patience_seconds: float | None = None
+) -> pb.GetPoolResponse:
     """The pool with all its replicas, policies and transfers, as one message.
 
     Of a large pool it is not the state of one moment. Each replica has its version vector.
+
+    Args:
+        patience_seconds: After so long no further page is asked for: the tokens of what is
+            missing stay in the message, and vectors may list some adapters only. None asks for
+            all.
 
     Raises:
         TransferTimeoutError: There was no time for all of it.
         grpc.RpcError: The coordinator does not answer.
     """
-    deadline = time.monotonic() + timeout_seconds
+    began = time.monotonic()
 
     def left() -> float:
-        seconds = deadline - time.monotonic()
+        seconds = began + timeout_seconds - time.monotonic()
         if seconds <= 0:
             raise TransferTimeoutError(
                 f"the coordinator did not list the whole pool in {timeout_seconds:.0f} s"
             )
         return seconds
 
+    def goes_on() -> bool:
+        return patience_seconds is None or time.monotonic() - began < patience_seconds
+
     pool = stub.GetPool(pb.GetPoolRequest(share_version_vectors=True), timeout=left())
+    is_cut = pool.version_vector.num_more_adapters > 0 or any(
+        vector.num_more_adapters for vector in pool.version_vectors
+    )
+    has_all = True
+    if is_cut and patience_seconds is None:  # told again, whole
+        pool.ClearField("replicas")
+        pool.ClearField("version_vectors")
+        has_all = False
     _put_vectors(pool)
-    while pool.next_replica_page_token:
+    while (pool.next_replica_page_token or not has_all) and goes_on():
+        has_all = True
         replicas = stub.ListReplicas(
             pb.ListReplicasRequest(
-                page_token=pool.next_replica_page_token, share_version_vectors=True
+                page_token=pool.next_replica_page_token if pool.replicas else "",
+                share_version_vectors=True,
             ),
             timeout=left(),
         )
         _put_vectors(replicas)
         pool.replicas.extend(replicas.replicas)
         pool.next_replica_page_token = replicas.next_page_token
-    while pool.next_policy_page_token:
+    while pool.next_policy_page_token and goes_on():
         policies = stub.ListPolicies(
             pb.ListPoliciesRequest(page_token=pool.next_policy_page_token), timeout=left()
         )
         pool.policies.extend(policies.policies)
         pool.next_policy_page_token = policies.next_page_token
+    if pool.version_vector.num_more_adapters and not pool.next_policy_page_token:
+        _complete(pool)
     return pool
+
+
+def _complete(pool: pb.GetPoolResponse) -> None:
+    """Have the pool's vector list every adapter: all policies are there."""
+    served = [
+        types_pb2.AdapterVersions(
+            policy=policy.policy, versions=policy.versions, alias=policy.served_version
+        )
+        for policy in pool.policies
+        if policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
+    ]
+    pool.version_vector.ClearField("adapters")
+    pool.version_vector.adapters.extend(served)
+    pool.version_vector.num_more_adapters = 0
 
 
 def list_policies(stub: InspectServiceStub, timeout_seconds: float) -> Iterator[pb.Policy]:

@@ -127,3 +127,27 @@ def test_of_very_many_replicas_those_that_are_not_ready_come_first() -> None:
     assert "replica-299" in text
     assert "replica-298" not in text
     assert "and 100 more: --json lists all" in text
+
+
+def test_of_what_was_not_listed_in_time_the_number_is_shown() -> None:
+    served = vector(1, a=1, b=1)
+    served.num_more_adapters = 9998
+    whole = vector(1, a=1, b=1, c=1)  # of a page that lists all
+    pool = pb.GetPoolResponse(
+        version_vector=served,
+        replicas=[replica(0, served), replica(1, whole), replica(2, vector(1, a=1, c=1))],
+        replica_counts=[
+            pb.ReplicaCount(state=pb.REPLICA_STATE_READY, num_replicas=700),
+            pb.ReplicaCount(state=pb.REPLICA_STATE_LOST, num_replicas=300),
+        ],
+        policies=[pb.Policy(policy="a", served_version=1, last_version=1)],
+        num_policies=10_001,
+        next_policy_page_token="a",
+    )
+    text = shown(pool, 120)
+    assert "and 9998 more   700 of 1000 replicas ready" in text
+    assert "and 997 more: --json lists all" in text
+    assert "and 10000 more: --json lists all" in text
+    rows = [line for line in text.splitlines() if "replica-" in line]
+    assert ["as the pool" in row for row in rows] == [True, True, False]
+    assert "no b" in rows[2]

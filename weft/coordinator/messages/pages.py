@@ -24,9 +24,14 @@ _Entry = TypeVar("_Entry", bound=Message)
 
 
 class Vectors:
-    """The distinct version vectors of one message, which its entries refer to."""
+    """The distinct version vectors of one message, which its entries refer to.
 
-    def __init__(self) -> None:
+    Args:
+        most: Adapters that each lists; None for all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self.messages: list[types_pb2.VersionVector] = []
         self.num_bytes = 0
         self._places: dict[object, int] = {}
@@ -35,7 +40,7 @@ class Vectors:
         """Where a vector is in ``messages``; it is added if it is not there."""
         place = self._places.setdefault(vector.key, len(self.messages))
         if place == len(self.messages):
-            self.messages.append(vector_to_proto(vector))
+            self.messages.append(vector_to_proto(vector, self._most))
             self.num_bytes += self.messages[-1].ByteSize() + _ENTRY_BYTES
         return place
 

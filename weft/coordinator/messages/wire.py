@@ -284,12 +284,17 @@ def version_record_to_proto(record: VersionRecord, base_version: int) -> inspect
 
 
 def replica_to_proto(
-    state: PoolState, replica: Replica, now: float, vectors: Vectors | None = None
+    state: PoolState,
+    replica: Replica,
+    now: float,
+    vectors: Vectors | None = None,
+    most: int | None = None,
 ) -> inspect_pb2.Replica:
     """A replica, with its state and why it is so.
 
     Args:
         vectors: Where what it serves is put, if it is not said in the message itself.
+        most: Adapters that are said there.
     """
     where, why = explain_state(state, replica)
     message = inspect_pb2.Replica(
@@ -299,7 +304,7 @@ def replica_to_proto(
         address=replica.address,
         http_url=replica.http_url,
         capabilities=capabilities_to_proto(replica.capabilities),
-        version_vector=None if vectors else vector_to_proto(replica.vector),
+        version_vector=None if vectors else vector_to_proto(replica.vector, most),
         version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,

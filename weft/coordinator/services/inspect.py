@@ -50,6 +50,8 @@ _BETWEEN_LISTS_SECONDS: Final = 0.05
 _NO_VERSION_ABOVE: Final = 2**62
 # Of GetPool, beside the replicas: the policies, and the transfers.
 _PART_BYTES: Final = 128 * 1024
+# Of each version vector there.
+_MOST_ADAPTERS: Final = 1024
 # What readers are told that know different revisions.
 _KEPT_LISTS: Final = 8
 
@@ -71,12 +73,12 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         """Source: protos/weft/v1/inspect.proto."""
         state = self._driver.state
         last = next(reversed([*state.history.values()]), None)
-        vectors = Vectors() if request.share_version_vectors else None
-        replicas = self._replicas(sorted(state.replicas), vectors=vectors)
+        vectors = Vectors(_MOST_ADAPTERS) if request.share_version_vectors else None
+        replicas = self._replicas(sorted(state.replicas), vectors=vectors, most=_MOST_ADAPTERS)
         policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
         under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
         known = inspect_pb2.GetPoolResponse(
-            version_vector=vector_to_proto(state.vector),
+            version_vector=vector_to_proto(state.vector, _MOST_ADAPTERS),
             replicas=replicas.entries,
             policies=policies.entries,
             active_transfers=under_way.entries,
@@ -86,6 +88,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_policy_page_token=policies.last or "",
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
             unused_files=UNUSED_FILES.list(),
+            num_policies=len(state.policies),
         )
         known.MergeFrom(pool_to_proto(state, time.time()))
         return known
@@ -247,14 +250,19 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         return self._routes[key]
 
     def _replicas(
-        self, names: Sequence[str], *, page_size: int = 0, vectors: Vectors | None = None
+        self,
+        names: Sequence[str],
+        *,
+        page_size: int = 0,
+        vectors: Vectors | None = None,
+        most: int | None = None,
     ) -> Page[str, inspect_pb2.Replica]:
         state, now = self._driver.state, self._driver.now()
 
         def make(name: str) -> inspect_pb2.Replica:
             return entry_of(
                 state.replicas[name],
-                lambda replica: replica_to_proto(state, replica, now, vectors),
+                lambda replica: replica_to_proto(state, replica, now, vectors, most),
                 lambda _, why: inspect_pb2.Replica(replica_id=name, state_reason=why),
             )
 

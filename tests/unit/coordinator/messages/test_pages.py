@@ -160,3 +160,22 @@ def test_many_that_go_at_once_are_told_in_parts() -> None:
     assert sum(len(part.removed_replica_ids) for part in parts) == 9000
     assert [part.more for part in parts] == [True, True, False]
     assert not _follow(RouteList(), parts).routes
+
+
+def test_many_adapters_make_no_larger_message_and_are_listed_whole_all_the_same() -> None:
+    coordinator = _Coordinator(_unlike(large_pool(3, 5000)))
+    first = coordinator.GetPool(pb.GetPoolRequest(share_version_vectors=True), 1.0)
+    assert len(first.version_vector.adapters) == 1024
+    assert first.version_vector.num_more_adapters == 5000 - 1024
+    assert first.num_policies == 5001
+    assert first.ByteSize() < MIB // 2
+    glance = get_pool(cast(Any, coordinator), 60, patience_seconds=0.0)
+    assert glance.next_policy_page_token, "what has come by then"
+    assert {len(r.version_vector.adapters) for r in glance.replicas} == {1024}
+    whole = get_pool(cast(Any, coordinator), 60)
+    assert vector_from_proto(whole.version_vector) == coordinator.state.vector
+    assert not whole.version_vector.num_more_adapters
+    for replica in whole.replicas:
+        expected = coordinator.state.replicas[replica.replica_id].vector
+        assert vector_from_proto(replica.version_vector) == expected
+    assert len(whole.policies) == 5001
