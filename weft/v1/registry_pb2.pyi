@@ -588,6 +588,53 @@ class RegisterResponse(_message.Message):
 Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
+class CheckReplicaRequest(_message.Message):
+    """Asks before joining."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    replica_id: _builtins.str
+    """As it will register."""
+    incarnation: _builtins.str
+    """As it will register."""
+    protocol_revision: _builtins.int
+    """See RegisterRequest.protocol_revision."""
+    def __init__(
+        self,
+        *,
+        replica_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        protocol_revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "protocol_revision", b"protocol_revision", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckReplicaRequest: _TypeAlias = CheckReplicaRequest  # noqa: Y015
+
+@_typing.final
+class CheckReplicaResponse(_message.Message):
+    """It could register."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckReplicaResponse: _TypeAlias = CheckReplicaResponse  # noqa: Y015
+
+@_typing.final
 class PutReferenceRequest(_message.Message):
     """Part of a reference."""
 

@@ -40,6 +40,11 @@ class RegistryServiceStub(object):
                 request_serializer=weft_dot_v1_dot_registry__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_registry__pb2.RegisterResponse.FromString,
                 _registered_method=True)
+        self.CheckReplica = channel.unary_unary(
+                '/weft.v1.RegistryService/CheckReplica',
+                request_serializer=weft_dot_v1_dot_registry__pb2.CheckReplicaRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_registry__pb2.CheckReplicaResponse.FromString,
+                _registered_method=True)
         self.PutReference = channel.stream_unary(
                 '/weft.v1.RegistryService/PutReference',
                 request_serializer=weft_dot_v1_dot_registry__pb2.PutReferenceRequest.SerializeToString,
@@ -74,9 +79,22 @@ class RegistryServiceServicer(object):
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
         side-group backend that the pool's weights move over), REVISION_MISMATCH;
-        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
+        CheckReplica);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
         the name of an adapter that the pool serves; metadata `policy`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckReplica(self, request, context):
+        """Says whether a replica could register by this name now: asked before it loads a
+        model for minutes. Changes nothing.
+        Idempotent. Statuses: FAILED_PRECONDITION/REVISION_MISMATCH;
+        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata
+        `silent_seconds`: how long it must be silent to be taken for gone);
+        INVALID_ARGUMENT/INVALID_NAME (the id is none).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +148,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     request_deserializer=weft_dot_v1_dot_registry__pb2.RegisterRequest.FromString,
                     response_serializer=weft_dot_v1_dot_registry__pb2.RegisterResponse.SerializeToString,
             ),
+            'CheckReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckReplica,
+                    request_deserializer=weft_dot_v1_dot_registry__pb2.CheckReplicaRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_registry__pb2.CheckReplicaResponse.SerializeToString,
+            ),
             'PutReference': grpc.stream_unary_rpc_method_handler(
                     servicer.PutReference,
                     request_deserializer=weft_dot_v1_dot_registry__pb2.PutReferenceRequest.FromString,
@@ -179,6 +202,33 @@ class RegistryService(object):
             '/weft.v1.RegistryService/Register',
             weft_dot_v1_dot_registry__pb2.RegisterRequest.SerializeToString,
             weft_dot_v1_dot_registry__pb2.RegisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.RegistryService/CheckReplica',
+            weft_dot_v1_dot_registry__pb2.CheckReplicaRequest.SerializeToString,
+            weft_dot_v1_dot_registry__pb2.CheckReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

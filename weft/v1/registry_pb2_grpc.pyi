@@ -41,9 +41,18 @@ class RegistryServiceStub:
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
     side-group backend that the pool's weights move over), REVISION_MISMATCH;
-    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
+    CheckReplica);
     INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
     the name of an adapter that the pool serves; metadata `policy`).
+    """
+    CheckReplica: _grpc.UnaryUnaryMultiCallable[_registry_pb2.CheckReplicaRequest, _registry_pb2.CheckReplicaResponse]
+    """Says whether a replica could register by this name now: asked before it loads a
+    model for minutes. Changes nothing.
+    Idempotent. Statuses: FAILED_PRECONDITION/REVISION_MISMATCH;
+    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata
+    `silent_seconds`: how long it must be silent to be taken for gone);
+    INVALID_ARGUMENT/INVALID_NAME (the id is none).
     """
     PutReference: _grpc.StreamUnaryMultiCallable[_registry_pb2.PutReferenceRequest, _registry_pb2.PutReferenceResponse]
     """Makes the base model's tensors known, when Register asked for it.
@@ -83,9 +92,18 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
     side-group backend that the pool's weights move over), REVISION_MISMATCH;
-    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
+    CheckReplica);
     INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
     the name of an adapter that the pool serves; metadata `policy`).
+    """
+    CheckReplica: _aio.UnaryUnaryMultiCallable[_registry_pb2.CheckReplicaRequest, _registry_pb2.CheckReplicaResponse]  # type: ignore[assignment]
+    """Says whether a replica could register by this name now: asked before it loads a
+    model for minutes. Changes nothing.
+    Idempotent. Statuses: FAILED_PRECONDITION/REVISION_MISMATCH;
+    ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata
+    `silent_seconds`: how long it must be silent to be taken for gone);
+    INVALID_ARGUMENT/INVALID_NAME (the id is none).
     """
     PutReference: _aio.StreamUnaryMultiCallable[_registry_pb2.PutReferenceRequest, _registry_pb2.PutReferenceResponse]  # type: ignore[assignment]
     """Makes the base model's tensors known, when Register asked for it.
@@ -128,9 +146,24 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
         side-group backend that the pool's weights move over), REVISION_MISMATCH;
-        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id);
+        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
+        CheckReplica);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
         the name of an adapter that the pool serves; metadata `policy`).
+        """
+
+    @_abc_1.abstractmethod
+    def CheckReplica(
+        self,
+        request: _registry_pb2.CheckReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.CheckReplicaResponse, _abc.Awaitable[_registry_pb2.CheckReplicaResponse]]:
+        """Says whether a replica could register by this name now: asked before it loads a
+        model for minutes. Changes nothing.
+        Idempotent. Statuses: FAILED_PRECONDITION/REVISION_MISMATCH;
+        ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata
+        `silent_seconds`: how long it must be silent to be taken for gone);
+        INVALID_ARGUMENT/INVALID_NAME (the id is none).
         """
 
     @_abc_1.abstractmethod
