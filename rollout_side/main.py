@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_side.agent.agent import Agent
+from rollout_side.agent.first_contact import check_contact
 from rollout_side.agent.generate_servicer import GenerateServicer
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import RolloutConfig
@@ -21,7 +22,7 @@ from rollout_side.vllm_engine.server.launch import open_engine
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.security.guard import AccessFile
-from weft.rpc.server import Security, Servicer, WeftServer, bind, make_server
+from weft.rpc.server import Security, Servicer, WeftServer, bind, check_listen, make_server
 from weft.telemetry.ports import Ports
 from weft.telemetry.process import refusal_counter
 from weft.telemetry.traces import open_tracer
@@ -84,8 +85,8 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         Why it ended, for people.
 
     Raises:
-        WeftError: The arguments are refused, the engine does not start, the port
-            is taken, or the pool refuses this replica.
+        WeftError: The arguments are refused, the engine does not start, a port or the
+            replica's name is taken, or the pool refuses this replica.
     """
     stop = _Stop(config.drain_seconds)
     loop = asyncio.get_running_loop()
@@ -94,6 +95,16 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     tracer = NO_TRACER
     if config.telemetry.traces:
         tracer = open_tracer("weft-replica", config.agent.replica_id)
+    security = Security(
+        credentials=Credentials.from_environment(),
+        access=AccessFile(config.access) if config.access else None,
+        insecure=config.insecure,
+    )
+    # What ends the start is said before a model is loaded for minutes.
+    check_listen(config.agent.listen, security)
+    check_listen(config.telemetry.metrics)
+    check_listen(config.telemetry.health)
+    await check_contact(config.agent)
     engine = await open_engine(
         list(config.vllm_args),
         http_host=config.http_host,
@@ -112,7 +123,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     )
     patience = _FAILURE_SECONDS
     try:
-        why = await _serve_engine(config, engine, stop, ready, tracer)
+        why = await _serve_engine(config, engine, stop, ready, tracer, security)
         patience = _CUT_SECONDS  # what could be finished is finished
     finally:
         await engine.shutdown(patience)
@@ -137,6 +148,7 @@ async def _serve_engine(
     stop: _Stop,
     ready: Ready | None,
     tracer: Tracer,
+    security: Security,
 ) -> str:
     http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
     agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
@@ -153,11 +165,6 @@ async def _serve_engine(
             add_GenerateServiceServicer_to_server,
         ),
     ]
-    security = Security(
-        credentials=Credentials.from_environment(),
-        access=AccessFile(config.access) if config.access else None,
-        insecure=config.insecure,
-    )
     on_refused = refusal_counter(metrics.registry)
     server = await make_server(servicers, security, on_refused=on_refused)
     await server.set_health(READY_SERVICE, serving=False)

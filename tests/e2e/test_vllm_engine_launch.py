@@ -153,3 +153,10 @@ async def test_an_address_that_is_taken(tmp_path: Path) -> None:
         other.listen()
         with pytest.raises(InvalidRequestError, match="cannot listen"):
             await start(str(tmp_path), port=other.getsockname()[1])
+
+
+@pytest.mark.parametrize("model", ["nope", "nope/nope"])
+async def test_a_model_that_nobody_knows(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InvalidRequestError, match=f"the model '{model}' cannot be found"):
+        await start(model)

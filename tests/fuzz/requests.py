@@ -237,6 +237,11 @@ _MAKERS: Mapping[str, _Maker] = {
         publish.WakeRolloutsRequest(fencing_token=world.token, session_id="s1")
     ],
     "RegistryService/Register": _register,
+    "RegistryService/CheckReplica": _just(
+        registry.CheckReplicaRequest(
+            replica_id="stranger", incarnation="i1", protocol_revision=PROTOCOL_REVISION
+        )
+    ),
     "RegistryService/PutReference": _reference,
     "RegistryService/Heartbeat": _heartbeat,
     "RegistryService/Leave": _just(registry.LeaveRequest(replica_id="stranger", incarnation="i1")),

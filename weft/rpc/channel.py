@@ -27,7 +27,7 @@ _RETRIED: Final = {
         "DescribeTarget", "AcquirePolicy", "RenewLease", "ReleasePolicy",
         "BeginTransfer", "AwaitTransfer", "AbortTransfer",
     ),
-    "weft.v1.RegistryService": ("Register", "Heartbeat", "Leave"),
+    "weft.v1.RegistryService": ("CheckReplica", "Register", "Heartbeat", "Leave"),
     "weft.v1.ReplicaService": None,
 }  # fmt: skip
 _RETRY_POLICY: Final = {

@@ -7,6 +7,7 @@ health, reflection and channelz.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -157,6 +158,32 @@ def bind(server: grpc.aio.Server, listen: str, security: Security | None = None)
     return port
 
 
+def check_listen(listen: str, security: Security | None = None) -> None:
+    """Refuse an address before what is to be served there is ready, if it cannot be had now.
+    ``bind`` has the last word.
+
+    Args:
+        listen: HOST:PORT; empty for none.
+        security: Of what asks its callers who they are; None for others.
+
+    Raises:
+        NotReadyError, InvalidRequestError: As ``bind``.
+    """
+    if not listen:
+        return
+    if security is not None:
+        check_exposure(listen, security, says=False)
+    host, _, port = listen.rpartition(":")
+    if port == "0":
+        return
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, int(port)), family=family).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _cannot_listen(listen) from error
+
+
 async def serve_health(made: WeftServer, listen: str) -> tuple[grpc.aio.Server, int]:
     """Serve the health of ``made``, and nothing else, on a plaintext port, for probes that
     speak no TLS; returns the port, too.
@@ -169,13 +196,17 @@ async def serve_health(made: WeftServer, listen: str) -> tuple[grpc.aio.Server, 
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
+        await server.stop(None)
         raise _cannot_listen(listen) from error
     await server.start()
     return server, port
 
 
-def check_exposure(listen: str, security: Security) -> None:
+def check_exposure(listen: str, security: Security, *, says: bool = True) -> None:
     """Refuse to serve strangers; says once if that is wanted.
+
+    Args:
+        says: Whether this is that once.
 
     Raises:
         InvalidRequestError: What is missing, and how to do without.
@@ -195,7 +226,8 @@ def check_exposure(listen: str, security: Security) -> None:
             f"others reach {listen}, and would be asked nothing: give --tls-cert, --tls-key and "
             "--access (docs/operations.md), listen on 127.0.0.1, or say --insecure"
         )
-    _log.warning("%s serves everybody who reaches it: --insecure", listen)
+    if says:
+        _log.warning("%s serves everybody who reaches it: --insecure", listen)
 
 
 def _cannot_listen(listen: str) -> NotReadyError:

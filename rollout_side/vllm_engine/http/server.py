@@ -14,10 +14,15 @@ from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 
 _POLL_SECONDS = 0.01
+#: Connections that wait to be taken, as uvicorn has it.
+_BACKLOG = 2048
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet; port 0 takes a free one.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, so that no other process can have its port; 0 takes a free one.
+
+    Who connects waits until it is served. One that were only bound could share its port with
+    another process's, until one of the two listened.
 
     Raises:
         InvalidRequestError: The address cannot be had; says why.
@@ -27,10 +32,13 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
+        sock.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
         sock.close()
+        why = getattr(error, "strerror", None) or str(error)
         raise InvalidRequestError(
-            f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}"
+            f"cannot listen on {host}:{port} for HTTP: {why}; give another --http-port, 0 takes "
+            "a free one"
         ) from error
     return sock
 
@@ -70,11 +78,11 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by m
 
 
 class HttpServer:
-    """An ASGI application on a bound socket.
+    """An ASGI application on a socket.
 
     Args:
         app: What to serve.
-        sock: Bound; owned and closed by this object.
+        sock: Listens; owned and closed by this object.
         tls: uvicorn's ``ssl_*`` settings; empty for plain HTTP.
         settings: Further settings of ``uvicorn.Config``.
     """
@@ -93,7 +101,7 @@ class HttpServer:
         return int(self._sock.getsockname()[1])
 
     async def start(self, timeout_seconds: float = 30.0) -> None:
-        """Listen; returns once connections are taken, at once if they are already.
+        """Serve; returns once connections are taken, at once if they are already.
 
         Raises:
             PeerUnavailableError: The application did not start.
@@ -103,8 +111,15 @@ class HttpServer:
         end = asyncio.get_running_loop().time() + timeout_seconds
         while not self.server.started:
             if self._task.done() or asyncio.get_running_loop().time() > end:
-                raise PeerUnavailableError("vLLM's HTTP application did not start")
+                raise PeerUnavailableError(f"vLLM's HTTP application did not start{self._why()}")
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _why(self) -> str:
+        """What has ended it, if anything is known of that."""
+        task = self._task
+        if task is None or not task.done() or task.cancelled() or task.exception() is None:
+            return "; its log says why"
+        return f": {task.exception()!r}"
 
     async def stopped(self, timeout_seconds: float) -> bool:
         """Wait for it to stop, for whatever reason; returns whether it has."""

@@ -18,7 +18,7 @@ from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.compat import bridges, engine_core
 from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.server import HttpServer, bind
+from rollout_side.vllm_engine.http.server import HttpServer, listen
 from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
 from rollout_side.vllm_engine.http.version_headers import name_versions
 from rollout_side.vllm_engine.server import model_reference, refusals
@@ -97,8 +97,8 @@ async def open_engine(
     Raises:
         UnsupportedError: vLLM's version, its environment, or an argument that Weft cannot
             honour.
-        InvalidRequestError: vLLM refused its arguments, the address is taken, or the
-            spill directory cannot be made.
+        InvalidRequestError: vLLM refused its arguments or the model, the address is taken,
+            or the spill directory cannot be made.
         Exception: vLLM's own, if the engine does not start.
     """
     refusals.refuse_environment(os.environ, allow=allow_unversioned_changes)
@@ -122,12 +122,14 @@ async def open_engine(
     refusals.refuse_caches_beyond_reach(args, os.environ)
     refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
-        sock = bind(http_host, http_port)
+        sock = listen(http_host, http_port)
         stack.callback(sock.close)
+        refusals.refuse_missing_model(args.model)
         started_with = StartedWith(str(getattr(args, "load_format", "auto")))
         stack.callback(started_with.close)
         started_with.read(args.model, args.revision)  # while the engine warms up
-        engine = await stack.enter_async_context(parts.build_engine(args))
+        with refusals.sentences(args.model):
+            engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
         requests = RequestsAtSwitch(engine, running_requests)
         app = await _build_app(parts, args, engine)

@@ -5,14 +5,16 @@ Each would make answers that no version vouches for, or fail minutes later.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.contract.capabilities import NCCL, ONE_SIDED, BackendChoice
-from weft.contract.errors import UnsupportedError
+from weft.contract.errors import InvalidRequestError, UnsupportedError, WeftError
 from weft.transport.one_sided.directory import why_unavailable
 
 _log = logging.getLogger(__name__)
@@ -22,6 +24,9 @@ _OPENING = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "/v1/load_lora_adapter and the adapter resolvers",
     "VLLM_SERVER_DEV_MODE": "/collective_rpc, /update_weights, /sleep and others",
 }
+#: One of them tells what a directory holds; the first is the usual one.
+_MODEL_FILES = ("config.json", "params.json", "model_index.json")
+_MAX_CHARS = 500
 _OFF = {"", "0", "false", "no", "off"}
 #: Endpoints of vLLM that are taken away: one engine a replica, whose workers are Weft's.
 _CLOSED = frozenset({"/scale_elastic_ep"})
@@ -113,6 +118,71 @@ def refuse_unsupported(args: Namespace) -> None:
     for flag in ("headless", "grpc", "uds"):
         if getattr(args, flag, None):
             raise UnsupportedError(f"--{flag}: the replica serves OpenAI's API over TCP")
+
+
+def refuse_missing_model(model: str) -> None:
+    """Refuse a model by a path where nothing is, or no model.
+
+    Raises:
+        InvalidRequestError: Names the path.
+    """
+    path = Path(model).expanduser()
+    is_path = path.is_absolute() or model.startswith((".", "~")) or path.is_dir()
+    if "://" in model or not is_path:
+        return
+    if not path.exists():
+        raise InvalidRequestError(f"there is no model at {path}")
+    if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
+        raise InvalidRequestError(
+            f"there is no model at {path}: the directory has no {_MODEL_FILES[0]}"
+        )
+
+
+@contextlib.contextmanager
+def sentences(model: str) -> Iterator[None]:
+    """Say in a sentence what vLLM raises for a model or arguments that it cannot take, before
+    it starts its engine's processes.
+
+    Raises:
+        InvalidRequestError: In the first words of who found out.
+    """
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        missing = [e for e in (error, *_causes(error)) if _says_missing(e)]
+        if missing:
+            why = f"it is no directory here; {_first_words(missing[-1])}"
+            raise InvalidRequestError(f"the model {model!r} cannot be found: {why}") from error
+        if isinstance(error, ValueError):  # pydantic's, too
+            said = _first_words(error)
+            raise InvalidRequestError(
+                f"vLLM refuses {model!r}, or its arguments: {said}"
+            ) from error
+        raise
+
+
+def _says_missing(error: BaseException) -> bool:
+    """Whether an error of the hub's client, or of transformers, is of a model that is not there."""
+    if type(error).__module__.startswith("huggingface_hub"):
+        return True
+    return isinstance(error, OSError) and "model identifier" in str(error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        yield cause
+        error = cause
+
+
+def _first_words(error: BaseException) -> str:
+    """What an error says first."""
+    errors = getattr(error, "errors", None)  # of pydantic's
+    found = errors() if callable(errors) else []
+    said = str(found[0].get("msg", "")) if found else str(error)
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:_MAX_CHARS]
 
 
 def refuse_keep(args: Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 
 from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.replicas.membership import check_free
 from weft.coordinator.decisions.state.progress import Work
 from weft.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft.coordinator.decisions.state.values import ReplicaState
@@ -99,6 +100,15 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             out_of_service=_order_to_proto(answer.out_of_service),
             epoch=answer.epoch,
         )
+
+    async def CheckReplica(
+        self, request: registry_pb2.CheckReplicaRequest, context: Context
+    ) -> registry_pb2.CheckReplicaResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        check_revision(request.protocol_revision, "the replica")
+        driver = self._driver
+        check_free(driver.state, request.replica_id, request.incarnation, driver.now())
+        return registry_pb2.CheckReplicaResponse()
 
     async def PutReference(
         self, request_iterator: AsyncIterator[registry_pb2.PutReferenceRequest], context: Context

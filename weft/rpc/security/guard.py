@@ -52,6 +52,7 @@ _UNAUDITED: Final = frozenset(
         "weft.v1.PublishService/GetReference",
         "weft.v1.PublishService/RenewLease",
         "weft.v1.PublishService/AwaitTransfer",
+        "weft.v1.RegistryService/CheckReplica",
         "weft.v1.RegistryService/Heartbeat",
         "weft.v1.AdminService/GetBase",
         "weft.v1.GenerateService/Generate",

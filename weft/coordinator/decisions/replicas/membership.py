@@ -111,16 +111,30 @@ def _check_registration(
     if not event.incarnation or not event.address or not given:
         raise InvalidRequestError("incarnation, address and base_fingerprint must not be empty")
     base_binding.check_base(state, event.replica_id, event.capabilities, now)
-    if old and old.incarnation != event.incarnation and not old.lost:
-        silence = now - old.last_heard
-        if silence < 2 * state.settings.heartbeat_seconds:
-            raise RequestConflictError(
-                f"a live replica is named {event.replica_id!r} (heard {silence:.1f} s ago at "
-                f"{old.address}): give this one another name, or wait until the other is silent "
-                f"for {2 * state.settings.heartbeat_seconds:.0f} s"
-            )
+    check_free(state, event.replica_id, event.incarnation, now)
     _check_backends(state, event)
     _check_served_names(state, event)
+
+
+def check_free(state: PoolState, replica_id: str, incarnation: str, now: float) -> None:
+    """Refuse the name of a replica whose process lives.
+
+    Raises:
+        InvalidNameError: No replica can be named so.
+        RequestConflictError: Another process of that name was heard just now.
+    """
+    check_name(replica_id, "replica")
+    old = state.replicas.get(replica_id)
+    if old is None or old.incarnation == incarnation or old.lost:
+        return
+    silence, needed = now - old.last_heard, 2 * state.settings.heartbeat_seconds
+    if silence < needed:
+        raise RequestConflictError(
+            f"a live replica is named {replica_id!r} (heard {silence:.1f} s ago at "
+            f"{old.address}): give this one another name (--replica-id), or wait until the other "
+            f"is silent for {needed:.0f} s",
+            metadata={"silent_seconds": f"{needed:g}"},
+        )
 
 
 def _check_served_names(state: PoolState, event: events.Register) -> None:

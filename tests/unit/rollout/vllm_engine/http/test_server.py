@@ -6,8 +6,10 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
-from rollout_side.vllm_engine.http.server import HttpServer, bind
+from rollout_side.vllm_engine.http.server import HttpServer, listen
+from weft.contract.errors import InvalidRequestError, PeerUnavailableError
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
@@ -21,7 +23,27 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def _server() -> HttpServer:
-    return HttpServer(_app, bind("127.0.0.1", 0), tls={}, settings={"log_level": "warning"})
+    return HttpServer(_app, listen("127.0.0.1", 0), tls={}, settings={"log_level": "warning"})
+
+
+def test_no_two_processes_have_one_port() -> None:
+    """Of sockets that are only bound, both would have it until one of them listens."""
+    with (
+        listen("127.0.0.1", 0) as first,
+        pytest.raises(InvalidRequestError, match="another --http-port"),
+    ):
+        listen("127.0.0.1", first.getsockname()[1])
+    with pytest.raises(InvalidRequestError, match="cannot listen"):
+        listen("127.0.0.1", 10**6)
+
+
+async def test_a_server_that_does_not_start_says_why() -> None:
+    closed = listen("127.0.0.1", 0)
+    server = HttpServer(_app, closed, tls={}, settings={"log_level": "critical"})
+    closed.close()
+    with pytest.raises(PeerUnavailableError, match="did not start: "):
+        await server.start()
+    await server.stop(0.0)
 
 
 async def test_it_answers_and_stops() -> None:

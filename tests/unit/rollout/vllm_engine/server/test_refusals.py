@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +19,11 @@ from rollout_side.vllm_engine.server.refusals import (
     refuse_caches_beyond_reach,
     refuse_environment,
     refuse_keep,
+    refuse_missing_model,
     refuse_sleep_without_gpu,
+    sentences,
 )
-from weft.contract.errors import UnsupportedError
+from weft.contract.errors import InvalidRequestError, UnsupportedError
 
 
 @pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])
@@ -192,3 +196,68 @@ def test_a_backend_that_the_machine_cannot_use_is_refused(
         return
     with pytest.raises(UnsupportedError, match=r"--backend nccl: .* NVIDIA GPUs; leave it out"):
         refusals.refuse_backend("nccl")
+
+
+def test_a_path_where_no_model_is(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "nope", tmp_path / "empty"):
+        with pytest.raises(InvalidRequestError, match=f"there is no model at {path}"):
+            refuse_missing_model(str(path))
+    with pytest.raises(InvalidRequestError, match="no model"):
+        refuse_missing_model("./nope-at-all")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "params.json", "tiny.gguf"):
+        (tmp_path / "model" / name).touch()
+    for model in (tmp_path / "model", tmp_path / "model" / "tiny.gguf"):
+        refuse_missing_model(str(model))
+    for model in ("org/name", "name", "s3://bucket/model"):  # vLLM finds these, or says why not
+        refuse_missing_model(model)
+
+
+class _HubError(Exception):
+    """Of huggingface_hub."""
+
+
+_HubError.__module__ = "huggingface_hub.errors"
+
+
+class _Invalid(ValueError):
+    """As pydantic's, which has several lines."""
+
+    def errors(self) -> list[dict[str, str]]:
+        return [{"msg": "Value error, bad value\nof it"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (_HubError("not in the cache"), "'org/m' cannot be found: .* not in the cache"),
+        (OSError("x is no valid model identifier\nIf this"), "cannot be found: .* identifier$"),
+        (
+            _Invalid("1 validation error"),
+            "vLLM refuses 'org/m', or its arguments: Value error, bad",
+        ),
+        (ValueError("max_model_len\n more"), "its arguments: max_model_len$"),
+    ],
+)
+def test_what_vllm_raises_before_its_engine_starts_is_a_sentence(
+    error: Exception, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught, sentences("org/m"):
+        raise error
+    assert re.search(said, caught.value.message), caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_what_is_behind_an_error_of_vllm_is_told() -> None:
+    with pytest.raises(InvalidRequestError, match=r"cannot be found: .* cache"), sentences("m"):
+        raise RuntimeError("no config") from _HubError("not in the cache")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Engine core"), OSError("disk full"), UnsupportedError("x")]
+)
+def test_other_failures_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, sentences("org/m"):
+        raise error
+    assert caught.value is error
