@@ -55,7 +55,7 @@ class Clone(Repair):
         source = state.replicas.get(self.source)
         return (
             source is not None
-            and not source.lost
+            and not source.is_away
             and source.suspect is None
             and not state.is_quarantined(self.source)
             and takes_clones(state, replica)
@@ -161,6 +161,11 @@ class Clone(Repair):
     def on_members_lost(
         self, change: Change, transfer: Transfer, lost: Mapping[str, Failure]
     ) -> None:
+        replica = change.state.replicas.get(self.replica_id)
+        if replica is not None and replica.suspect is None and self.replica_id in lost:
+            # Most often its process is dead: no other clone is begun before it is heard again.
+            why = lost[self.replica_id].message
+            change.put_replica(replace(replica, suspicion=why))
         abort.abort(change, transfer, next(iter(lost.values())))  # it is scheduled anew
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:

@@ -39,7 +39,7 @@ class Repair(Purpose):
         replica = state.replicas.get(self.replica_id)
         if (
             replica is None
-            or replica.lost
+            or replica.is_away
             or transfer.policy_version not in wants(state, replica)
             or not self._is_possible(state, transfer, replica)
         ):

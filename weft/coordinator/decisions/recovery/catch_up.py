@@ -53,7 +53,7 @@ def schedule(change: Change) -> None:
     free: dict[PolicyVersion, list[Replica]] | None = None
     for replica in list(state.replicas.values()):
         ids = replica.replica_id
-        if replica.lost or ids in occupied or ids in served or ids in state.lookups:
+        if replica.is_away or ids in occupied or ids in served or ids in state.lookups:
             continue
         wanted = wants(state, replica)
         if replica.backoffs.keys() - set(wanted):
@@ -80,7 +80,11 @@ def _free_holders(state: PoolState, taken: Set[str]) -> dict[PolicyVersion, list
     """By version, who could send it now."""
     found: dict[PolicyVersion, list[Replica]] = {}
     for replica in state.replicas.values():
-        if replica.lost or replica.replica_id in taken or state.is_quarantined(replica.replica_id):
+        if (
+            replica.is_away
+            or replica.replica_id in taken
+            or state.is_quarantined(replica.replica_id)
+        ):
             continue
         if replica.suspect is not None or is_asleep(state, replica):
             continue
@@ -131,6 +135,8 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
     source = change.state.replicas.get(event.source_id)
     if replica is None or replica.incarnation != event.incarnation or source is None:
         return
+    if replica.is_away or source.is_away:
+        return  # who is heard again is scheduled anew
     record, layout = event.record, event.layout
     failure = event.failure
     if failure is None and (record is None or record.content_digest is None or layout is None):

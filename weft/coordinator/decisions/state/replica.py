@@ -137,9 +137,14 @@ class Replica:
         return now - max(since, self.worked_at)
 
     @property
+    def is_away(self) -> bool:
+        """Whether it was not heard for too long, or since a transfer lost it."""
+        return self.lost or bool(self.suspicion)
+
+    @property
     def in_contact(self) -> bool:
         """Whether it is heard and its weights are whole; ``eligible_targets`` asks for more."""
-        return not self.lost and not self.suspicion and not self.dirty_reason
+        return not self.is_away and not self.dirty_reason
 
 
 def holds(replica: Replica, version: PolicyVersion) -> bool:

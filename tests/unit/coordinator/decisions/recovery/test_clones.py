@@ -138,6 +138,11 @@ def test_a_broken_stream_puts_it_off_and_disturbs_nothing_else(rank: int) -> Non
     assert [c.replica_id for c in m.found(effects.CallDiscard)] == ["r1"]
     assert not m.ever(effects.SaveRetired)
     assert standing_of(m, "r0")[0] is ReplicaState.READY
+    if rank:  # its process may be dead
+        assert standing_of(m, "r1")[0] is ReplicaState.LOST
+        m.do(events.Tick())
+        assert not m.look_ups()
+        m.do(events.Heartbeat(7, "r1", "i1", VersionVector(), 0))
     where, why = standing_of(m, "r1")
     assert where is ReplicaState.PENDING_WEIGHTS
     assert "could not be brought yet" in why
@@ -287,6 +292,39 @@ def test_who_leaves_while_it_waits_or_is_looked_up() -> None:
     (look_up,) = m.look_ups()
     m.do(events.Leave(6, look_up.replica_id, "i1"))
     assert m.answer_look_ups() == []
+
+
+def test_nothing_is_cloned_to_or_from_who_was_just_lost() -> None:
+    """A push that continues without a replica has found that its process is dead, long before it
+    is missed."""
+    m = Machine().pool("r0", "r1")
+    m.acquire("base")
+    ticket = m.run_to(Phase.STAGING, "base", min_replicas=1)
+    m.do(events.RankGone(f"g{ticket}", 2, "its stream broke"))
+    assert standing_of(m, "r1")[0] is ReplicaState.LOST
+    m.attend_all(ticket)
+    m.prepare_all(ticket)
+    m.stage_all(ticket)
+    m.answer_commits(ticket)
+    assert m.transfer(ticket).phase is Phase.COMMITTED
+    m.register("r2")
+    m.do(events.Tick())
+    assert [look_up.replica_id for look_up in m.look_ups()] == ["r2"]
+    m.pass_time(4, beats=False)
+    assert [look_up.replica_id for look_up in m.look_ups()] == ["r2"]
+
+
+def test_a_clone_is_not_begun_to_who_was_lost_while_it_was_looked_up() -> None:
+    m = serving_pool()
+    m.register("r1")
+    m.do(events.Tick())
+    for _ in range(8):
+        m.now += 1
+        m.do(events.Heartbeat(8, "r0", "i1", m.state.replicas["r0"].vector, 0, retained=(1,)))
+        m.do(events.Tick())
+    assert m.state.replicas["r1"].lost
+    assert m.answer_look_ups() == []
+    assert not m.ever(effects.CallSend)
 
 
 def test_a_lookup_that_fails_is_put_off() -> None:
