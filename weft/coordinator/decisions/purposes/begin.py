@@ -14,13 +14,14 @@ from weft.contract.errors import (
 )
 from weft.contract.layout.runs import check_layout
 from weft.contract.layout.send_plan import check_send_plan
+from weft.contract.names import BASE_POLICY
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import BeginAnswer
 from weft.coordinator.decisions.purposes.push import Push, begin_answer
 from weft.coordinator.decisions.state.pool import Lease, Policy, PoolState, require_lease
 from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Phase, PolicyKind
+from weft.coordinator.decisions.state.values import AdapterSpec, Phase, PolicyKind
 from weft.coordinator.decisions.transfers import preflight
 
 #: Transfers of one policy that may be under way or wait.
@@ -86,6 +87,7 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
         raise InvalidRequestError("carries_runs is of pushes of the base; this is an adapter")
     if event.adapter is not None:
         parse_config(event.adapter.config_json)
+        _check_base(state, event.adapter)
     preflight.check_names(state, policy.name)
     preflight.check_takes_bases(state, policy.name)
     if event.layout is None:
@@ -109,6 +111,23 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
         raise CapacityError(
             f"{under_way} pushes of {policy.name!r} are under way or wait already",
             metadata={"num_transfers": str(under_way)},
+        )
+
+
+def _check_base(state: PoolState, adapter: AdapterSpec) -> None:
+    """Refuse an adapter that says that it was trained on a base that never was.
+
+    Raises:
+        InvalidAdapterError: No such number was assigned.
+    """
+    trained_on, base = adapter.trained_on_base_version, state.policies.get(BASE_POLICY)
+    newest = base.last_version if base else 0
+    if trained_on is not None and trained_on > newest:
+        raise InvalidAdapterError(
+            f"the adapter is said to be trained on {BASE_POLICY}@{trained_on}, which never was: "
+            f"the newest number of the base is {newest}; give base_version= the one that it was "
+            "trained on",
+            metadata={"trained_on_base_version": str(trained_on)},
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.coordinator.decisions.machine import SPEC, Machine, saved_versions
+from weft.contract.errors import InvalidAdapterError
 from weft.contract.names import provenance
 from weft.coordinator.decisions import effects
 from weft.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
@@ -88,3 +89,16 @@ def test_it_is_durable(catalog_path: Path) -> None:
     assert second.adapter is not None
     assert second.adapter.trained_on_base_version == 0
     catalog.close()
+
+
+def test_a_base_that_never_was_is_refused_at_begin() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.acquire("base")
+    m.run_to(Phase.COMMITTED, "base")
+    for never in (2, 99):
+        error = m.error(m.begin(adapter=_spec(never)))
+        assert isinstance(error, InvalidAdapterError)
+        assert f"base@{never}, which never was: the newest number of the base is 1" in error.message
+    for was in (0, 1):
+        m.run_to(Phase.COMMITTED, adapter=_spec(was))
