@@ -12,7 +12,7 @@ from trainer_side.sources.content import Content, Model, adapter_content, base_c
 from trainer_side.sources.named_source import NamedBase
 from trainer_side.sources.named_tensors import Metadata, NamedSteps, NamedTensors, check_named
 from weft.contract.errors import InvalidRequestError
-from weft.contract.names import BASE_POLICY, check_adapter_name
+from weft.contract.names import BASE_POLICY, MAX_VERSION, check_adapter_name
 from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange, Require
 
 
@@ -27,10 +27,10 @@ class BaseOptions:
         check_choice("on_base_change", self.on_change, OnBaseChange)
         known = self.version
         if known is not None and (
-            not isinstance(known, int) or isinstance(known, bool) or not 0 <= known < 2**62
+            not isinstance(known, int) or isinstance(known, bool) or not 0 <= known <= MAX_VERSION
         ):
             raise InvalidRequestError(
-                f"base_version={known!r}: give the number N of the base@N that the adapter was "
+                f"base_version={known!r:.80}: give the number N of the base@N that the adapter was "
                 "trained on"
             )
 

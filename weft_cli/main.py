@@ -10,6 +10,7 @@ import typer
 
 from weft import __version__
 from weft.contract.errors import WeftError
+from weft.contract.names import MAX_VERSION
 from weft.contract.push_defaults import (
     DEFAULT_CONNECT_SECONDS,
     DEFAULT_ON_BASE_CHANGE,
@@ -140,7 +141,9 @@ def push(
     ] = False,
     base_version: Annotated[
         int | None,
-        typer.Option(help="N of the base@N that an adapter was trained on.", min=0),
+        typer.Option(
+            help="N of the base@N that an adapter was trained on.", min=0, max=MAX_VERSION
+        ),
     ] = None,
     on_base_change: Annotated[
         str,

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import typing
+from pathlib import Path
 from unittest import mock
 
 import grpc
@@ -10,7 +12,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from weft import __version__, logs
-from weft.contract.errors import REASONS, error_from_reason
+from weft.contract.errors import REASONS, InvalidNameError, WeftError, error_from_reason
 from weft_cli.main import app, run
 from weft_cli.output import exit_code, rate
 
@@ -156,3 +158,35 @@ def test_what_is_asked_of_the_command_itself(spelling, monkeypatch, capfd):
 )
 def test_a_rate_has_digits_to_show(num_bytes, seconds, said):
     assert rate(num_bytes, seconds) == said
+
+
+def _numbers():
+    """Every command that ends, with each parameter of it that is a number."""
+    for name in sorted(set(COMMANDS) - SERVING):
+        hints = typing.get_type_hints(COMMANDS[name].callback)
+        for param in COMMANDS[name].params:
+            if {int, float} & {hints.get(param.name), *typing.get_args(hints.get(param.name))}:
+                yield name, param.name
+
+
+@pytest.mark.parametrize(("name", "number"), [*_numbers()])
+@pytest.mark.parametrize("given", [str(10**20), "9" * 5000, "1e300", "nan", "-1"])
+def test_no_number_is_too_long_for_a_typed_error(name, number, given, tmp_path):
+    """Nobody answers here: what is taken ends with that."""
+    line, hints = [name, "-c", "127.0.0.1:1"], typing.get_type_hints(COMMANDS[name].callback)
+    for param in COMMANDS[name].params:
+        is_option = param.param_type_name == "option"
+        if param.name == number:
+            line += [param.opts[0], given] if is_option else ["--", given]
+        elif param.required or (number == "number" and param.name == "name"):
+            some = {Path: str(tmp_path), int: "1"}.get(hints[param.name], "m")
+            line += [param.opts[0], some] if is_option else [some]
+    ended = CliRunner().invoke(app, line)
+    assert isinstance(ended.exception, SystemExit | WeftError), (line, repr(ended.exception))
+
+
+@pytest.mark.parametrize("asked", [f"math@{10**20}", "math@" + "9" * 5000])
+@pytest.mark.parametrize("name", ["pin", "retire"])
+def test_nor_is_a_versions_name(name, asked):
+    ended = CliRunner().invoke(app, [name, asked, "-c", "127.0.0.1:1"])
+    assert isinstance(ended.exception, InvalidNameError)
