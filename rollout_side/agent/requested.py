@@ -49,6 +49,8 @@ def resolve(
             return wanted
         gone = absent.get(wanted.policy)
         heard = max(newest(wanted.policy), gone.last_version if gone else 0)
+        if not heard and wanted.policy != BASE_POLICY and not refused.why(wanted.policy):
+            raise _unknown(asked, served)
         if wanted.version > heard:
             known = (
                 f"of {wanted.policy} this replica has heard up to @{heard}"
@@ -73,15 +75,19 @@ def resolve(
         return PolicyVersion(BASE_POLICY, served.base)
     alias = served.adapters.get(asked, AdapterVersions()).alias
     if not alias:
-        there = _listed(_versions(asked, served) or _names(served))
-        gone = absent.get(asked)
-        why = gone.reason if gone else f"nothing here is called {asked}"
-        raise NotFoundError(
-            f"{why}; there is {there}",
-            reason="POLICY_UNKNOWN",
-            metadata={"versions": there},
-        )
+        raise _unknown(asked, served, absent.get(asked))
     return PolicyVersion(asked, alias)
+
+
+def _unknown(asked: str, served: VersionVector, gone: AbsentPolicy | None = None) -> NotFoundError:
+    """What is said of a name that nothing has here, or nobody has heard of."""
+    there = _listed(_versions(asked, served) or _names(served))
+    why = gone.reason if gone else f"nothing here is called {asked}"
+    return NotFoundError(
+        f"{why}; there is {there}",
+        reason="POLICY_UNKNOWN",
+        metadata={"versions": there},
+    )
 
 
 #: Until the coordinator has answered for the first time, and whenever it has not for long.

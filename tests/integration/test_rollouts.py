@@ -94,8 +94,9 @@ def test_a_version_to_come_is_waited_for(rollouts: RolloutClient, publisher: Pub
 def test_what_never_comes_says_so(rollouts: RolloutClient, publisher: Publisher) -> None:
     for _ in range(2):
         _push(publisher, "math")
-    with pytest.raises(NotFoundError, match="nothing here is called maht"):
-        rollouts.generate([[1]], policy="maht")
+    for asked in ("maht", "maht@3"):
+        with pytest.raises(NotFoundError, match=f"nothing here is called {asked}"):
+            rollouts.generate([[1]], policy=asked)
     with pytest.raises(
         TransferTimeoutError, match="math@9 or a newer one; the newest of math is @2"
     ):
@@ -106,6 +107,34 @@ def test_what_never_comes_says_so(rollouts: RolloutClient, publisher: Publisher)
     publisher.push_base(Model())
     with pytest.raises(NotFoundError, match="base@0 was retired, rolled back or replaced"):
         rollouts.generate([[1]], exact=0)
+
+
+def test_what_no_replica_may_answer_says_why(
+    pool: Pool,
+    rollouts: RolloutClient,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the log while it waits, once for each reason, and in the error."""
+    caplog.set_level("INFO", "trainer_side.rollouts.sampler")
+    monkeypatch.setattr("trainer_side.rollouts.sampler._SAY_SECONDS", 0.2)
+    with open_channel(pool.target) as channel:
+        admin = AdminServiceStub(channel)
+        rollouts.generate([[1]] * 2)  # which has heard of the routes
+        for name in ("replica-0", "replica-1"):
+            admin.Cordon(admin_pb2.CordonRequest(replica_id=name, reason="to be repaired"))
+        dispatch = rollouts._sampler._dispatch
+        until(lambda: not any(target.is_listed for target in dispatch.targets.values()))
+        why = "replica-0 is cordoned: by an operator: to be repaired"
+        with pytest.raises(TransferTimeoutError, match=f"no replica may be sent requests .{why}"):
+            rollouts.generate([[1]], timeout_seconds=1.5)
+        lines = [record.getMessage() for record in caplog.records]
+        (line,) = [line for line in lines if "is not answered yet" in line]
+        assert why in line
+        for name in ("replica-0", "replica-1"):
+            admin.Uncordon(admin_pb2.UncordonRequest(replica_id=name))
+    assert rollouts.generate([[1]])
+    until(lambda: "no prompt waits any more" in caplog.text)
 
 
 def test_a_failed_prompt_is_kept_apart_where_asked(
@@ -379,3 +408,19 @@ def test_prompts_that_cannot_be_drawn_end_the_stream(rollouts: RolloutClient) ->
     assert next(stream).index == 0
     with pytest.raises(RuntimeError, match="the data set is gone"):
         next(stream)
+
+
+async def test_a_closed_stream_says_so_in_whatever_thread(rollouts: RolloutClient) -> None:
+    """A StopIteration would end nothing there, and cannot be raised into a future."""
+    stream = rollouts.stream([[1]] * 6, batch_size=2, max_staleness=0)
+    assert next(stream).samples
+    waits = asyncio.create_task(asyncio.to_thread(list, stream))
+    await asyncio.sleep(0.1)
+    stream.close()
+    for closed in (waits, asyncio.to_thread(next, stream), anext(stream)):
+        with pytest.raises(InvalidRequestError, match="stream is closed"):
+            await closed
+    done = rollouts.stream([[1]], batch_size=1, max_staleness=1)
+    assert len(list(done)) == 1
+    done.close()
+    assert list(done) == []

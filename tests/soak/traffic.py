@@ -128,6 +128,8 @@ class Clients:
             self.answers.put(read_answer(reply.json(), ended_at=ended_at, **known))
         elif reply.status_code == 404 and self._is_retired(asked, ended_at):
             self.excused["its version was retired meanwhile"] += 1
+        elif reply.headers.get("weft-reason") == "REFUSING" and url not in router.ready():
+            self.excused["its replica fell behind meanwhile"] += 1
         elif reply.status_code >= 500 and self._is_going(url):
             self.excused["its replica was ended meanwhile"] += 1
         else:

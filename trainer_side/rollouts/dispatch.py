@@ -14,6 +14,8 @@ from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
 #: How long a replica that failed is left alone, at first and at most.
 _FIRST_AWAY_SECONDS = 0.5
 _MAX_AWAY_SECONDS = 15.0
+#: Replicas that are asked for what none is said to serve.
+_MAX_ASKED = 8
 
 _T = TypeVar("_T")
 
@@ -211,6 +213,13 @@ class Dispatch(Generic[_T]):
             t.is_listed and t.serves(place.wanted) and t.replica_id not in place.refused
             for t in self.targets.values()
         )
+
+    def may_ask(self, place: Place) -> bool:
+        """Whether a replica may have what others have refused: one that says so, or one of a few
+        that were not asked, of which the routes may not tell yet."""
+        listed = {t.replica_id for t in self.targets.values() if t.is_listed}
+        is_bounded = len(place.refused) < _MAX_ASKED
+        return self.is_served(place) or (is_bounded and not listed <= place.refused)
 
     def why_waiting(self, wanted: Wanted) -> str:
         """What a prompt still waits for, for people."""

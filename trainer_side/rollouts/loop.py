@@ -44,9 +44,9 @@ class LoopThread:
         self._thread.join(_STOP_SECONDS)
 
 
-def closed_error() -> InvalidRequestError:
-    """What calls of a client end with that is closed."""
-    return InvalidRequestError("this RolloutClient is closed", reason="PUBLISHER_CLOSED")
+def closed_error(what: str = "RolloutClient") -> InvalidRequestError:
+    """What calls of a client, or of a stream, end with that is closed."""
+    return InvalidRequestError(f"this {what} is closed", reason="PUBLISHER_CLOSED")
 
 
 async def _cancel_others() -> None:

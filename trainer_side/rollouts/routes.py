@@ -24,6 +24,8 @@ from weft.v1 import inspect_pb2 as pb
 from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 _RETRY_SECONDS = 0.5
+#: Replicas whose reasons are told at most.
+_MAX_REASONS = 3
 
 
 class Routes:
@@ -69,6 +71,17 @@ class Routes:
                 self._on_routes(_target(route) for route in routes.routes)
                 self._changed.set()
 
+    async def why_not_ready(self, seconds: float) -> str:
+        """Ask the coordinator why replicas are not ready; empty where it does not say so."""
+        try:
+            async with open_aio_channel(self._coordinator, self._credentials) as channel:
+                stub = InspectServiceStub(channel)
+                return _reasons(await stub.GetPool(pb.GetPoolRequest(), timeout=seconds))
+        except grpc.RpcError as error:
+            return f"the coordinator does not say why: {error_from_rpc(error).message}"
+        except WeftError:  # a file of the credentials
+            return ""
+
     async def known(self, deadline: float) -> None:
         """Wait for the first list.
 
@@ -102,6 +115,19 @@ class Routes:
                     await self._changed.wait()
             except TimeoutError:
                 pass
+
+
+def _reasons(pool: pb.GetPoolResponse) -> str:
+    """Why the replicas of a pool are not ready, some of them; empty where all are."""
+    unready = [r for r in pool.replicas if r.state != pb.REPLICA_STATE_READY]
+    told = [
+        f"{r.replica_id} is {pb.ReplicaState.Name(r.state)[14:].lower()}"
+        + (f": {r.state_reason}" if r.state_reason else "")
+        for r in unready[:_MAX_REASONS]
+    ]
+    if len(unready) > _MAX_REASONS:
+        told.append(f"and {len(unready) - _MAX_REASONS} more")
+    return "; ".join(told) if pool.replicas else "no replica is in the pool"
 
 
 def _target(route: pb.Route) -> Target:

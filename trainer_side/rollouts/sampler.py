@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,11 +32,16 @@ from weft.rpc.status import error_from_rpc
 from weft.v1 import generate_pb2 as pb
 from weft.v1.generate_pb2_grpc import GenerateServiceStub
 
+_log = logging.getLogger(__name__)
+
 #: How often a prompt starts again where replicas fail while they answer it: it may be what
 #: they fail over, and is not to end all of them.
 _MAX_RESTARTS = 4
 #: Before a version is asked for again that is still to come, whatever the routes tell.
 _WAIT_SECONDS = 0.25
+#: How long a prompt waits for a replica before it is said why, and what asking the coordinator
+#: about that may take.
+_SAY_SECONDS, _ASK_SECONDS = 5.0, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,8 @@ class _Course:
     num_restarts: int = 0
     has_begun: bool = False
     """Whether the request that runs now was answered."""
+    waits_since: float | None = None
+    """When it began to wait for a replica; None while it does not."""
     failure: WeftError | None = None
     """Of the last request that failed and was not the last."""
     left_tokens: int = 0
@@ -99,6 +107,9 @@ class Sampler:
     config: SamplerConfig
     _stubs: dict[str, tuple[grpc.aio.Channel, Any]] = field(default_factory=dict)
     _running: set[_Running] = field(default_factory=set)
+    _waiting: set[_Course] = field(default_factory=set)
+    _said: str = ""
+    """Why prompts wait, as it was logged last."""
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +125,7 @@ class Sampler:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._routes.follow())
                 tasks.create_task(self._watch())
+                tasks.create_task(self._tell_waits())
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -194,7 +206,7 @@ class Sampler:
                 raise failure
         if what is Next.ASK_OTHERS:
             course.place = replace(place, refused=place.refused | {name})
-            if not self._dispatch.is_served(course.place):
+            if not self._dispatch.may_ask(course.place):
                 raise failure
         elif what is Next.WAIT:
             course.place = replace(place, is_ahead=True)
@@ -280,9 +292,12 @@ class Sampler:
         Raises:
             TransferTimeoutError: None could take it in time.
         """
-        ready: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+        clock = asyncio.get_running_loop()
+        ready: asyncio.Future[Target] = clock.create_future()
         place = course.place
         self._dispatch.wait(place, course.number, course.ask.cost_tokens, ready)
+        course.waits_since = clock.time()
+        self._waiting.add(course)
         self._pump()
         try:
             async with asyncio.timeout_at(deadline):
@@ -294,8 +309,10 @@ class Sampler:
                 self._dispatch.forget(place, ready)
             self._pump()
             if isinstance(error, TimeoutError):
-                raise course.too_late(self._dispatch.why_waiting(place.wanted)) from error
+                raise course.too_late(await self._why_waiting(place)) from error
             raise
+        finally:
+            self._waiting.discard(course)
 
     def _pump(self) -> None:
         """Send on what can go now, and come back when a replica may be tried again."""
@@ -348,6 +365,40 @@ class Sampler:
         finally:
             self._running.discard(running)
             call.cancel()
+
+    async def _why_waiting(self, place: Place) -> str:
+        """What a prompt waits for, and why no replica serves it, as the coordinator knows."""
+        why = self._dispatch.why_waiting(place.wanted)
+        if self._dispatch.is_served(place):
+            return why
+        said = await self._routes.why_not_ready(_ASK_SECONDS)
+        return f"{why} ({said})" if said else why
+
+    async def _say_why(self, now: float) -> None:
+        """Log why prompts wait that no replica serves, and each time that this changes."""
+        stuck = [
+            course
+            for course in self._waiting
+            if course.waits_since is not None
+            and now - course.waits_since >= _SAY_SECONDS
+            and not self._dispatch.is_served(course.place)
+        ]
+        first = min(stuck, key=lambda course: course.number, default=None)
+        if first is None:
+            if self._said and not self._waiting:
+                self._said = ""
+                _log.info("no prompt waits any more")
+            return
+        why = f"{first.place.wanted} is not answered yet: {await self._why_waiting(first.place)}"
+        if why != self._said:
+            self._said = why
+            _log.warning("%s; prompts wait for it", why)
+
+    async def _tell_waits(self) -> None:
+        clock = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SAY_SECONDS / 2)
+            await self._say_why(clock.time())
 
     async def _watch(self) -> None:
         """Have requests start again that are with replicas that stand still."""

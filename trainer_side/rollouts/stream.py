@@ -22,7 +22,8 @@ class RolloutStream:
     """An iterator, and an asynchronous one, of groups; see ``RolloutClient.stream``.
 
     It ends with its prompts. A group that fails ends it with the error (``on_error="raise"``),
-    and so do prompts that cannot be drawn. Iterate on one thread or task at a time; ``consumed``
+    and so do prompts that cannot be drawn; once it is closed, whoever takes a group gets
+    ``InvalidRequestError``. Iterate on one thread or task at a time; ``consumed``
     and ``close`` may be called from any.
     """
 
@@ -162,9 +163,11 @@ class RolloutStream:
 
         Raises:
             StopIteration: There are no more.
+            InvalidRequestError: It was closed before. (Out of a thread that takes one group, a
+                ``StopIteration`` would end nothing.)
         """
-        if self._is_closed:
-            raise StopIteration
+        if self._is_closed and not (self._is_drawn and not self._window.waiting):
+            raise closed_error("stream")
         if self._is_drawn and not self._window.waiting:
             if self._failure is not None:
                 raise self._failure

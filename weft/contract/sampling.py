@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from weft.contract.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,32 @@ class Sampling:
     """Of each sample; None: as many as the model's context leaves."""
     min_tokens: int = 0
     """Before an end-of-sequence or stop token may come."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a sample; the tokens that make them are its last ones."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sample; the token is its last one."""
+    stop: str | Iterable[str] = ()
+    """Strings that end a sample, or one; the tokens that make them are its last ones. Kept as a
+    tuple."""
+    stop_token_ids: Iterable[int] = ()
+    """Tokens that end a sample; the token is its last one. One alone is taken, too; kept as a
+    tuple."""
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises:
+        InvalidRequestError: A stop is of another kind.
+        """
+        object.__setattr__(self, "stop", _several("stop", self.stop, str))
+        object.__setattr__(
+            self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids, int)
+        )
+
+
+def _several(name: str, given: object, kind: type) -> tuple[object, ...]:
+    """One or several of a kind, as a tuple."""
+    if isinstance(given, kind) and not isinstance(given, bool):
+        return (given,)
+    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, bytes) else None
+    if several is None or not all(
+        isinstance(each, kind) and not isinstance(each, bool) for each in several
+    ):
+        what = "a string, or several" if kind is str else "the id of a token, or several"
+        raise InvalidRequestError(f"{name}={given!r:.80}: give {what}")
+    return several

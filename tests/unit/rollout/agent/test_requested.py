@@ -51,6 +51,7 @@ def test_what_is_served_answers(asked: str, answers: str) -> None:
         ("math@5", "VERSION_UNKNOWN", "math@2, math@4"),
         ("other", "POLICY_UNKNOWN", "math@2, base@3"),
         ("code", "POLICY_UNKNOWN", "code@1"),
+        ("other@1", "POLICY_UNKNOWN", "math@2, base@3"),
     ],
 )
 def test_what_is_gone_is_told_with_what_is_there(asked: str, reason: str, versions: str) -> None:
@@ -76,14 +77,35 @@ def test_what_the_pool_does_not_serve_any_more_is_gone_for_a_reason(
     assert refused.value.reason == reason
 
 
-@pytest.mark.parametrize("asked", ["base@5", "math@6", "other@1", "chess@8"])
+@pytest.mark.parametrize("asked", ["base@5", "math@6", "chess@8"])
 def test_what_may_come_is_not_here_yet(asked: str) -> None:
     with pytest.raises(PeerUnavailableError, match="not here yet") as refused:
         _resolve(asked)
     assert refused.value.reason == "VERSION_AHEAD"
 
 
-@pytest.mark.parametrize("asked", ["", "@", "math@", "@1", "math@-1", "a b", "../x@1", "math@1@2"])
+def test_a_policy_that_was_never_heard_of_may_come_where_the_pool_may_have_it() -> None:
+    for why in (OUT_OF_CONTACT, refused_aliases(_heard("other@1"), _SERVED)):
+        with pytest.raises(PeerUnavailableError, match="not here yet") as refused:
+            _resolve("other@1", why)
+        assert refused.value.reason == "VERSION_AHEAD"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "",
+        "@",
+        "math@",
+        "@1",
+        "math@-1",
+        "a b",
+        "../x@1",
+        "math@1@2",
+        f"math@{10**20}",
+        "m@" + "9" * 5000,
+    ],
+)
 def test_what_no_name_is(asked: str) -> None:
     with pytest.raises(InvalidNameError):
         _resolve(asked)

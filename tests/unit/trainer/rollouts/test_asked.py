@@ -87,7 +87,6 @@ def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
         Sampling(num_samples=0),
         Sampling(max_tokens=0),
         Sampling(temperature="hot"),  # type: ignore[arg-type]
-        Sampling(stop=(1,)),  # type: ignore[arg-type]
         Sampling(seed=2**70),
     ],
 )
@@ -194,3 +193,28 @@ def test_a_failure_decides_what_is_next(
 def test_what_was_ended_for_another_base_is_asked_again_unless_it_insists() -> None:
     ended = VersionChangedError("x")
     assert after(ended, strict=False, has_begun=True, was_failing=False) is Next.AGAIN
+
+
+def test_stops_are_one_or_several() -> None:
+    assert Sampling(stop="w5").stop == ("w5",)
+    assert Sampling(stop=["w5", "w6"]).stop == ("w5", "w6")
+    assert Sampling(stop_token_ids=7).stop_token_ids == (7,)
+    assert Sampling(stop_token_ids=range(2)).stop_token_ids == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "stops", [{"stop": 5}, {"stop": ["a", 5]}, {"stop": b"ab"}, {"stop_token_ids": "5"},
+              {"stop_token_ids": [True]}, {"stop": None}]
+)  # fmt: skip
+def test_stops_of_another_kind_are_refused(stops: dict[str, Any]) -> None:
+    (name,) = stops
+    with pytest.raises(InvalidRequestError, match=f"{name}="):
+        Sampling(**stops)
+
+
+def test_numbers_beyond_all_versions_are_refused() -> None:
+    for how in ({"exact": 10**20}, {"min_version": 10**20}):
+        with pytest.raises(InvalidRequestError, match="number of a version"):
+            wanted_of("math", how.get("exact"), how.get("min_version"))
+    with pytest.raises(InvalidNameError):
+        wanted_of(f"math@{10**20}", None, None)
