@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft.contract.errors import InvalidRequestError
-from weft.contract.names import BASE_POLICY, MAX_NUMBER, PolicyVersion, check_name
+from weft.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, check_name
 from weft.contract.sampling import Sampling
 from weft.v1 import generate_pb2 as pb
 
@@ -79,7 +79,7 @@ def _number(name: str, given: Number | None, policy: str) -> int | None:
             raise InvalidRequestError(f"{name}={given} is no version of {policy}")
         return given.version
     if given is not None and (
-        isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_NUMBER
+        isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_VERSION
     ):
         raise InvalidRequestError(
             f"{name}={given!r:.80}: give the number of a version, or a PolicyVersion"
