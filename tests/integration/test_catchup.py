@@ -15,7 +15,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import is_ready, replica
 from trainer_side import Publisher
-from weft.contract.errors import LoadFailedError, NotFoundError
+from weft.contract.errors import LoadFailedError, NotFoundError, PeerUnavailableError
 from weft.contract.names import AdapterVersions
 from weft.rpc.channel import open_channel
 from weft.v1 import admin_pb2
@@ -283,3 +283,25 @@ def test_what_nobody_holds_or_owns_any_more_keeps_nobody_waiting(tmp_path: Path)
         until(lambda: set(engine.absent) == {"code"})
         with pytest.raises(NotFoundError, match="an operator forgot code"):
             agent.requested("code@1")
+
+
+def test_a_replica_that_lacks_what_the_pool_serves_answers_no_bare_name(pool: Pool) -> None:
+    """Which nobody can bring it, and its trainer does not; by their numbers it has versions."""
+    first = EngineDouble(weights(Model()))
+    pool.add_replica("replica-0", first)
+    with Publisher(pool.target, trainer_id="trainer-a") as publisher:
+        publisher.push_base(Model(1))
+        late = EngineDouble(weights(Model()))
+        agent = pool.add_replica("replica-1", late)
+        until(lambda: "the pool serves base@1" in late.refused_aliases.every)
+        assert not agent.is_ready
+        for asked in ("base", "math"):
+            with pytest.raises(PeerUnavailableError, match="base@1") as refused:
+                agent.requested(asked)
+            assert refused.value.reason == "REFUSING"
+        assert str(agent.requested("base@0")) == "base@0"
+        assert str(pool.agents["replica-0"].requested("base")) == "base@1"
+        publisher.push_base(Model(2))
+        assert str(agent.requested("base")) == "base@2"
+        until(lambda: agent.is_ready)
+        assert not late.refused_aliases.every
