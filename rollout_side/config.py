@@ -58,6 +58,8 @@ class AgentConfig:
             raise InvalidRequestError(
                 f"--http-url is {self.http_url!r}; it must be http://HOST:PORT or https://HOST:PORT"
             )
+        if not 0 < self.contact_seconds <= 86_400:
+            raise InvalidRequestError("contact_seconds must be more than 0, at most 86400")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,10 +70,12 @@ class CoordinatorConfig:
         ):
             if not 0.01 <= getattr(self, name) <= 86_400:
                 raise InvalidRequestError(f"{name} must be between 0.01 and 86400 seconds")
-        if self.lost_after_seconds < self.heartbeat_seconds:
-            raise InvalidRequestError("lost_after_seconds must be at least heartbeat_seconds")
-        if self.retain < 1:
-            raise InvalidRequestError("retain must be at least 1")
+        if not self.heartbeat_seconds <= self.lost_after_seconds <= 86_400:
+            raise InvalidRequestError(
+                "lost_after_seconds must be at least heartbeat_seconds, at most 86400"
+            )
+        if not 1 <= self.retain <= 1_000_000:
+            raise InvalidRequestError("retain must be between 1 and 1000000")
         if not 1 <= self.max_policies_per_trainer <= 1_000_000:
             raise InvalidRequestError("max_policies_per_trainer must be between 1 and 1000000")
         if not 0 <= self.stop_seconds <= 300:

@@ -26,6 +26,19 @@ from weft_cli.servers.options import (
 )
 
 _GIB = 2**30
+#: More than any machine has.
+_MAX_GIB = 1e6
+
+
+def _bytes(option: str, gib: float) -> int:
+    """A size in bytes.
+
+    Raises:
+        BadParameter: No machine has so much, or it is no number.
+    """
+    if not gib <= _MAX_GIB:
+        raise typer.BadParameter(f"{option} {gib:g}: at most {_MAX_GIB:g} GiB")
+    return int(gib * _GIB)
 
 
 def rollout(
@@ -179,14 +192,14 @@ def rollout(
         vllm_args=context.args,
         http_host=http_host,
         http_port=http_port,
-        adapter_memory_bytes=int(adapter_memory_gib * _GIB),
-        staging_memory_bytes=int(staging_memory_gib * _GIB),
+        adapter_memory_bytes=_bytes("--adapter-memory-gib", adapter_memory_gib),
+        staging_memory_bytes=_bytes("--staging-memory-gib", staging_memory_gib),
         staging=staging,
         backend=backend,
         retain_base=retain_base,
         running_requests=running_requests,
         spill_dir=spill_dir,
-        spill_bytes=int(spill_gib * _GIB),
+        spill_bytes=_bytes("--spill-gib", spill_gib),
         enable_sleep=enable_sleep,
         drain_seconds=drain_seconds,
         vllm_defaults=vllm_defaults,
