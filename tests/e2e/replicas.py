@@ -99,7 +99,7 @@ def running_replicas(
             process = start_replica(work, target, f"replica-{i}", model, *args, options=options)
             stack.callback(process.stop)
             processes.append(process)
-        yield [serving_url(process) for process in processes]
+        yield [answering_url(process) for process in processes]
 
 
 def start_replica(
@@ -135,6 +135,16 @@ def serving_url(process: Process) -> str:
     match = re.search(r"http://[^\s,]+", line)
     assert match is not None
     return match.group()
+
+
+def answering_url(process: Process) -> str:
+    """The same, once it answers bare names, too: it has heard from the coordinator by then, and
+    serves the pool's base."""
+    url, end = serving_url(process), time.monotonic() + _START_SECONDS
+    while "base" not in [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]]:
+        assert time.monotonic() < end, process.tail()
+        time.sleep(0.05)
+    return url
 
 
 def ask(url: str, model: str) -> tuple[list[str], list[float], str]:

@@ -25,10 +25,10 @@ from tests.e2e.logprobs import MAX_ERROR, PROMPT
 from tests.e2e.replicas import (
     LORA_ARGS,
     MODEL_NAME,
+    answering_url,
     ask,
     generate,
     running_coordinator,
-    serving_url,
     start_replica,
     stream,
     wait_ready,
@@ -72,7 +72,7 @@ class PoolOfTwo:
             )
             self._stack.callback(process.stop)
             self.processes.append(process)
-            self.urls.append(serving_url(process))
+            self.urls.append(answering_url(process))
 
     def metrics(self, number: int) -> dict[str, float]:
         """What a replica counts, by name and values of labels."""

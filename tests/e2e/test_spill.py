@@ -17,6 +17,7 @@ from tests.e2e.replicas import (
     LORA_ARGS,
     MODEL_NAME,
     PROMPT,
+    answering_url,
     ask,
     running_coordinator,
     serving_url,
@@ -54,7 +55,7 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         target = coordinator.target
         first = start_replica(tmp_path, target, "replica-0", tiny.base, *args, options=options)
         stack.callback(first.stop)
-        url = serving_url(first)
+        url = answering_url(first)
         with Publisher(target, trainer_id="trainer", timeout_seconds=60) as publisher:
             publisher.push_base(tiny.other)
             publisher.push_adapter(tiny.adapters[0], "math")
