@@ -21,7 +21,14 @@ from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolv
 from rollout_side.agent.serving import Serving
 from rollout_side.agent.sleeping import SleepOrders
 from rollout_side.config import AgentConfig
-from rollout_side.engine import AbsentPolicy, Engine, JoinOrder, SendOrder, SleepOrder
+from rollout_side.engine import (
+    AbsentPolicy,
+    AliasRefusals,
+    Engine,
+    JoinOrder,
+    SendOrder,
+    SleepOrder,
+)
 from rollout_side.ticks import seconds_to_tick
 from weft.contract.errors import WeftError
 from weft.contract.names import PolicyVersion, VersionVector
@@ -44,7 +51,7 @@ class Agent:
         self.config = config
         self.engine = engine
         #: What the coordinator's orders change; the servicer carries them out there.
-        self.serving = Serving(engine, self._note_aliases)
+        self.serving = Serving(engine, self._note_switch)
         #: Where the ReplicaService answers; see ``advertise``.
         self.address = ""
         self.registration: Registration | None = None
@@ -118,6 +125,15 @@ class Agent:
 
     def _served(self) -> VersionVector:
         return self.serving.vector.with_base(self.engine.base_version)
+
+    def _note_switch(self) -> None:
+        """Look anew at the aliases, if any may be refused: most switches change none."""
+        answer = self._answer
+        may_be_refused = answer is None or bool(
+            answer.lacking or answer.lacking_more or answer.base_doubt
+        )
+        if may_be_refused or self._aliases != AliasRefusals():
+            self._note_aliases()
 
     def _note_aliases(self) -> None:
         """Refuse the aliases that are not to be answered now, and take the others again."""

@@ -17,9 +17,10 @@ from tests.unit.docs.walk import stops
 #: channels to replicas, which questions to them share with the orders; and eight that were parts
 #: of others: what a push plans, what it reports, how the coordinator is called, which group it
 #: takes, what a worker has room for, what stands behind a replica's numbers, and how a thread
-#: speaks while it waits, the buckets of one push, apart from the groups that they are sent in; and
-#: digests' way from an accelerator to the host).
-MAX_MODULES = 92
+#: speaks while it waits, the buckets of one push, apart from the groups that they are sent in;
+#: digests' way from an accelerator to the host; and two for what a pool must notice: that the
+#: catalog's file is still there as it is written, and which bare names a switch lets answer).
+MAX_MODULES = 94
 #: Where vLLM's own process begins: an engine double stands in its place here.
 _IN_VLLM = "rollout_side/vllm_engine/"
 
