@@ -74,7 +74,7 @@ def test_push_and_status_from_the_shell(pool, tmp_path):
     assert same(engine.base, weights(Model(7)))
 
     table = weft("status", "-c", pool.target).stdout
-    for words in ("replica-0", "ready", "base@1", "math@1 (1)", "double", "last transfer", "GB/s"):
+    for words in ("replica-0", "ready", "base@1", "math@1 (1)", "double", "last transfer", "B/s"):
         assert words in table
     facts = json.loads(weft("status", "-c", pool.target, "--json").stdout)
     assert facts["version_vector"]["base"] == "1"

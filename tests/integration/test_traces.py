@@ -242,7 +242,8 @@ def test_a_receiver_that_refuses_bytes_says_why_in_its_span(
     received = [span for span in spans if span.name == "weft.receive"]
     assert "DIGEST_MISMATCH" in {span.attributes["error.type"] for span in received}
     for name in ("weft.push", "weft.push.send", "weft.transfer", "weft.transfer.staging"):
-        assert _of(spans, name).failed, name
+        # It is sent again in another group, as replicas that fail by themselves may be left out.
+        assert [span for span in spans if span.name == name][-1].failed, name
 
 
 def test_what_no_trainer_began_is_a_trace_of_its_own(traced_pool, collector):

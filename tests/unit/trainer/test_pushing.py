@@ -123,7 +123,7 @@ def test_a_push_that_is_refused_brings_nothing_together() -> None:
     request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
     span: Any = SimpleNamespace(set=lambda **values: None)
     with pytest.raises(InvalidManifestError):
-        pushing._push(request, 0.0, lambda: False, span)
+        pushing._push(request, 0.0, time.monotonic() + 5, lambda: False, span)
     assert source.told == []
 
 
