@@ -67,11 +67,15 @@ class Pool:
         numbers = [int(n) for line in said for n in re.findall(rf"pushed {policy}@(\d+)$", line)]
         assert len(numbers) == pushes, said
         assert numbers == list(range(numbers[0], numbers[0] + pushes))
+        assert self.served[policy] == numbers[-1]
+        return f"{policy}@{numbers[-1]}"
+
+    @property
+    def served(self) -> dict[str, int]:
+        """What the pool serves of each policy."""
         with open_channel(self.target) as channel:
             pool = InspectServiceStub(channel).GetPool(pb.GetPoolRequest(), timeout=10)
-        served = {each.policy: each.served_version for each in pool.policies}
-        assert served[policy] == numbers[-1]
-        return f"{policy}@{numbers[-1]}"
+        return {each.policy: each.served_version for each in pool.policies}
 
     def check_adapter(self, said: list[str], pushes: int) -> str:
         """Moreover, an answer to its bare name names it."""
@@ -96,10 +100,10 @@ def test_the_charts_test_pushes_an_adapter_and_asks_for_it(pool, monkeypatch):
     program = HELM / "weft/files/push_and_ask.py"
     args = (f"--model={pool.work / 'tiny'}", f"--openai={pool.url}", "--timeout=60")
     said = run(pool.work, *_PYTHON, program, *args)
-    newest = pool.check_served(["pushed helm-test@1"], "helm-test", 1)
-    assert said[-1] == f"asked for {newest}, and it answered"
+    assert "asked for helm-test@1, and it answered" in said
     again = run(pool.work, *_PYTHON, program, *args)
-    assert again[-1] == "asked for helm-test@2, and it answered"
+    assert "asked for helm-test@2, and it answered" in again
+    assert "helm-test" not in pool.served, "it leaves nothing behind"
     base = run(pool.work, *_PYTHON, program, *args, "--without-adapter")
     assert base[-1] == f"asked for {MODEL_NAME}, and it answered"
 

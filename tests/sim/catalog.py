@@ -97,6 +97,7 @@ class CatalogModel:
             number_floor=self.number_floor,
             token_floor=self.token_floor,
             coordinator_id=coordinator_id,
+            secret=f"secret of {coordinator_id}",
             policies={name: p for name, p in policies.items() if not p.forgotten},
             forgotten={name: p for name, p in policies.items() if p.forgotten},
             out_of_service=dict(self.out_of_service),

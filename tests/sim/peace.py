@@ -170,7 +170,8 @@ def kept(world: World) -> Iterator[str]:
             if not versions <= keep | {alias} and not replica.dirty_reason:
                 yield f"{name} keeps {sorted(versions)} of {policy.name}, wanted {sorted(keep)}"
             missing = (keep & set().union(*held.values())) - versions
-            if missing and not replica.dirty_reason:
+            # What is lost is brought to nobody: requests for it get an error, whoever holds a part.
+            if missing and not replica.dirty_reason and not state.is_lost(policy):
                 yield f"{name} lacks {sorted(missing)} of {policy.name}, which others hold"
 
 

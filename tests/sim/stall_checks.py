@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: How late the coordinator may find out: words and orders on a slow network, a frozen
 #: sender that sends nothing, a former member of the transfer that stalled before.
 _SLACK_SECONDS = 10.0
+_WATCHED = (Phase.FORMING, Phase.STAGING)
 #: How much longer than ``stall_seconds`` anybody may wait for a replica that is to switch.
 PROMISED_SECONDS = 2.0
 
@@ -36,13 +37,16 @@ class StallChecks:
     def ticked(self, state: PoolState) -> None:
         """Nobody who hangs holds a transfer."""
         self._held_since = {
-            key: since for key, since in self._held_since.items() if key[0] in state.transfers
+            key: since
+            for key, since in self._held_since.items()
+            # Nobody waits for the members of a clone that was interrupted.
+            if (transfer := state.transfers.get(key[0])) and transfer.phase in _WATCHED
         }
         self._note_unheard(state)
         self._check_routes(state)
         for transfer in state.transfers.values():
             self._check_switching(transfer)
-            if transfer.phase in (Phase.FORMING, Phase.STAGING):
+            if transfer.phase in _WATCHED:
                 self._check_members(transfer, state.groups[transfer.group_id])
                 self._check_trainer(state, transfer)
 
