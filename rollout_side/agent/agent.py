@@ -222,7 +222,7 @@ class Agent:
         )
 
     def _work(self) -> Work | None:
-        """What is waited for, and since when it was not seen to get on; on any thread. The event
+        """Return what is waited for, and since when it has not got on; on any thread. The event
         loop itself may be held by what it runs: then nothing else tells."""
         now, engine, order = time.monotonic(), self.engine.work, self.serving.turns.begun
         if engine.owed:

@@ -34,7 +34,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Work:
-    """What is being done for the coordinator; see ``weft.v1.Work``."""
+    """Work under way for the coordinator; see ``weft.v1.Work``."""
 
     what: str
     silence: float
@@ -101,9 +101,9 @@ class HeartbeatAnswer:
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
     vector: VersionVector = field(default_factory=VersionVector)
-    """What was said to be served."""
+    """Vector that was reported."""
     lacking: tuple[PolicyVersion, ...] = ()
-    """What the pool serves under its aliases, and was not among that."""
+    """Versions behind the pool's aliases that the vector lacks."""
     lacking_more: bool = False
     """Whether there is more of it."""
     base_doubt: str = ""

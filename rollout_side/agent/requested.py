@@ -80,7 +80,7 @@ def resolve(
 
 
 def _unknown(asked: str, served: VersionVector, gone: AbsentPolicy | None = None) -> NotFoundError:
-    """What is said of a name that nothing has here, or nobody has heard of."""
+    """Name the error of a name that nothing has here, or nobody has heard of."""
     there = _listed(_versions(asked, served) or _names(served))
     why = gone.reason if gone else f"nothing here is called {asked}"
     return NotFoundError(

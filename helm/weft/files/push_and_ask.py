@@ -1,4 +1,4 @@
-"""What `helm test` runs: pushes a tiny adapter that changes nothing, asks the pool for it, and has
+"""Program of `helm test`: pushes a tiny adapter that changes nothing, asks the pool for it, and has
 the pool forget it.
 
 The adapter has rank 1 and is zero, of one layer of the model, whose names and shapes are read

@@ -83,7 +83,7 @@ class HeartbeatAnswer:
     order_number: int = 0
     """The number of the newest order to refuse requests, or to take them again."""
     lacking: tuple[PolicyVersion, ...] = ()
-    """What the pool serves under its aliases and the replica does not."""
+    """Versions behind the pool's aliases that the replica does not serve."""
     base_doubt: str = ""
     """Why its base@0 is not the pool's; empty where it is, or is not served."""
     absent: tuple[AbsentPolicy, ...] = ()
