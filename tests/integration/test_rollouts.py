@@ -127,7 +127,8 @@ def test_what_no_replica_may_answer_says_why(
         until(lambda: not any(target.is_listed for target in dispatch.targets.values()))
         why = "replica-0 is cordoned: by an operator: to be repaired"
         with pytest.raises(TransferTimeoutError, match=f"no replica may be sent requests .{why}"):
-            rollouts.generate([[1]], timeout_seconds=1.5)
+            # The client looks every 2.5 s until then, for it was made before.
+            rollouts.generate([[1]], timeout_seconds=3.5)
         lines = [record.getMessage() for record in caplog.records]
         (line,) = [line for line in lines if "is not answered yet" in line]
         assert why in line
