@@ -208,6 +208,8 @@ class Pushing:
             return False
         self._ranks.abandon(error)
         self._peer.abort()
+        if self._sender_client is not None:
+            self._sender_client.interrupted()
         return True
 
     def between_pushes(

@@ -60,7 +60,8 @@ class CoordinatorClient:
     ) -> None:
         self.target, self.credentials = coordinator, credentials
         self.trainer_id = trainer_id
-        self._channel = open_channel(coordinator, credentials)
+        # That of the leases, and that of the pushes: the same until one is interrupted.
+        self._channel = self._push_channel = open_channel(coordinator, credentials)
         #: Calls that ``call`` and ``with_lease`` make.
         self.stub = PublishServiceStub(self._channel)
         self._contact = Contact(
@@ -69,6 +70,15 @@ class CoordinatorClient:
         self.leases = Leases(self.stub, trainer_id, on_wanted, takeover=takeover)
         self._known_manifests: set[bytes] = set()
         self._reference: tuple[object, Reference] | None = None
+
+    def reconnect(self) -> None:
+        """Make further calls over a new connection. An interrupt inside one of gRPC's own calls
+        may leave its channel without the thread that brings answers: a later call would wait
+        for ever, beyond its deadline."""
+        former, self._push_channel = self._push_channel, open_channel(self.target, self.credentials)
+        self.stub = PublishServiceStub(self._push_channel)
+        if former is not self._channel:
+            former.close()
 
     def reach(self, deadline: float) -> None:
         """Wait for a coordinator that was never reached, for ``connect_seconds``.
@@ -187,4 +197,5 @@ class CoordinatorClient:
     def close(self) -> None:
         """Release the leases and the connection; blocks at most some seconds."""
         self.leases.close()
+        self._push_channel.close()
         self._channel.close()

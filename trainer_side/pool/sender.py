@@ -5,6 +5,7 @@ another, as members are lost.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
@@ -181,8 +182,9 @@ class Sender:
         self._last = sending, buckets, find_group
         return self._carry(sending, buckets, find_group)
 
-    def stand_by(self, outcome: Outcome) -> None:
-        """Stay a member until the transfer's outcome is known; blocks until then.
+    def stand_by(self, outcome: Outcome, deadline: float = float("inf")) -> None:
+        """Stay a member until the transfer's outcome is known; blocks until then, at most until
+        ``deadline``, ``time.monotonic()``.
 
         A replica may be lost after the last bucket: the survivors then agree once
         more in another group, which needs its sender.
@@ -191,7 +193,7 @@ class Sender:
             outcome: AwaitTransfer under way; its failure is for the caller to see.
         """
         outcome.add_done_callback(lambda _: self._rank.wake())
-        while not outcome.done():
+        while not outcome.done() and time.monotonic() < deadline:
             rank = self._rank
             # Bounded, since the callback may have woken a former rank.
             rank.wait(partial(_is_known_or_moved, outcome, rank), _STAND_BY_SECONDS)

@@ -213,18 +213,22 @@ class Membership:
         try:
             for sender in (ticket.rank,) if is_sender else range(ticket.num_senders):
                 self.lanes[sender] = self._open_lane(ticket, sender, device)
-        except RuntimeError as error:  # what torch makes of a store that does not answer
+            self.attendance = Attendance(
+                self.stub,
+                self.credential,
+                ticket.rank,
+                on_message=on_message,
+                on_closed=self._closed,
+                num_in_flight=window(device, ticket.backend) if is_sender else 0,
+            )
+        except BaseException as error:  # an interrupt, too, leaves no thread behind
             self._close_lanes()
             self._channel.close()
-            raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
-        self.attendance = Attendance(
-            self.stub,
-            self.credential,
-            ticket.rank,
-            on_message=on_message,
-            on_closed=self._closed,
-            num_in_flight=window(device, ticket.backend) if is_sender else 0,
-        )
+            if isinstance(error, RuntimeError):  # what torch makes of a store that does not answer
+                raise PeerUnavailableError(
+                    f"the side group could not be formed: {error}"
+                ) from error
+            raise
         self.progress = Progress(self.attendance)
 
     def abort(self, error: WeftError) -> None:

@@ -107,15 +107,18 @@ def listen(backlog: int = socket.SOMAXCONN) -> tuple[socket.socket, str]:
     name = secrets.token_hex(_NAME_CHARS // 2)
     starting = folder / f"{_STARTING}{name}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    close_in_children(listener)
     try:
+        close_in_children(listener)
         listener.bind(os.fspath(starting))
         listener.listen(backlog)
         starting.rename(folder / name)
-    except OSError as error:
+    except BaseException as error:  # an interrupt, too, leaves no socket behind
         listener.close()
         starting.unlink(missing_ok=True)
-        raise OneSidedError(f"no socket can be made in {folder}: {error}") from error
+        (folder / name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OneSidedError(f"no socket can be made in {folder}: {error}") from error
+        raise
     return listener, name
 
 
@@ -140,6 +143,9 @@ def connect(name: str, timeout_seconds: float) -> socket.socket:
     except OSError as error:
         connected.close()
         raise OneSidedError(f"the peer has no socket in {folder}: {error.strerror}") from error
+    except BaseException:
+        connected.close()
+        raise
     return connected
 
 

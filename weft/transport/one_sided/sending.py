@@ -125,7 +125,11 @@ class Sending:
         self._wakeup = Wakeup()
         self._listener, self._name = listen()
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # interrupted: nobody else could end it
+            self.abort()
+            raise
 
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
