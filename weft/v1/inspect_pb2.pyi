@@ -511,6 +511,7 @@ class Policy(_message.Message):
     CONFLICTS_FIELD_NUMBER: _builtins.int
     TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Its name."""
     kind: _types_pb2.PolicyKind.ValueType
@@ -540,6 +541,11 @@ class Policy(_message.Message):
     policy when that was found. Requests for it get NOT_FOUND, and it keeps no replica from
     being ready (but the base does). A push ends that, a replica that comes back with a copy,
     or an order: ForgetPolicy, or Rollback of the base.
+    """
+    over_another_base: _builtins.bool
+    """Whether the served version of an adapter is served over another base than it was trained
+    on: of another content, whatever the numbers are. False where it is not known what it was
+    trained on.
     """
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -575,10 +581,11 @@ class Policy(_message.Message):
         conflicts: _abc.Iterable[Global___VersionConflict] | None = ...,
         trained_on_base_version: _builtins.int | None = ...,
         lost: _builtins.bool = ...,
+        over_another_base: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "lease", b"lease", "trained_on_base_version", b"trained_on_base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version", "conflicts", b"conflicts", "has_own_retention", b"has_own_retention", "kind", b"kind", "last_version", b"last_version", "lease", b"lease", "lost", b"lost", "num_retained", b"num_retained", "over_another_base", b"over_another_base", "pinned_versions", b"pinned_versions", "policy", b"policy", "publish_again_version", b"publish_again_version", "served_version", b"served_version", "trained_on_base_version", b"trained_on_base_version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trained_on_base_version: _TypeAlias = _typing.Literal["trained_on_base_version"]  # noqa: Y015
     _WhichOneofArgType__trained_on_base_version: _TypeAlias = _typing.Literal["_trained_on_base_version", b"_trained_on_base_version"]  # noqa: Y015
@@ -662,6 +669,7 @@ class Version(_message.Message):
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_MESSAGE_FIELD_NUMBER: _builtins.int
     SERVED_OVER_BASE_VERSION_FIELD_NUMBER: _builtins.int
+    OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
     state: Global___VersionState.ValueType
     """Where it stands."""
     trainer_id: _builtins.str
@@ -683,6 +691,10 @@ class Version(_message.Message):
     served_over_base_version: _builtins.int
     """Version of the base that it is served over now; absent unless it is an adapter
     that can be requested.
+    """
+    over_another_base: _builtins.bool
+    """Whether it is served over a base of another content than it was trained on; see
+    Policy.over_another_base.
     """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
@@ -717,10 +729,11 @@ class Version(_message.Message):
         failure_reason: _builtins.str = ...,
         failure_message: _builtins.str = ...,
         served_over_base_version: _builtins.int | None = ...,
+        over_another_base: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "create_time", b"create_time", "served_over_base_version", b"served_over_base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "_trained_on_base_version", b"_trained_on_base_version", "commit_time", b"commit_time", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "create_time", b"create_time", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "over_another_base", b"over_another_base", "served_over_base_version", b"served_over_base_version", "state", b"state", "trained_on_base_version", b"trained_on_base_version", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015
@@ -1324,6 +1337,40 @@ class WatchRoutesRequest(_message.Message):
 Global___WatchRoutesRequest: _TypeAlias = WatchRoutesRequest  # noqa: Y015
 
 @_typing.final
+class OverAnotherBase(_message.Message):
+    """An adapter version that is served over a base of another content than it was trained on: its
+    answers are of a policy that its trainer does not hold.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TRAINED_ON_BASE_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    trained_on_base_version: _builtins.int
+    """Version of the base that it was trained on."""
+    base_version: _builtins.int
+    """Version of the base that the pool serves."""
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        version: _types_pb2.PolicyVersion | None = ...,
+        trained_on_base_version: _builtins.int = ...,
+        base_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "trained_on_base_version", b"trained_on_base_version", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverAnotherBase: _TypeAlias = OverAnotherBase  # noqa: Y015
+
+@_typing.final
 class Route(_message.Message):
     """A replica that may be sent requests."""
 
@@ -1390,6 +1437,7 @@ class WatchRoutesResponse(_message.Message):
     MORE_FIELD_NUMBER: _builtins.int
     PREVIOUS_REVISION_FIELD_NUMBER: _builtins.int
     VERSION_VECTORS_FIELD_NUMBER: _builtins.int
+    OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Grows with every start of the coordinator."""
     revision: _builtins.int
@@ -1414,6 +1462,12 @@ class WatchRoutesResponse(_message.Message):
     def version_vectors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.VersionVector]:
         """What `routes` refer to."""
 
+    @_builtins.property
+    def over_another_base(self) -> _containers.RepeatedCompositeFieldContainer[Global___OverAnotherBase]:
+        """Adapter versions that are served over another base than they were trained on, sorted, at
+        most 1,024: all of them, in the last part of each change.
+        """
+
     def __init__(
         self,
         *,
@@ -1425,10 +1479,11 @@ class WatchRoutesResponse(_message.Message):
         more: _builtins.bool = ...,
         previous_revision: _builtins.int = ...,
         version_vectors: _abc.Iterable[_types_pb2.VersionVector] | None = ...,
+        over_another_base: _abc.Iterable[Global___OverAnotherBase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "more", b"more", "previous_revision", b"previous_revision", "removed_replica_ids", b"removed_replica_ids", "revision", b"revision", "routes", b"routes", "version_vectors", b"version_vectors", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "more", b"more", "over_another_base", b"over_another_base", "previous_revision", b"previous_revision", "removed_replica_ids", b"removed_replica_ids", "revision", b"revision", "routes", b"routes", "version_vectors", b"version_vectors", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

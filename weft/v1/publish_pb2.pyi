@@ -658,7 +658,8 @@ class BeginTransferRequest(_message.Message):
     """
     refuse_other_base: _builtins.bool
     """For an adapter: refuse it with BASE_MISMATCH, now and at its commit point, if
-    the pool serves another version of the base than adapter.trained_on_base_version.
+    the pool serves a base of another content than adapter.trained_on_base_version had, or
+    that is not set.
     """
     protocol_revision: _builtins.int
     """Of the trainer's process: 2. See types.proto."""
@@ -860,6 +861,7 @@ class Transfer(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     BACKEND_REASON_FIELD_NUMBER: _builtins.int
+    OVER_ANOTHER_BASE_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Its name."""
     trainer_id: _builtins.str
@@ -896,6 +898,10 @@ class Transfer(_message.Message):
     """
     backend_reason: _builtins.str
     """Why its sender uses that one, for people; at most 1,024 characters."""
+    over_another_base: _builtins.bool
+    """Whether that is a base of another content than it was trained on; see
+    Policy.over_another_base.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it brings."""
@@ -979,10 +985,11 @@ class Transfer(_message.Message):
         purpose: Global___TransferPurpose.ValueType = ...,
         backend: _builtins.str = ...,
         backend_reason: _builtins.str = ...,
+        over_another_base: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "forming", b"forming", "pause", b"pause", "served_over_base_version", b"served_over_base_version", "staging", b"staging", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "pause", b"pause", "purpose", b"purpose", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version", "backend", b"backend", "backend_reason", b"backend_reason", "begin_time", b"begin_time", "committing", b"committing", "content_digest", b"content_digest", "content_digest_hex", b"content_digest_hex", "epoch", b"epoch", "failure_message", b"failure_message", "failure_reason", b"failure_reason", "forming", b"forming", "layout_digest", b"layout_digest", "layout_digest_hex", b"layout_digest_hex", "lost_replica_ids", b"lost_replica_ids", "num_buckets", b"num_buckets", "num_buckets_verified", b"num_buckets_verified", "over_another_base", b"over_another_base", "pause", b"pause", "purpose", b"purpose", "refusals", b"refusals", "replica_ids", b"replica_ids", "served_over_base_version", b"served_over_base_version", "serving_replica_ids", b"serving_replica_ids", "staging", b"staging", "state", b"state", "total_bytes", b"total_bytes", "trainer_id", b"trainer_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__served_over_base_version: _TypeAlias = _typing.Literal["served_over_base_version"]  # noqa: Y015
     _WhichOneofArgType__served_over_base_version: _TypeAlias = _typing.Literal["_served_over_base_version", b"_served_over_base_version"]  # noqa: Y015

@@ -173,7 +173,7 @@ class PublishServiceServicer(object):
         variants that the engine cannot serve; the message names the first);
         FAILED_PRECONDITION/MANIFEST_UNKNOWN (call PutManifest), BASE_MISMATCH (the
         adapter fits another base; or refuse_other_base, and it was trained on another
-        version of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
+        content of it, or on one that is not known), LORA_DISABLED, BACKEND_MISMATCH,
         REVISION_MISMATCH;
         ABORTED/LEASE_FENCED, TRANSFER_ABORTED (given up while it waited);
         ALREADY_EXISTS/REQUEST_CONFLICT (request id reused for other content, or senders);

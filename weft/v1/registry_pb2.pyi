@@ -425,6 +425,7 @@ class RegisterRequest(_message.Message):
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
+    BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -452,6 +453,12 @@ class RegisterRequest(_message.Message):
     """
     protocol_revision: _builtins.int
     """Of the replica's process: 2. See types.proto."""
+    base_as_started: _builtins.bool
+    """Whether the base that it serves, where that was pushed, holds the very bytes of the
+    checkpoint that it was started with: compared tensor by tensor, by their digests, as it lies
+    in its files. False where that cannot be told: while the files are read, where the types
+    differ, or where it keeps no copy of the base.
+    """
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -520,10 +527,11 @@ class RegisterRequest(_message.Message):
         protocol_revision: _builtins.int = ...,
         sleep: Global___Sleep | None = ...,
         out_of_service: Global___OutOfService | None = ...,
+        base_as_started: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "out_of_service", b"out_of_service", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "base_as_started", b"base_as_started", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,6 +706,7 @@ class HeartbeatRequest(_message.Message):
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
+    BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
@@ -716,6 +725,8 @@ class HeartbeatRequest(_message.Message):
     """The order_number of what it enforces: that of the newest order it has heard of
     this coordinator generation; 0 for none.
     """
+    base_as_started: _builtins.bool
+    """See RegisterRequest.base_as_started."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What it serves now."""
@@ -780,10 +791,11 @@ class HeartbeatRequest(_message.Message):
         order_number: _builtins.int = ...,
         sleep: Global___Sleep | None = ...,
         work: Global___Work | None = ...,
+        base_as_started: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
