@@ -68,7 +68,8 @@ class Background:
         self._pushing, self._ranks = pushing, ranks
         self._memory = HostMemory()
         self._numbers = itertools.count()
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()  # ``with`` it, an interrupt leaves it free, unlike the other
+        self._condition = threading.Condition(self._lock)
         self._queue: deque[_Waiting] = deque()
         self._is_running = False
         self._is_closed = False
@@ -98,7 +99,7 @@ class Background:
             next(self._numbers), request, time.monotonic(), tracing.of_process().current()
         )
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
-        with self._condition:
+        with self._lock:
             check_open(self._is_closed)
             self._queue.append(waiting)
             if self._thread is None:
@@ -126,7 +127,7 @@ class Background:
             TransferTimeoutError: Something still does.
         """
         self._pushing.turn.check(call)
-        with self._condition:
+        with self._lock:
             check_open(self._is_closed)
             if not self._condition.wait_for(
                 lambda: not self._queue and not self._is_running,
@@ -136,7 +137,7 @@ class Background:
 
     def close(self) -> None:
         """Take no more, push what waits, end the thread and leave the link."""
-        with self._condition:
+        with self._lock:
             self._is_closed = True
             self._condition.notify_all()
         if self._thread is not None:
@@ -146,7 +147,7 @@ class Background:
     def _wait_for_room(self, waiting: _Waiting, *, replace_earlier: bool) -> None:
         """Block until it may copy; all ranks may, or all raise the error of one."""
         seconds = waiting.request.timeout_seconds
-        with self._condition:
+        with self._lock:
             is_room = self._condition.wait_for(
                 lambda: replace_earlier or len(self._ahead(waiting)) < MAX_WAITING, seconds
             )
@@ -158,7 +159,7 @@ class Background:
             self._drop_copies(json.loads(numbers))
 
     def _leave(self, waiting: _Waiting) -> None:
-        with self._condition:
+        with self._lock:
             if waiting in self._queue:
                 self._queue.remove(waiting)
                 self._condition.notify_all()
@@ -171,7 +172,7 @@ class Background:
 
     def _replace_ahead(self, waiting: _Waiting) -> list[int]:
         """Replace the pushes of its policy before this one, at the sender; their numbers."""
-        with self._condition:
+        with self._lock:
             replaced = self._ahead(waiting)
             for earlier in replaced:
                 earlier.is_replaced = True
@@ -179,7 +180,7 @@ class Background:
 
     def _drop_copies(self, numbers: Collection[int]) -> None:
         """Give back the copies of pushes that the sender has replaced: nobody reads them."""
-        with self._condition:
+        with self._lock:
             for waiting in self._queue:
                 waiting.is_replaced |= waiting.number in numbers
             self._condition.notify_all()
@@ -201,7 +202,7 @@ class Background:
             self._fill(waiting, lambda: kept)
 
     def _fill(self, waiting: _Waiting, content: Callable[[], Content]) -> None:
-        with self._condition:
+        with self._lock:
             waiting.content = content
             self._condition.notify_all()
         if waiting.is_replaced:  # by another thread, while this one copied
@@ -209,7 +210,7 @@ class Background:
 
     def _serve(self) -> None:
         while True:
-            with self._condition:
+            with self._lock:
                 self._condition.wait_for(
                     lambda: self._queue[0].content if self._queue else self._is_closed
                 )
@@ -220,7 +221,7 @@ class Background:
                 self._condition.notify_all()
             self._carry_out(waiting)
             del waiting
-            with self._condition:
+            with self._lock:
                 self._is_running = False
                 self._condition.notify_all()
 

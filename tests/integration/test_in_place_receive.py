@@ -22,6 +22,8 @@ from weft.contract.names import PolicyVersion
 from weft.transport.group import CPU, window
 
 WAIT_SECONDS = 20.0
+#: Deadline of a push whose receivers wait for a load that never comes: nothing else ends it.
+_END_SECONDS = 6.0
 
 
 class Gate:
@@ -59,9 +61,8 @@ def publisher(pool: Pool) -> Iterator[Publisher]:
 
 
 def trainer(pool: Pool, **settings: Any) -> Publisher:
-    return Publisher(
-        pool.target, trainer_id="trainer-a", timeout_seconds=20, bucket_bytes=2048, **settings
-    )
+    settings = {"timeout_seconds": 20.0, "bucket_bytes": 2048} | settings
+    return Publisher(pool.target, trainer_id="trainer-a", **settings)
 
 
 def begin(publisher: Publisher, model: Model) -> Future[PolicyVersion]:
@@ -205,7 +206,7 @@ def test_a_push_that_ends_early_leaves_the_engine_as_it_was_if_nothing_was_loade
 ) -> None:
     before = dict(engine.base)
     add(pool, "replica-1")
-    with trainer(pool) as publisher:  # which needs all replicas
+    with trainer(pool, timeout_seconds=_END_SECONDS) as publisher:  # which needs all replicas
         pushing = begin(publisher, Model(1))
         until(lambda: bool(engine.store.handoff.transfer_ids))
         handoff = engine.store.handoff.of(*engine.store.handoff.transfer_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,21 +415,21 @@ def test_a_push_that_fails_at_once_does_not_keep_the_next_one_waiting(
 ) -> None:
     """Its group may not have formed yet, and its stream not have said a word."""
 
-    def silent(self: Attendance) -> Iterator[object]:
-        while self._queue.get() is not None:
+    def say_nothing(requests: Iterator[object]) -> Iterator[object]:
+        for _ in requests:
             pass
         yield from ()
 
-    real = Attendance._requests
-    by_rank: dict[bool, Any] = {True: silent, False: real}
-    monkeypatch.setattr(
-        Attendance,
-        "_requests",
-        lambda self: by_rank[self._queue.queue[0].hello.rank == 0](self),
-    )
+    real = Attendance.__init__
+
+    def join(self: Attendance, stub: Any, credential: Any, rank: int, **how: Any) -> None:
+        silent = SimpleNamespace(Attend=lambda requests: stub.Attend(say_nothing(requests)))
+        real(self, silent if rank == 0 else stub, credential, rank, **how)
+
+    monkeypatch.setattr(Attendance, "__init__", join)
     with pytest.raises(InvalidManifestError, match=r"'another\.weight'"):
         publisher.push_base(named_tensors=extra(pairs_of(1))[::-1])
-    monkeypatch.setattr(Attendance, "_requests", real)
+    monkeypatch.setattr(Attendance, "__init__", real)
     began = time.monotonic()
     publisher.push_base(named_tensors=pairs_of(2))
     assert time.monotonic() - began < 8

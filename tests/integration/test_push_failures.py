@@ -300,9 +300,6 @@ class _Interrupts:
 
 # Interrupted between its making and its first name, a socket is closed by the collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-# Not in each run: one that finds gRPC inside a call of its own may leave its channel without an
-# answer for good, which is not mended yet.
-@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["base", "adapter"])
 def test_an_interrupt_at_any_moment_holds_up_nobody(what, pool, engines):
     """The trainer lives on, as in a notebook: its lease does not tell that it left the push."""
@@ -422,36 +419,41 @@ def test_a_push_behind_another_has_its_time_from_its_call_on(pool, engines):
         assert str(publisher.push_adapter(adapter, "math")) == "math@1"
 
 
-@pytest.mark.matrix  # now and then gRPC ends the child before it has said anything
-def test_a_forked_process_is_told_at_once_that_the_publisher_is_its_parents(pool, engines):
-    with Publisher(pool.target, trainer_id="a", timeout_seconds=20) as publisher:
-        publisher.push_base(Model(1))
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            said = []
-            for call in (
-                lambda: publisher.push_base(Model(2)),
-                lambda: publisher.push_base_async(Model(2)),
-                lambda: publisher.wanted,
-                publisher.wake_rollouts,
-                publisher.close,
-            ):
-                try:
-                    call()
-                except InvalidRequestError as error:
-                    said.append("forked" in error.message)
-                except BaseException:
-                    said.append(False)
-            os.write(writing, bytes(said))
-            os._exit(0)
-        os.close(writing)
-        try:
-            ready, _, _ = select.select([reading], [], [], 10)
-            assert ready, "it hangs"
-            assert os.read(reading, 100) == bytes([1] * 5)
-        finally:
+def _said_by_a_child(publisher):
+    """What a process forked from this one is told, a byte a call, and how it ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        said = []
+        for call in (
+            lambda: publisher.push_base(Model(2)),
+            lambda: publisher.push_base_async(Model(2)),
+            lambda: publisher.wanted,
+            publisher.wake_rollouts,
+            publisher.close,
+        ):
+            try:
+                call()
+            except InvalidRequestError as error:
+                said.append("forked" in error.message)
+            except BaseException:
+                said.append(False)
+        os.write(writing, bytes(said))
+        os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], 10)
+        if not ready:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            os.close(reading)
-        assert str(publisher.push_base(Model(3))) == "base@2"
+        return os.read(reading, 100), os.waitpid(child, 0)[1]
+    finally:
+        os.close(reading)
+
+
+def test_a_forked_process_is_told_at_once_that_the_publisher_is_its_parents(pool, engines):
+    """And lives: gRPC's own threads, made anew in a child, aborted one in twenty."""
+    with Publisher(pool.target, trainer_id="a", timeout_seconds=20) as publisher:
+        for _ in range(10):
+            publisher.push_base(Model(1))
+            assert _said_by_a_child(publisher) == (bytes([1] * 5), 0)
+        assert str(publisher.push_base(Model(3))) == "base@11"

@@ -20,24 +20,30 @@ from weft.v1.inspect_pb2_grpc import InspectServiceStub
 AT_RANK_1 = {"seed": 1, "target_modules": ["v_proj"]}
 
 
-@pytest.fixture
-def pool(tmp_path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db", lost_after_seconds=60) as pool:
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory) -> Iterator[Pool]:
+    with running_pool(tmp_path_factory.mktemp("pool") / "weft.db", lost_after_seconds=60) as pool:
         yield pool
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(pool) -> EngineDouble:
     engine = EngineDouble(weights(Model(9)))
     pool.add_replica("replica-0", engine)
     return engine
 
 
-@pytest.fixture
-def trainer(pool, engine, tmp_path) -> Iterator[RankedTrainer]:
-    with running_ranks(tmp_path, pool.target, 2) as trainer:
-        trainer.do("make", kind="fsdp1", peft=AT_RANK_1)
+@pytest.fixture(scope="module")
+def ranks(pool, engine, tmp_path_factory) -> Iterator[RankedTrainer]:
+    with running_ranks(tmp_path_factory.mktemp("ranks"), pool.target, 2) as trainer:
         yield trainer
+
+
+@pytest.fixture
+def trainer(ranks) -> RankedTrainer:
+    """The module's, with a model of the test's own."""
+    ranks.do("make", kind="fsdp1", peft=AT_RANK_1)
+    return ranks
 
 
 def epoch_of(pool, version):

@@ -583,7 +583,7 @@ def test_a_push_that_fails_leaves_nobody_in_a_gather(tmp_path):
             pool.remove_replica("replica-0")
             pool.add_replica("replica-0", EngineDouble(weights(Model(9))))
             trainer.do("hold_at", bucket=1)
-            trainer.tell("push_named", seed=1, timeout=20.0, **ALL)
+            trainer.tell("push_named", seed=1, timeout=8.0, **ALL)
             until(lambda: (tmp_path / "held").exists())
             pool.remove_replica("replica-0")
             (tmp_path / "held").unlink()

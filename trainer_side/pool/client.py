@@ -53,8 +53,6 @@ _log = logging.getLogger(__name__)
 
 # Longest that the error of a failed push waits for the coordinator's word on it.
 _VERDICT_SECONDS = 2.0
-# How long after its deadline a call that has not ended is given up.
-_OVERDUE_SECONDS = 2.0
 # Why a call may have been carried out though it has failed.
 _UNANSWERED = ("COORDINATOR_AWAY", "DEADLINE")
 
@@ -381,10 +379,7 @@ class PoolClient:
         def ask(left: float) -> pb.AwaitTransferResponse:
             call = self.coordinator.stub.AwaitTransfer.future(request, timeout=left)
             if sender is not None:
-                sender.stand_by(call, time.monotonic() + left + _OVERDUE_SECONDS)
-                if not call.done():  # gRPC keeps its deadlines, but where it was interrupted
-                    call.cancel()
-                    raise TransferTimeoutError("the push's deadline passed")
+                sender.stand_by(call)
             return call.result()
 
         transfer = self.coordinator.call(ask, deadline).transfer
@@ -408,10 +403,6 @@ class PoolClient:
             self.coordinator.abort(begun, error)
         self._is_open = False
         self.leave_group()
-
-    def interrupted(self) -> None:
-        """Trust no connection that an interrupt may have found in a call."""
-        self.coordinator.reconnect()
 
     def end(self, error: BaseException) -> None:
         """Give up what was begun and has not ended, wherever the push was when ``error`` came;

@@ -17,10 +17,10 @@ from trainer_side.pool.leases import Leases
 from weft.contract.errors import LeaseFencedError, TransferTimeoutError
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.tensors import Reference
-from weft.rpc.channel import open_channel
 from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
+from weft.rpc.threaded_channel import open_threaded_channel
 from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
 from weft.v1.publish_pb2_grpc import PublishServiceStub
@@ -60,8 +60,7 @@ class CoordinatorClient:
     ) -> None:
         self.target, self.credentials = coordinator, credentials
         self.trainer_id = trainer_id
-        # That of the leases, and that of the pushes: the same until one is interrupted.
-        self._channel = self._push_channel = open_channel(coordinator, credentials)
+        self._channel = open_threaded_channel(coordinator, credentials, self._give_up_late)
         #: Calls that ``call`` and ``with_lease`` make.
         self.stub = PublishServiceStub(self._channel)
         self._contact = Contact(
@@ -70,15 +69,6 @@ class CoordinatorClient:
         self.leases = Leases(self.stub, trainer_id, on_wanted, takeover=takeover)
         self._known_manifests: set[bytes] = set()
         self._reference: tuple[object, Reference] | None = None
-
-    def reconnect(self) -> None:
-        """Make further calls over a new connection. An interrupt inside one of gRPC's own calls
-        may leave its channel without the thread that brings answers: a later call would wait
-        for ever, beyond its deadline."""
-        former, self._push_channel = self._push_channel, open_channel(self.target, self.credentials)
-        self.stub = PublishServiceStub(self._push_channel)
-        if former is not self._channel:
-            former.close()
 
     def reach(self, deadline: float) -> None:
         """Wait for a coordinator that was never reached, for ``connect_seconds``.
@@ -194,8 +184,12 @@ class CoordinatorClient:
         except grpc.RpcError as rpc_error:
             _log.info("could not abort the push of %s: %s", policy, error_from_rpc(rpc_error))
 
+    def _give_up_late(self, answer: object) -> None:
+        """End a transfer whose push was interrupted while it was begun."""
+        if isinstance(answer, pb.BeginTransferResponse):
+            self.abort(answer, KeyboardInterrupt())
+
     def close(self) -> None:
         """Release the leases and the connection; blocks at most some seconds."""
         self.leases.close()
-        self._push_channel.close()
         self._channel.close()

@@ -5,7 +5,6 @@ another, as members are lost.
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,9 @@ from weft.contract.capabilities import NCCL, ONE_SIDED
 from weft.contract.errors import WeftError
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
+from weft.interrupts import on_own_thread
 from weft.rpc.security.credentials import Credentials
+from weft.transport.group import same_stream
 from weft.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
@@ -98,7 +99,7 @@ class Sender:
         self._shard_packer: ShardPacker | None = None
         self._buffers: list[torch.Tensor] = []
         self._last: tuple[Sending, PackedBuckets, FindGroup] | None = None
-        self._rank = SendingRank(ticket, device, credentials)
+        self._rank = self._join(ticket)
 
     @property
     def ticket(self) -> GroupTicket:
@@ -182,9 +183,8 @@ class Sender:
         self._last = sending, buckets, find_group
         return self._carry(sending, buckets, find_group)
 
-    def stand_by(self, outcome: Outcome, deadline: float = float("inf")) -> None:
-        """Stay a member until the transfer's outcome is known; blocks until then, at most until
-        ``deadline``, ``time.monotonic()``.
+    def stand_by(self, outcome: Outcome) -> None:
+        """Stay a member until the transfer's outcome is known; blocks until then.
 
         A replica may be lost after the last bucket: the survivors then agree once
         more in another group, which needs its sender.
@@ -193,7 +193,7 @@ class Sender:
             outcome: AwaitTransfer under way; its failure is for the caller to see.
         """
         outcome.add_done_callback(lambda _: self._rank.wake())
-        while not outcome.done() and time.monotonic() < deadline:
+        while not outcome.done():
             rank = self._rank
             # Bounded, since the callback may have woken a former rank.
             rank.wait(partial(_is_known_or_moved, outcome, rank), _STAND_BY_SECONDS)
@@ -225,8 +225,8 @@ class Sender:
         """Resume in the next group; with other buffers where these are not safe to use."""
         released = old.num_released(sending.transfer_id)
         sending.num_released = max(sending.num_released, released)
-        are_safe = old.leave()
-        self._rank = SendingRank(successor, self.device, self._credentials)
+        are_safe = on_own_thread(old.leave)
+        self._rank = self._join(successor)
         if not are_safe:
             first = bisect_left(sending.indices, sending.num_released)
             held = range(first, len(sending.digests))
@@ -235,13 +235,23 @@ class Sender:
                 torch.cuda.current_stream(self.device).synchronize()
             self._buffers = buckets.packer.buffers
 
+    def _join(self, ticket: GroupTicket) -> SendingRank:
+        """Take a place in a group, which is left again where this is interrupted."""
+        in_stream = same_stream(self.device)
+
+        def join() -> SendingRank:
+            with in_stream():
+                return SendingRank(ticket, self.device, self._credentials)
+
+        return on_own_thread(join, SendingRank.leave)
+
     def abort(self, error: WeftError) -> None:
         """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
         self._rank.abort(error)
 
     def close(self) -> None:
         """Leave the group; blocks at most 10 s."""
-        self._rank.leave()
+        on_own_thread(self._rank.leave)
         self._packer, self._shard_packer, self._buffers = None, None, []
 
     def _shard_packer_for(self, manifest: Manifest, push: ShardPush) -> ShardPacker:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 
 from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED
 from weft.contract.errors import UnsupportedError
+from weft.interrupts import Flag
 from weft.transport.arrived import IN_ITS_BUFFER, WHOLE, Arrived, BucketOptions, write_tail
 from weft.transport.one_sided import device_memory
 from weft.transport.one_sided.directory import why_unavailable
@@ -183,7 +184,7 @@ def works_to_hold(seconds: float) -> list[object]:
 class _Tell:
     """Tells that an operation has ended, on gloo's thread."""
 
-    def __init__(self, ended: threading.Event) -> None:
+    def __init__(self, ended: Flag) -> None:
         self._ended = ended
 
     def __call__(self, future: object) -> None:
@@ -200,13 +201,13 @@ class _GlooWork:
 
     def __init__(self, work: Any, sent: torch.Tensor) -> None:
         self._work = work
-        self._ended = threading.Event()
+        self._ended = Flag()
         key = id(sent)
         _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key, None)), weakref.ref(self)
         work.get_future().add_done_callback(_Tell(self._ended))
 
     def wait_until(self, deadline: float) -> bool:
-        return self._ended.wait(max(0.0, deadline - time.monotonic()))
+        return self._ended.wait(deadline - time.monotonic())
 
     def finish(self) -> None:
         # The future is done a moment before the work says so: this wait is that moment.

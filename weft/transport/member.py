@@ -26,6 +26,7 @@ from weft.contract.errors import (
 )
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import Manifest
+from weft.interrupts import Flag
 from weft.rpc.bounds import PROTOCOL_REVISION
 from weft.rpc.channel import open_channel
 from weft.rpc.manifest_codec import manifest_from_chunks
@@ -65,10 +66,10 @@ class Attendance:
         on_closed: Callable[[WeftError], None],
         num_in_flight: int = 0,
     ) -> None:
-        self._queue: queue.Queue[pb.AttendRequest | None] = queue.Queue(_MAX_QUEUED)
+        self._queue: queue.SimpleQueue[pb.AttendRequest | None] = queue.SimpleQueue()
         self._on_message, self._on_closed = on_message, on_closed
         self._closing = False
-        self._welcome = threading.Event()
+        self._welcome = Flag()
         self._error: WeftError | None = None
         #: ``time.monotonic()`` when the rank said something last.
         self.sent_at = time.monotonic()
@@ -78,7 +79,7 @@ class Attendance:
             protocol_revision=PROTOCOL_REVISION,
             num_buckets_in_flight=num_in_flight,
         )
-        self._queue.put_nowait(pb.AttendRequest(hello=hello))
+        self._queue.put(pb.AttendRequest(hello=hello))
         self._call = stub.Attend(self._requests())
         self._thread = threading.Thread(target=self._read, name=f"weft-attend-{rank}", daemon=True)
         self._thread.start()
@@ -101,9 +102,9 @@ class Attendance:
         """Report; returns at once. Reports after the stream's end are dropped: the
         coordinator has taken the rank for dead by then."""
         self.sent_at = time.monotonic()
-        try:
-            self._queue.put_nowait(request)
-        except queue.Full:
+        if self._queue.qsize() < _MAX_QUEUED:
+            self._queue.put(request)
+        else:
             self._call.cancel()
 
     def close(self) -> None:

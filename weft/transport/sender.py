@@ -31,6 +31,7 @@ from weft.contract.errors import (
 from weft.contract.group import GroupTicket
 from weft.contract.layout.manifest import Manifest
 from weft.contract.layout.send_plan import SendPlan
+from weft.interrupts import Doorbell
 from weft.rpc.codec import content_to_proto, ticket_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.transport.arrived import BucketOptions
@@ -152,7 +153,8 @@ class SendingRank:
         self.ticket = ticket
         #: The place in the group that the transfer resumes in, if it is another one.
         self.successor: GroupTicket | None = None
-        self._condition = threading.Condition()  # guards all that the stream's thread says
+        self._lock = threading.RLock()  # guards all that the stream's thread says
+        self._changed = Doorbell()
         self._direction = _Direction()
         self._broken: WeftError | None = None
         self._num_sent = 0
@@ -228,19 +230,17 @@ class SendingRank:
     def wait(self, done: Callable[[], bool], timeout_seconds: float) -> None:
         """Block until ``done``, which is looked at whenever the coordinator has said
         something and at each ``wake``, or for so long."""
-        with self._condition:
-            self._condition.wait_for(done, timeout_seconds)
+        self._changed.wait_for(done, timeout_seconds)
 
     def wake(self) -> None:
         """Let ``wait`` look again; from any thread."""
-        with self._condition:
-            self._condition.notify_all()
+        self._changed.ring()
 
     def abort(self, error: WeftError) -> None:
         """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
-        with self._condition:
+        with self._lock:
             self._broken = self._broken or error
-            self._condition.notify_all()
+        self._changed.ring()
         self._membership.abort(error)
 
     def leave(self) -> bool:
@@ -350,13 +350,12 @@ class SendingRank:
             raise
 
     def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
-        with self._condition:
-            woken = partial(self._condition.wait_for, lambda: ready() or self._is_over())
-            while not woken(speaking_time(deadline)):
-                if time.monotonic() >= deadline:
-                    raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
-                self._say(pb.ACTIVITY_WAITING)
-            self._raise_end()
+        woken = partial(self._changed.wait_for, lambda: ready() or self._is_over())
+        while not woken(speaking_time(deadline)):
+            if time.monotonic() >= deadline:
+                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+            self._say(pb.ACTIVITY_WAITING)
+        self._raise_end()
 
     def _say(self, activity: pb.Activity.ValueType) -> None:
         """Say what the thread that makes and sends buckets does, if it is time to."""
@@ -381,7 +380,7 @@ class SendingRank:
 
     def _on_message(self, response: pb.AttendResponse) -> None:
         kind = response.WhichOneof("message")
-        with self._condition:
+        with self._lock:
             if kind == "start":
                 direction = self._follow(response.start.transfer_id)
                 direction.first_bucket = response.start.first_bucket
@@ -403,17 +402,17 @@ class SendingRank:
                     reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
                 )
                 self._membership.abort(WeftError("resuming in another group"))
-            self._condition.notify_all()
+        self._changed.ring()
 
     def _follow(self, transfer_id: str) -> _Direction:
         """The direction of a transfer; Start may come before ``send`` is called."""
-        with self._condition:
+        with self._lock:
             if self._direction.transfer_id != transfer_id:
                 self._direction = _Direction(transfer_id)
                 self._num_sent = 0
             return self._direction
 
     def _on_closed(self, error: WeftError) -> None:
-        with self._condition:
+        with self._lock:
             self._broken = self._broken or error  # an abort said why already
-            self._condition.notify_all()
+        self._changed.ring()

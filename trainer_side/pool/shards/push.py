@@ -14,6 +14,7 @@ from trainer_side.ranks.ranks import Ranks, Sum
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import torch_dtypes
 from weft.contract.layout.runs import Run
+from weft.interrupts import Flag
 
 _SIGN = 2**63
 
@@ -27,7 +28,7 @@ class ShardPush:
     plan: ShardPlan
     ranks: Ranks
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _begun: threading.Event = field(default_factory=threading.Event)
+    _begun: Flag = field(default_factory=Flag)
     _sum: Sum | None = None
 
     def __post_init__(self) -> None:

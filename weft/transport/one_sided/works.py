@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from weft.interrupts import Flag
 from weft.transport.arrived import Arrived, BucketOptions
 from weft.transport.one_sided.errors import OneSidedError
 from weft.transport.one_sided.messages import SECRET_BYTES
@@ -49,7 +50,7 @@ class OneSidedWork:
         self.is_kept = False
         #: What the buffer must not be written before; None on a CPU.
         self.after = recorded(buffer)
-        self._woken = threading.Event()
+        self._woken = Flag()
         self._error = ""
         self.done = False
 
@@ -61,7 +62,7 @@ class OneSidedWork:
         """
         if not self.done:
             self._error, self.done = error, True
-            self._woken.set()
+            self.wake()
 
     def lend(self, content: torch.Tensor, give_back: Callable[[], None]) -> bool:
         """Offer the sender's memory to be read there, in place of a copy; before ``end``.
@@ -101,7 +102,7 @@ class OneSidedWork:
 
     def wait_until(self, deadline: float) -> bool:
         """See ``Work``."""
-        return self._woken.wait(max(0.0, deadline - time.monotonic()))
+        return self._woken.wait(deadline - time.monotonic())
 
     def finish(self) -> None:
         """See ``Work``."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from weft.contract.errors import LeaseFencedError, TransferTimeoutError
+from weft.v1 import publish_pb2 as pb
 from weft.v1 import types_pb2
 
 
@@ -24,6 +26,9 @@ class _Leases:
 
     def forget(self, policy: str) -> None:
         self.last += 1
+
+    def held_token(self, policy: str) -> int:
+        return self.last
 
     def close(self) -> None:
         pass
@@ -64,3 +69,16 @@ def test_one_that_somebody_holds_is_left_to_them(client: CoordinatorClient) -> N
 def test_nothing_is_called_after_the_deadline(client: CoordinatorClient) -> None:
     with pytest.raises(TransferTimeoutError):
         client.call(lambda left: pytest.fail("it was called"), time.monotonic() - 1)
+
+
+def test_a_transfer_whose_push_was_interrupted_as_it_was_begun_is_aborted(
+    client: CoordinatorClient,
+) -> None:
+    aborted: list[pb.AbortTransferRequest] = []
+    client.stub = SimpleNamespace(  # type: ignore[assignment]
+        AbortTransfer=lambda request, timeout: aborted.append(request)
+    )
+    version = types_pb2.PolicyVersion(policy="base", version=3)
+    client._give_up_late(pb.BeginTransferResponse(transfer_id="t", version=version))
+    client._give_up_late(pb.DescribeTargetResponse())
+    assert [(a.policy, a.transfer_id, a.fencing_token) for a in aborted] == [("base", "t", 1)]

@@ -1,0 +1,119 @@
+"""What stays whole where the thread that waits is interrupted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from weft.interrupts import Doorbell, Flag, OwnThread, on_own_thread
+
+
+def _until(ready: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_doorbell_wakes_who_waits_and_is_rung_once_for_many() -> None:
+    bell, values = Doorbell(), list[int]()
+
+    def change() -> None:
+        values.append(1)
+        bell.ring()
+
+    assert not bell.wait_for(lambda: bool(values), 0.01)
+    for _ in range(100):
+        bell.ring()
+    assert bell._rung.qsize() == 1
+    timer = threading.Timer(0.05, change)
+    timer.start()
+    assert bell.wait_for(lambda: bool(values), 5)
+    timer.join()
+
+
+def test_a_flag_stays_set() -> None:
+    flag = Flag()
+    assert not flag.wait(0.01)
+    flag.set()
+    assert flag.wait(0.0)
+    assert flag.wait(0.0)
+
+
+def test_work_returns_and_raises_as_it_would_here() -> None:
+    assert on_own_thread(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        on_own_thread(lambda: 1 // 0)
+
+
+def test_who_stands_by_is_told_of_the_end() -> None:
+    go_on, ended = threading.Event(), threading.Event()
+    running = OwnThread(lambda: go_on.wait(5)).start()
+    assert not running.done()
+    running.add_done_callback(lambda _: ended.set())
+    go_on.set()
+    assert ended.wait(5)
+    assert running.done()
+    assert running.result()
+    again: list[object] = []
+    running.add_done_callback(again.append)
+    assert again == [running]
+
+
+def test_what_comes_after_its_caller_has_left_is_undone() -> None:
+    go_on, late = threading.Event(), list[int]()
+    running = OwnThread(lambda: go_on.wait(5), late.append).start()
+    running.leave()
+    go_on.set()
+    _until(lambda: late == [True])
+    # Left at the very moment that it has ended.
+    quick = OwnThread(lambda: 7, late.append).start()
+    _until(quick.done)
+    quick.leave()
+    _until(lambda: late == [True, 7])
+
+
+def test_what_has_not_begun_as_its_caller_leaves_is_never_begun() -> None:
+    begun: list[int] = []
+    running = OwnThread(lambda: begun.append(1))
+    running.leave()
+    running.start()
+    time.sleep(0.05)
+    assert not begun
+    assert not running.done()
+
+
+@pytest.mark.parametrize("step", range(40))
+def test_a_result_is_had_or_undone_wherever_its_caller_was_interrupted(step: int) -> None:
+    """Interrupted at each line in turn, as a signal's handler would."""
+    made: list[object] = []
+    undone: list[object] = []
+    num_steps = 0
+
+    def work() -> object:
+        made.append(object())
+        return made[-1]
+
+    def strike(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == step:
+            raise KeyboardInterrupt
+        return strike
+
+    before = sys.gettrace()
+    sys.settrace(strike)
+    try:
+        had: object = on_own_thread(work, undone.append)
+    except KeyboardInterrupt:
+        had = None
+    finally:
+        sys.settrace(before)
+    time.sleep(0.02)
+    assert made == ([had] if had is not None else undone)

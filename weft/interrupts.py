@@ -1,0 +1,145 @@
+"""Waits and work that stay whole where the caller's thread is interrupted.
+
+A signal's handler runs in the main thread between any two steps of Python. One that raises, as
+Ctrl-C's does, may leave a ``threading.Condition`` (and so an ``Event``, a ``Queue``, a ``Future``)
+locked for good; inside of gRPC, which is made of them, it takes the channel's answers away. What
+is here is made of locks and queues of the interpreter's own, which no handler can come into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+# Of one wait for what has a deadline of its own.
+_LONG_SECONDS = 60.0
+
+
+class Doorbell:
+    """Wakes the one thread that waits for something that other threads change."""
+
+    def __init__(self) -> None:
+        self._rung: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Let the thread that waits look again, after a change; from any thread."""
+        if self._rung.empty():  # else it has not looked yet since an earlier one
+            self._rung.put(None)
+
+    def wait_for(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Block until ``ready``, which is looked at after each ring, or for so long.
+
+        Returns:
+            Whether it is.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while not (is_ready := ready()):
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                break
+            with contextlib.suppress(queue.Empty):
+                self._rung.get(timeout=seconds)
+        return is_ready
+
+
+class Flag:
+    """A ``threading.Event`` for one thread that waits."""
+
+    def __init__(self) -> None:
+        self._is_set, self._changed = False, Doorbell()
+
+    def set(self) -> None:
+        """Set it, for good; from any thread."""
+        self._is_set = True
+        self._changed.ring()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until it is set, or for so long; whether it is."""
+        return self._changed.wait_for(self.is_set, timeout_seconds)
+
+
+class OwnThread(Generic[_T]):
+    """Work on a thread of its own, which an interrupt of its caller does not reach. One that comes
+    as the thread starts may leave it where it has begun nothing, until the process ends.
+
+    Args:
+        work: Is called once, and has a deadline of its own.
+        late: Called there with what ``work`` returns where nobody waits for that any more.
+    """
+
+    def __init__(self, work: Callable[[], _T], late: Callable[[_T], object] | None = None) -> None:
+        self._work, self._late = work, late
+        #: Taken by the first of two: the thread with a result, or the caller who leaves.
+        self._claim = threading.Lock()
+        self._ended = Flag()
+        self._callbacks: list[Callable[[OwnThread[_T]], object]] = []
+        self._results: list[_T] = []
+        self._errors: list[BaseException] = []
+
+    def start(self) -> OwnThread[_T]:
+        """Begin; returns at once."""
+        threading.Thread(target=self._run, name="weft-call", daemon=True).start()
+        return self
+
+    def done(self) -> bool:
+        """Whether ``result`` returns at once."""
+        return self._ended.is_set()
+
+    def add_done_callback(self, fn: Callable[[OwnThread[_T]], object]) -> None:
+        """Call ``fn`` with this at its end, on any thread; it may be called twice."""
+        self._callbacks.append(fn)
+        if self.done():
+            fn(self)
+
+    def leave(self) -> None:
+        """Wait for it no longer: ``late`` is given what it returns. Returns at once."""
+        if not self._claim.acquire(blocking=False) and self._late is not None and self._results:
+            late, result = self._late, self._results.pop()
+            OwnThread(lambda: late(result)).start()
+
+    def result(self) -> _T:
+        """Block until it has ended, and return or raise what it has; once."""
+        while not self._ended.wait(_LONG_SECONDS):
+            pass
+        if self._errors:
+            raise self._errors.pop()
+        return self._results[0]
+
+    def _run(self) -> None:
+        if self._claim.locked():  # the caller has left already
+            return
+        try:
+            result = self._work()
+        except BaseException as error:  # noqa: BLE001 (it is the caller's)
+            self._errors.append(error)
+        else:
+            self._results.append(result)
+        if self._claim.acquire(blocking=False):
+            self._ended.set()
+            for callback in self._callbacks:
+                callback(self)
+        elif self._late is not None and self._results:
+            self._late(self._results.pop())
+
+
+def on_own_thread(work: Callable[[], _T], late: Callable[[_T], object] | None = None) -> _T:
+    """Do work on a thread of its own and block for what it returns or raises.
+
+    Args:
+        late: See ``OwnThread``: called where the caller's thread is interrupted meanwhile.
+    """
+    running = OwnThread(work, late)
+    try:
+        return running.start().result()
+    except BaseException:
+        running.leave()
+        raise
