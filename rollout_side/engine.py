@@ -322,6 +322,15 @@ class Engine(Protocol):
                 being read.
         """
 
+    async def holds_started_with(self, version: PolicyVersion) -> bool:
+        """Whether the copy that is held of a base has the very bytes of the files that the
+        engine was started with. Compares digests that are known; False while these files are
+        read, or where they cannot be compared.
+
+        Raises:
+            NotFoundError: No copy is held.
+        """
+
     async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
         """What the spill directory says of a version.
 

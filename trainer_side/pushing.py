@@ -115,14 +115,17 @@ class Turn:
         """
         self.check(call)
         seconds = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._lock.acquire(timeout=seconds):
-            raise under_way(call)
+        me = threading.get_ident()
         try:
-            self._owner = threading.get_ident()
+            if not self._lock.acquire(timeout=seconds):
+                raise under_way(call)
+            self._owner = me
             yield
         finally:
-            self._owner = 0
-            self._lock.release()
+            if self._owner == me:
+                self._owner = 0
+            with contextlib.suppress(RuntimeError):  # not taken, or interrupted before it was
+                self._lock.release()
 
 
 def under_way(call: str) -> TransferTimeoutError:
@@ -208,8 +211,6 @@ class Pushing:
             return False
         self._ranks.abandon(error)
         self._peer.abort()
-        if self._sender_client is not None:
-            self._sender_client.interrupted()
         return True
 
     def between_pushes(
@@ -345,7 +346,9 @@ class Pushing:
         if plan.adapter is None:
             self._origins.pushed(plan.what.base, version.version)
         elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
-            about_base = origin.remarks(transfer.served_over_base_version)
+            about_base = origin.remarks(
+                transfer.served_over_base_version, is_other=transfer.over_another_base
+            )
         report = report_of(
             version,
             transfer,

@@ -91,12 +91,25 @@ def _get_pool(stub: InspectServiceStub, *, whole: bool) -> pb.GetPoolResponse:
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """The pool for people: replicas, policies, transfers."""
     return Group(
-        _headline(pool), *_unused(pool), _replicas(pool),
+        _headline(pool), *_over_another_base(pool), *_unused(pool), _replicas(pool),
         *_out_of_service_elsewhere(pool), _policies(pool),
         *_conflicts(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
+
+
+def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
+    """Adapters whose answers are of a policy that no trainer holds."""
+    base = pool.version_vector.base
+    found = [policy for policy in pool.policies if policy.over_another_base]
+    more = len(found) - _MAX_NAMED
+    named = "; ".join(
+        f"{p.policy}@{p.served_version} was {provenance(p.trained_on_base_version, base)}"
+        for p in found[:_MAX_NAMED]
+    ) + (f"; and {more} more" if more > 0 else "")
+    what = "their answers are of policies that no trainer holds"
+    return [Text(f"{named}: {what}", "yellow")] if found else []
 
 
 def _unused(pool: pb.GetPoolResponse) -> list[Text]:
@@ -232,7 +245,10 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
     unlisted = max(0, pool.num_policies - len(pool.policies))
     if more := len(policies) + unlisted - min(len(policies), _MAX_POLICIES):
         policies.sort(
-            key=lambda p: (not (p.lost or p.publish_again_version), not p.HasField("lease"))
+            key=lambda p: (
+                not (p.lost or p.publish_again_version or p.over_another_base),
+                not p.HasField("lease"),
+            )
         )
     table = Table(
         title="policies",
@@ -259,7 +275,7 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
             trained_on = policy.trained_on_base_version
         base = pool.version_vector.base
         is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
-        if is_adapter and trained_on != base:
+        if is_adapter and (trained_on is None or policy.over_another_base):
             served += f" ({provenance(trained_on, base)})"
         if policy.pinned_versions:
             served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"

@@ -204,9 +204,9 @@ class Agent:
         known = registration.coordinator_generation if registration else 0
         number = order.number if order.generation == known else 0
         now, drain = self.serving, self._drain.note()
-        checkpoint = self.engine.checkpoint
+        checkpoint, vector = self.engine.checkpoint, now.vector
         return Holdings(
-            now.vector,
+            vector,
             now.memory,
             now.mixed_reason,
             drain,
@@ -219,6 +219,7 @@ class Agent:
             asleep=self.engine.asleep,
             to_sleep=self._sleeps.to_sleep,
             work=self._work(),
+            base_as_started=now.is_as_started(vector.base),
         )
 
     def _work(self) -> Work | None:

@@ -73,6 +73,8 @@ class Holdings:
     """Set while it waits to sleep, refusing new requests."""
     work: Work | None = None
     """Set while an order is carried out, or the engine owes an answer."""
+    base_as_started: bool = False
+    """Whether the base that it serves was pushed with the bytes of ``checkpoint``."""
 
 
 @dataclass(frozen=True, order=True)

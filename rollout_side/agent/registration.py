@@ -280,6 +280,7 @@ class Registration:
             refusing=now.refusing,
             protocol_revision=PROTOCOL_REVISION,
             sleep=sleep_to_proto(now.asleep),
+            base_as_started=now.base_as_started,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -328,6 +329,7 @@ class Registration:
             order_number=now.order_number,
             sleep=sleep_to_proto(now.asleep or now.to_sleep),
             work=work_to_proto(now.work),
+            base_as_started=now.base_as_started,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_told, self._held_wanted = now.held, response.held_versions_wanted

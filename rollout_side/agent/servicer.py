@@ -158,6 +158,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             pause=duration_to_proto(times.pause_seconds),
             load=duration_to_proto(times.load_seconds),
             retained_base_versions=agent.serving.memory.retained_bases,
+            base_as_started=agent.serving.is_as_started(agent.serving.vector.base),
         )
 
     async def LoadTransfer(  # noqa: N802

@@ -58,6 +58,7 @@ class Serving:
         #: Versions of the base whose copies the engine was told to keep.
         self.pins: tuple[int, ...] = ()
         self.known = KnownVersions()
+        self._as_started, self._compared = 0, (0, b"")
         self._engine = engine
         #: In which orders to switch, and to sleep, are carried out.
         self.turns = Turns()
@@ -73,6 +74,11 @@ class Serving:
     def vector(self, vector: VersionVector) -> None:
         self._vector = vector
         self._on_changed()
+
+    def is_as_started(self, base: int) -> bool:
+        """Whether a version of the base that is served, and was pushed, has the very bytes of
+        the files that the engine was started with, as far as that is known."""
+        return base > 0 and self._as_started == base
 
     @property
     def dirty_reason(self) -> str:
@@ -284,11 +290,27 @@ class Serving:
     ) -> SwitchTimes:
         with self._failed.noting_failure(transfer_id):
             times = await load
+        self._as_started, self._compared = 0, (0, b"")
         self.vector = self.vector.with_base(version.version)
         self.known.served(version)
         if transfer_id:  # else it is a copy that was known before
             self.known.note(version, facts, self._has)
+        await self._compare_base()
         return times
+
+    async def _compare_base(self) -> None:
+        """See whether the base that is served is what the engine was started with: once for
+        each base, as soon as the files of that are known."""
+        of = self.vector.base, self._engine.checkpoint.digest
+        if of[0] <= 0 or not of[1] or of == self._compared:
+            return
+        try:
+            if await self._engine.holds_started_with(PolicyVersion(BASE_POLICY, of[0])):
+                self._as_started = of[0]
+                _log.info("base@%d has the bytes that this replica was started with", of[0])
+        except WeftError as error:  # it keeps no copy, say
+            _log.debug("base@%d is not compared with base@0: %s", of[0], error)
+        self._compared = of
 
     def _has(self, version: PolicyVersion) -> bool:
         is_retained = (
@@ -416,3 +438,4 @@ class Serving:
             _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
         self.memory = await self._engine.memory()
         self.pins = pins
+        await self._compare_base()

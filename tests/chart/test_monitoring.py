@@ -31,6 +31,7 @@ METRICS = {
     "weft_store_limit_bytes": {"store"},
     "weft_leases_held": set(),
     "weft_policies_lost": set(),
+    "weft_policies_over_another_base": set(),
     "weft_unused_files": set(),
     "weft_heartbeats_missed_total": set(),
     "weft_clones_total": {"result"},

@@ -38,6 +38,7 @@ from rollout_side.spill.spiller import Spiller
 from rollout_side.version_facts import VersionFacts
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
+from weft.checkpoints.in_layout import digest_in_layout
 from weft.contract.capabilities import ONE_SIDED, Capabilities
 from weft.contract.checkpoint import StoredTensor, not_compared
 from weft.contract.errors import (
@@ -53,6 +54,7 @@ from weft.contract.layout.tensors import DataType, Reference
 from weft.contract.names import STARTED_WITH, PolicyVersion
 from weft.tracing import NO_TRACER, Tracer
 from weft.transport.backends import available_backends
+from weft.transport.digests.wsum64 import tensor_digest
 from weft.transport.group import CPU, num_parked_groups
 from weft.transport.one_sided.trial import TrialAnswerer
 
@@ -349,6 +351,20 @@ class EngineDouble:
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         return self.store.sendable(version).manifest
+
+    async def holds_started_with(self, version: PolicyVersion) -> bool:
+        held = self.store.sendable(version)
+        dtypes = {slot.meta.name: slot.meta.dtype for slot in held.manifest.tensors}
+        stored = [
+            StoredTensor(
+                name,
+                dtypes[name].safetensors_name,
+                tuple(tensor.shape),
+                tensor_digest(tensor.contiguous().view(-1).view(torch.uint8)),
+            )
+            for name, tensor in self._files.items()
+        ]
+        return digest_in_layout(held.manifest, stored) == held.content_digest
 
     async def digest_tensors(
         self, version: PolicyVersion

@@ -23,6 +23,8 @@ from weft.contract.errors import LoadFailedError, WeftError
 from weft.contract.layout.manifest import Manifest
 from weft.contract.names import PolicyVersion
 
+_START_SECONDS = 60.0
+
 
 class TwoRankDouble(EngineDouble):
     """A replica of two ranks: this process has the first, which receives. As with vLLM's, what it
@@ -39,6 +41,9 @@ class TwoRankDouble(EngineDouble):
         self._rank = context.Process(target=_serve, args=(theirs, name, shapes), daemon=True)
         self._rank.start()
         theirs.close()
+        # Its imports take seconds of a busy machine: the deadlines of pushes are not for these.
+        assert self._pipe.poll(_START_SECONDS), "its rank did not start"
+        self._pipe.recv()
         self._caller = ThreadPoolExecutor(1, "rank-calls")
 
     async def wait_ended(self) -> None:
@@ -160,6 +165,7 @@ def _serve(pipe: Connection, name: str, shapes: dict[str, tuple[int, ...]]) -> N
     strikes.install("replica rank")
     base = {tensor: torch.zeros(1).expand(shape) for tensor, shape in shapes.items()}
     rank = LoadingRank(name, base)
+    pipe.send(None)
     while True:
         try:
             method, args = pipe.recv()

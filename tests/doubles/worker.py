@@ -31,6 +31,8 @@ _METHODS = frozenset(
     }
 )  # fmt: skip
 
+_START_SECONDS = 60.0
+
 
 class WorkerDouble:
     """``EngineDouble``'s face to the agent; the rest is in the worker."""
@@ -52,6 +54,9 @@ class WorkerDouble:
         self._worker = context.Process(target=_work, args=(theirs, shapes, settings), daemon=True)
         self._worker.start()
         theirs.close()
+        # Its imports take seconds of a busy machine: the deadlines of pushes are not for these.
+        assert self._pipe.poll(_START_SECONDS), "its worker did not start"
+        self._pipe.recv()
         self._caller = ThreadPoolExecutor(1, "worker-calls")
         self._owed = OwedAnswers()
 
@@ -111,6 +116,7 @@ def _work(pipe: Connection, shapes: dict[str, tuple[int, ...]], settings: dict[s
     engine = EngineDouble(
         {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}, **settings
     )
+    pipe.send(None)
     while True:
         try:
             method, args = pipe.recv()

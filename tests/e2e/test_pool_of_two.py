@@ -175,6 +175,23 @@ def test_what_is_served_is_verified_tensor_by_tensor_and_by_its_answers(
             assert not replica["parity"]["ok"]
 
 
+def test_the_bytes_that_replicas_were_started_with_are_no_other_base(
+    pool: PoolOfTwo, qwen2: TinyModels
+) -> None:
+    pool.grow(1)
+    with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
+
+        def remarks(**how: Any) -> tuple[str, ...]:
+            publisher.push_adapter(qwen2.adapters[0], "same", base_version=0, **how)
+            assert publisher.last_report is not None
+            return publisher.last_report.remarks
+
+        base = publisher.push_base(qwen2.other)
+        assert remarks() == (f"trained on base@0, served over {base}",)
+        publisher.push_base(qwen2.base)
+        assert remarks(on_base_change="refuse") == ()
+
+
 def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> None:
     pool.grow(1)
     before = pool.metrics(0)

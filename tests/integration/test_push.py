@@ -22,6 +22,7 @@ from trainer_side.pool import packer
 from trainer_side.pool.client import PoolClient
 from weft.checkpoints.digest_cache import DigestCache
 from weft.checkpoints.reader import read_checkpoint
+from weft.contract.checkpoint import Checkpoint
 from weft.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,
@@ -29,7 +30,10 @@ from weft.contract.errors import (
     PolicyOwnedError,
 )
 from weft.contract.names import AdapterVersions, PolicyVersion
+from weft.rpc.channel import open_channel
+from weft.rpc.whole import get_pool
 from weft.transport import member
+from weft.v1.inspect_pb2_grpc import InspectServiceStub
 
 
 def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):
@@ -268,18 +272,55 @@ def test_an_adapter_that_the_trainer_does_not_compute_with_is_remarked_on(pool, 
         assert publisher.last_report.remarks == (remark,)
 
 
+def _checkpoint(model: Model, path: Path) -> Checkpoint:
+    """What a replica tells that was started with this model; the model says where it lies."""
+    path.mkdir()
+    save_file(dict(model.state_dict()), path / "model.safetensors")
+    model.name_or_path = str(path)
+    return read_checkpoint([path / "model.safetensors"], DigestCache(None), threading.Event())
+
+
+def test_the_very_bytes_of_base_0_pushed_again_are_no_other_base(
+    pool, publisher, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = Model(1)
+    engine = EngineDouble(weights(Model(1)), retain_base=1)
+    engine.checkpoint = _checkpoint(base, tmp_path / "checkpoint")
+    pool.add_replica("told", engine)
+    model = peft_of(base)
+
+    def is_over_another_base() -> bool:
+        with open_channel(pool.target) as channel:
+            listed = get_pool(InspectServiceStub(channel), 5.0).policies
+        return next(p for p in listed if p.policy == "math").over_another_base
+
+    with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:
+        publisher.push_adapter(model, "math", on_base_change="refuse")  # waits for the digest
+        other.push_base(Model(2))
+        assert is_over_another_base()
+        assert str(other.push_base(Model(1))) == "base@2"
+        assert not is_over_another_base()
+        publisher.push_adapter(model, "math", on_base_change="refuse")
+        assert publisher.last_report.remarks == ()
+        other.push_base(Model(3))
+        assert is_over_another_base()
+        publisher.push_adapter(model, "math")
+        assert publisher.last_report.remarks == ("trained on base@0, served over base@3",)
+        # In place of a base that was pushed, too: base@4 is base@1 again.
+        publisher.push_adapter(model, "math", base_version=1)
+        assert is_over_another_base()
+        other.push_base(Model(2))
+        assert not is_over_another_base()
+
+
 def test_which_base_an_adapter_was_trained_on_is_said_and_refused_where_that_is_asked(
     pool, publisher, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = Model(1)
-    path = tmp_path / "checkpoint"
-    path.mkdir()
-    save_file(dict(base.state_dict()), path / "model.safetensors")
-    base.name_or_path = str(path)
-    known = read_checkpoint([path / "model.safetensors"], DigestCache(None), threading.Event())
     engine = EngineDouble(weights(Model(1)))
-    engine.checkpoint = known
+    engine.checkpoint = _checkpoint(base, tmp_path / "checkpoint")
     pool.add_replica("told", engine)  # it binds what base@0 is
     model = peft_of(base)
     with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:

@@ -76,6 +76,30 @@ def test_versions_are_insisted_on(rollouts: RolloutClient, publisher: Publisher)
         assert sample.token_ids.tolist() == [token(0, number, 0, at) for at in range(2)]
 
 
+def test_samples_over_another_base_say_so(
+    rollouts: RolloutClient, publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = peft_of(Model())
+    publisher.push_adapter(model, "math", base_version=0)
+    (group,) = rollouts.generate([[1, 2]], policy="math", exact=1)
+    assert group.remarks == ()
+    publisher.push_base(Model(2))
+    remark = "math@1 was trained on base@0, served over base@1"
+
+    def remarks() -> tuple[str, ...]:
+        (group,) = rollouts.generate([[1, 2]], policy="math", exact=1)
+        return group.remarks
+
+    until(lambda: remarks() == (remark,))
+    assert remarks() == (remark,)
+    assert len([text for text in caplog.messages if text.startswith(remark)]) == 1
+    (group,) = rollouts.generate([[1, 2]], policy="base")
+    assert group.remarks == ()
+    publisher.push_adapter(model, "math", base_version=1)
+    (group,) = rollouts.generate([[1, 2]], policy="math", exact=2)
+    assert group.remarks == ()
+
+
 def test_a_version_to_come_is_waited_for(rollouts: RolloutClient, publisher: Publisher) -> None:
     _push(publisher, "math")
     with ThreadPoolExecutor() as threads:

@@ -6,6 +6,7 @@ import hashlib
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Error, Route
@@ -78,9 +79,11 @@ def test_an_adapter_over_another_base_is_marked_on_the_first_screen(
     is_strange: bool,
 ) -> None:
     """What a pool that serves base@2 and two adapters would tell is put into the answers."""
-    policies: list[dict[str, str]] = [{"policy": "base", "served_version": "2"}]
+    policies: list[dict[str, Any]] = [{"policy": "base", "served_version": "2"}]
     for policy, base in trained_on.items():
-        told = {} if base is None else {"trained_on_base_version": base}
+        told: dict[str, Any] = {} if base is None else {"trained_on_base_version": base}
+        if base not in (None, "2"):  # which of them are others, the coordinator decides
+            told["over_another_base"] = True
         policies.append({"policy": policy, "served_version": "3", **told})
 
     def change(route: Route) -> None:

@@ -9,6 +9,7 @@ from weft.containers.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.effects import (
     Save,
+    SaveAsStarted,
     SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
@@ -29,6 +30,7 @@ from weft.coordinator.decisions.state.values import (
     Failure,
     VersionRecord,
     VersionState,
+    base_content,
 )
 
 _RESTARTED = Failure("TRANSFER_ABORTED", "the coordinator restarted")
@@ -41,6 +43,7 @@ class CatalogModel:
         self.generation = self.epoch = 0
         self.fingerprint = self.architecture = ""
         self.checkpoint: BoundCheckpoint | None = None
+        self.as_started: frozenset[bytes] = frozenset()
         self.policies: dict[str, Policy] = {}
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
@@ -91,6 +94,14 @@ class CatalogModel:
             fingerprint=self.fingerprint,
             architecture=self.architecture,
             checkpoint=self.checkpoint,
+            as_started=self.as_started,
+            base_contents={
+                version.version: base_content(record.layout_digest, record.content_digest)
+                for version, record in sorted(self.versions.items())
+                if version.policy == BASE_POLICY
+                and record.content_digest
+                and record.state in (VersionState.COMMITTED, VersionState.RETIRED)
+            },
             epoch=self.epoch,
             opened_generation=self.generation,
             opened_epoch=self.epoch,
@@ -109,9 +120,11 @@ class CatalogModel:
             match save:
                 case SavePool():
                     self.fingerprint, self.architecture = save.fingerprint, save.architecture
-                    self.checkpoint = None
+                    self.checkpoint, self.as_started = None, frozenset()
                 case SaveCheckpoint(checkpoint=bound):
                     self.checkpoint = bound
+                case SaveAsStarted(content=content):
+                    self.as_started |= {content}
                 case SaveGeneration():
                     self.generation = save.generation
                 case SaveNumberFloor():

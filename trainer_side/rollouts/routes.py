@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
 
 from trainer_side.rollouts.dispatch import Target
+from trainer_side.rollouts.sample import OverAnotherBase
 from weft.contract.errors import (
     InvalidRequestError,
     NotAllowedError,
     PeerUnavailableError,
     WeftError,
 )
+from weft.contract.names import PolicyVersion
 from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import vector_from_proto
+from weft.rpc.codec import vector_from_proto, version_from_proto
 from weft.rpc.security.credentials import Credentials
 from weft.rpc.status import error_from_rpc
 from weft.rpc.whole import RouteList
@@ -44,6 +46,8 @@ class Routes:
     ) -> None:
         self._coordinator, self._credentials = coordinator, credentials
         self._connect_seconds, self._on_routes = connect_seconds, on_routes
+        #: Versions that the pool serves over another base than they were trained on.
+        self.over_another_base: Mapping[PolicyVersion, OverAnotherBase] = {}
         self._is_known = False
         self._failure: WeftError | None = None
         self._changed = asyncio.Event()
@@ -68,6 +72,9 @@ class Routes:
             routes = known.follow(message)
             if routes is not None:
                 self._is_known = True
+                self.over_another_base = {
+                    one.version: one for one in map(_over_another_base, routes.over_another_base)
+                }
                 self._on_routes(_target(route) for route in routes.routes)
                 self._changed.set()
 
@@ -128,6 +135,12 @@ def _reasons(pool: pb.GetPoolResponse) -> str:
     if len(unready) > _MAX_REASONS:
         told.append(f"and {len(unready) - _MAX_REASONS} more")
     return "; ".join(told) if pool.replicas else "no replica is in the pool"
+
+
+def _over_another_base(message: pb.OverAnotherBase) -> OverAnotherBase:
+    return OverAnotherBase(
+        version_from_proto(message.version), message.trained_on_base_version, message.base_version
+    )
 
 
 def _target(route: pb.Route) -> Target:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion
+from weft.contract.names import PolicyVersion, provenance
 from weft.rpc.codec import version_from_proto
 from weft.v1 import generate_pb2 as pb
 
@@ -54,6 +54,28 @@ class SampleGroup:
     """In order; ``num_samples`` of them."""
     replica_ids: tuple[str, ...]
     """Of each sample: which replica made it."""
+    remarks: tuple[str, ...] = ()
+    """What somebody should know of them, for people: ``math@7 was trained on base@0, served over
+    base@1``, whose samples are of a policy that its trainer does not hold."""
+
+
+@dataclass(frozen=True)
+class OverAnotherBase:
+    """The base that an adapter's version was trained on, and the one of other content that the
+    pool serves it over."""
+
+    version: PolicyVersion
+    trained_on: int
+    served_over: int
+
+    def __str__(self) -> str:
+        return f"{self.version} was {provenance(self.trained_on, self.served_over)}"
+
+    def made(self, sample: Sample) -> bool:
+        """Whether a sample has tokens that it made over that base."""
+        return sample.adapter == self.version and bool(
+            (sample.base_versions == self.served_over).any()
+        )
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from trainer_side.rollouts.asked import Ask, Wanted
 from trainer_side.rollouts.dispatch import Dispatch, Place, Target
 from trainer_side.rollouts.failures import Next, after
 from trainer_side.rollouts.routes import Routes
-from trainer_side.rollouts.sample import Draft, SampleGroup
+from trainer_side.rollouts.sample import Draft, Sample, SampleGroup
+from weft.containers.lru import Lru
 from weft.contract.errors import (
     PeerUnavailableError,
     StalledError,
@@ -42,6 +43,8 @@ _WAIT_SECONDS = 0.25
 #: How long a prompt waits for a replica before it is said why, and what asking the coordinator
 #: about that may take.
 _SAY_SECONDS, _ASK_SECONDS = 5.0, 2.0
+#: Remarks that are not logged twice.
+_MAX_REMARKED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,8 @@ class Sampler:
     _waiting: set[_Course] = field(default_factory=set)
     _said: str = ""
     """Why prompts wait, as it was logged last."""
+    _remarked: Lru[str, bool] = field(default_factory=lambda: Lru(_MAX_REMARKED))
+    """What was logged of samples."""
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -159,14 +164,28 @@ class Sampler:
             if not keep:
                 raise
             failure = error
+        samples = tuple(
+            draft.sample(None if draft.is_whole else failure) for draft in course.drafts
+        )
         return SampleGroup(
             index=ask.index,
             prompt_token_ids=course.prompt_token_ids,
-            samples=tuple(
-                draft.sample(None if draft.is_whole else failure) for draft in course.drafts
-            ),
+            samples=samples,
             replica_ids=tuple(course.made_by),
+            remarks=self._remarks(samples),
         )
+
+    def _remarks(self, samples: Sequence[Sample]) -> tuple[str, ...]:
+        """What is to be said of samples; logged the first time."""
+        over = self._routes.over_another_base
+        versions = {sample.adapter for sample in samples if sample.adapter is not None}
+        found = [over[version] for version in versions if version in over]
+        remarks = sorted(str(one) for one in found if any(map(one.made, samples)))
+        for remark in remarks:
+            if self._remarked.get(remark) is None:
+                self._remarked.put(remark, True)
+                _log.warning("%s: samples are of a policy that its trainer does not hold", remark)
+        return tuple(remarks)
 
     async def _step(self, course: _Course, missing: list[int], deadline: float) -> None:
         """Ask one replica for the missing samples.

@@ -62,9 +62,13 @@ class Origin:
         head, _, rest = data.partition(b"\0")
         return cls(*json.loads(head)), rest
 
-    def remarks(self, served_over: int) -> tuple[str, ...]:
-        """What is to be said of an adapter that is served over this version of the base."""
-        if self.version == served_over:
+    def remarks(self, served_over: int, *, is_other: bool) -> tuple[str, ...]:
+        """What is to be said of an adapter that is served over this version of the base.
+
+        Args:
+            is_other: Whether that is of another content than it was trained on.
+        """
+        if self.version is not None and not is_other:
             return ()
         said = provenance(self.version, served_over)
         return (f"{said}: {self.why}" if self.why else said,)

@@ -204,6 +204,8 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
         fingerprint=known.fingerprint,
         architecture=known.architecture,
         checkpoint=known.checkpoint,
+        base_contents=known.base_contents,
+        as_started=known.as_started,
         epoch=known.epoch,
         opened_generation=known.generation,
         opened_epoch=known.epoch,

@@ -138,4 +138,5 @@ class RouteList:
             routes=[route for _, route in sorted(self._routes.items())],
             coordinator_generation=message.coordinator_generation,
             revision=message.revision,
+            over_another_base=message.over_another_base,
         )

@@ -105,9 +105,10 @@ def _add_base(
     )
     served = served_of(view.pool.version_vector, BASE_POLICY) or STARTED_WITH
     said = f"{version} was {provenance(trained_on, served.version)}"
-    is_other = trained_on not in (None, served.version)
-    # Where the base lies here, it is compared itself: another number may have the same weights.
-    (report.failures if is_other and local is None else report.remarks).append(said)
+    # Where the base lies here, it is compared itself: which content a number has, the pool may
+    # not know.
+    is_wrong = record.over_another_base and local is None
+    (report.failures if is_wrong else report.remarks).append(said)
     if local is None:
         where = (
             f"{name}, which it was trained on, is not on this machine"

@@ -16,6 +16,7 @@ from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft.checkpoints.in_layout import digest_in_layout
 from weft.contract.checkpoint import StoredTensor
 from weft.contract.errors import (
     InvalidManifestError,
@@ -124,6 +125,14 @@ class HeldVersions:
                     return
                 await asyncio.sleep(wait_seconds)
                 wait_seconds = min(2 * wait_seconds, longest)
+
+    async def holds_started_with(self, version: PolicyVersion) -> bool:
+        """See ``Engine``."""
+        stored = self._started_with.known_tensors
+        if not stored:
+            return False
+        held = await self.held(version)
+        return digest_in_layout(held.manifest(), stored) == held.content_digest
 
     async def spill(self, order: SpillOrder) -> None:
         """See ``Engine``."""

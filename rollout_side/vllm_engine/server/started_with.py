@@ -110,12 +110,18 @@ class StartedWith:
                 f"the files of base@0 cannot be read: {error}", reason="NOT_RETAINED"
             ) from error
 
+    @property
+    def known_tensors(self) -> tuple[StoredTensor, ...]:
+        """What its files held when they were read; none until then, or where they cannot be
+        compared. Does not block."""
+        return self._reader.tensors if self._reader is not None else ()
+
     async def read_tensors(self) -> tuple[StoredTensor, ...]:
         """What its files held when they were read, once that is known; none where they cannot
         be compared."""
         while self.checkpoint.state is CheckpointState.READING:
             await asyncio.sleep(_LOOK_SECONDS)
-        return self._reader.tensors if self._reader is not None else ()
+        return self.known_tensors
 
     async def check_unchanged(self) -> None:
         """Make sure that the files are still what the engine was started with, before they

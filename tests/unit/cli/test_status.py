@@ -151,3 +151,18 @@ def test_of_what_was_not_listed_in_time_the_number_is_shown() -> None:
     rows = [line for line in text.splitlines() if "replica-" in line]
     assert ["as the pool" in row for row in rows] == [True, True, False]
     assert "no b" in rows[2]
+
+
+def test_adapters_over_another_base_are_said_first() -> None:
+    pool = pb.GetPoolResponse(version_vector=types_pb2.VersionVector(base=7))
+    for number in range(5):
+        pool.policies.add(
+            policy=f"math-{number}", kind=types_pb2.POLICY_KIND_ADAPTER, served_version=2,
+            last_version=2, trained_on_base_version=0, over_another_base=number != 4,
+        )  # fmt: skip
+    lines = shown(pool, 200).splitlines()
+    assert lines[1].startswith("math-0@2 was trained on base@0, served over base@7; math-1@2 was")
+    text = " ".join(" ".join(lines).split())
+    assert "; and 1 more: their answers are of policies that no trainer holds" in text
+    # The same bytes under another number are no other base.
+    assert [line for line in lines if "math-4@2" in line and "served over" not in line]

@@ -11,10 +11,13 @@ from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.messages.listing import entry_of
 from weft.coordinator.messages.pages import Vectors, cut
 from weft.coordinator.messages.wire import route_to_proto
+from weft.rpc.codec import version_to_proto
 from weft.v1 import inspect_pb2
 
 # Of a name at most 63 characters long: 256 KiB.
 _MAX_REMOVED: Final = 4000
+# Of such names, too, about 128 KiB.
+_MAX_OVER_ANOTHER_BASE: Final = 1024
 
 
 def route_messages(
@@ -43,6 +46,14 @@ def route_messages(
         part.previous_revision = -1 if changed is None else previous
         part.more = part is not parts[-1]
     parts[0].whole = changed is None
+    parts[-1].over_another_base.extend(
+        inspect_pb2.OverAnotherBase(
+            version=version_to_proto(version),
+            trained_on_base_version=state.policies[version.policy].trained_on[version.version],
+            base_version=state.vector.base,
+        )
+        for version in state.over_another_base()[:_MAX_OVER_ANOTHER_BASE]
+    )
     return parts
 
 

@@ -208,6 +208,7 @@ def transfer_to_proto(
             for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
         ],
         served_over_base_version=transfer.purpose.served_over,
+        over_another_base=transfer.purpose.over_another_base,
         purpose=publish_pb2.TransferPurpose.Value(
             f"TRANSFER_PURPOSE_{transfer.purpose.name.upper()}"
         ),
@@ -258,8 +259,8 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
     return message
 
 
-def version_record_to_proto(record: VersionRecord, base_version: int) -> inspect_pb2.Version:
-    """A version as recorded; ``base_version`` is that of the base now."""
+def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_pb2.Version:
+    """A version as recorded, and what it is served over now."""
     message = inspect_pb2.Version(
         version=version_to_proto(record.version),
         state=inspect_pb2.VersionState.ValueType(int(record.state)),
@@ -271,7 +272,8 @@ def version_record_to_proto(record: VersionRecord, base_version: int) -> inspect
         trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else None,
     )
     if record.adapter and record.state is VersionState.COMMITTED:
-        message.served_over_base_version = base_version
+        message.served_over_base_version = state.vector.base
+        message.over_another_base = state.is_over_another_base(record.version)
     if record.content_digest:
         message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
         message.content_digest_hex = record.content_digest.value.hex()
@@ -380,6 +382,9 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
         ],
         trained_on_base_version=policy.trained_on.get(policy.served_version),
         lost=state.is_lost(policy),
+        over_another_base=state.is_over_another_base(
+            PolicyVersion(policy.name, policy.served_version)
+        ),
     )
     if policy.kind is PolicyKind.ADAPTER:
         message.num_retained = num_retained(policy, state.settings)

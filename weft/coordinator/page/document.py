@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, Final
 
 from weft.containers.frozen import replace
+from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions.recovery.republish import conflicts, publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import Policy, PoolState
@@ -162,14 +163,17 @@ class Document:
         why = "" if is_ready else explain_state(self._state(), replica)[1]
         return replace(replica, last_heard=0.0), why
 
-    def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool]:
+    def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool, bool]:
         state, lease = self._state(), policy.lease
         is_held = lease is not None and self._now() < lease.expires_at
         if lease is not None:
             policy = replace(policy, lease=replace(lease, expires_at=0.0, num_renewals=0))
         again = publish_again_version(state, policy.name)
         is_lost = state.is_lost(policy)
-        return policy, is_held, again, list(conflicts(state, policy.name)), is_lost
+        served = PolicyVersion(policy.name, policy.served_version)
+        is_over_other = state.is_over_another_base(served)
+        unlike = list(conflicts(state, policy.name))
+        return policy, is_held, again, unlike, is_lost, is_over_other
 
     def _under_way(self, transfer: Transfer, state: PoolState) -> dict[str, Any]:
         verified = self._num_verified(transfer.group_id, transfer.transfer_id)

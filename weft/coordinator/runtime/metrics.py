@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.effects import EventKind
 from weft.coordinator.decisions.replicas.replica_state import CAUSES, cause
@@ -234,6 +235,15 @@ class PoolCollector(Collector):
             "weft_policies_lost",
             "Policies whose served version no replica in contact holds, and that nobody owned.",
             lost,
+        )
+        over = sum(
+            state.is_over_another_base(PolicyVersion(p.name, p.served_version)) for p in adapters
+        )
+        yield GaugeMetricFamily(
+            "weft_policies_over_another_base",
+            "Adapters whose served version is over a base of another content than it was "
+            "trained on.",
+            over,
         )
         waiting = sum(t.phase is Phase.WAITING for t in state.transfers.values())
         yield GaugeMetricFamily(

@@ -141,14 +141,14 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         before = _NO_VERSION_ABOVE if token is None else min(_NO_VERSION_ABOVE, token)
         limit = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
         await self._driver.flush()
-        base = self._driver.state.vector.base
+        state = self._driver.state
         records = self._catalog.list_versions(request.policy, before, limit + 1)
         more = len(records) > limit
         records = records[:limit]
         return inspect_pb2.ListVersionsResponse(
             versions=each(
                 records,
-                lambda record: version_record_to_proto(record, base),
+                lambda record: version_record_to_proto(record, state),
                 lambda record, _: inspect_pb2.Version(version=version_to_proto(record.version)),
             ),
             next_page_token=str(records[-1].version.version) if more else "",

@@ -87,6 +87,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 refusing=request.refusing,
                 asleep=asleep_from_proto(request),
                 out_of_service=_order_from_proto(request),
+                base_as_started=request.base_as_started,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -161,6 +162,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 request.order_number,
                 asleep_from_proto(request),
                 _work(request),
+                request.base_as_started,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)

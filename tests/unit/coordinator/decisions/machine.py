@@ -62,6 +62,8 @@ class Machine:
         self.all: list[effects.Effect] = []
         self.last: list[effects.Effect] = []
         self.ids = itertools.count(1)
+        #: What is staged digests to this, and whether a base is what replicas were started with.
+        self.digest, self.base_as_started = DIGEST, False
         self.tokens: dict[str, int] = {}
         self.refused_rank = -1
         self.refusal: Failure | None = None
@@ -324,7 +326,7 @@ class Machine:
     def stage_all(self, ticket: int) -> None:
         transfer = self.transfer(ticket)
         for rank in range(self.state.groups[transfer.group_id].size):
-            self.stage(ticket, rank)
+            self.stage(ticket, rank, self.digest)
 
     def answer_commits(self, ticket: int, **failures: Failure) -> None:
         """Every replica answers; those named fail."""
@@ -359,6 +361,7 @@ class Machine:
                 0.5,
                 failure,
                 retained,
+                self.base_as_started,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.coordinator.decisions.machine import (
     GONE,
     LAYOUT,
     LOAD_FAILED,
+    SPEC,
     Machine,
 )
 from weft.contract.layout.manifest import WSUM64
@@ -68,6 +70,17 @@ def test_policies_that_are_lost() -> None:
     assert m.value("policies_lost") == 1
     m.do(events.ForgetPolicy(0, "math", False))
     assert m.value("policies_lost") == 0
+
+
+def test_adapters_over_another_base() -> None:
+    m = _pool("r0", policies=("math", "code", "base"))
+    m.run_to(Phase.COMMITTED, adapter=dataclasses.replace(SPEC, trained_on_base_version=0))
+    m.run_to(Phase.COMMITTED, "code", adapter=SPEC)  # nobody knows what that was trained on
+    assert m.value("policies_over_another_base") == 0
+    m.run_to(Phase.COMMITTED, "base")
+    assert m.value("policies_over_another_base") == 1
+    m.run_to(Phase.COMMITTED, adapter=dataclasses.replace(SPEC, trained_on_base_version=1))
+    assert m.value("policies_over_another_base") == 0
 
 
 def test_a_push_that_is_committed() -> None:

@@ -115,8 +115,9 @@ def test_every_rank_learns_the_same() -> None:
 
 
 def test_it_is_said_where_they_differ() -> None:
-    assert Origin(2).remarks(2) == ()
-    assert Origin(0).remarks(1) == ("trained on base@0, served over base@1",)
-    assert Origin(None, "who knows").remarks(0) == (
+    assert Origin(2).remarks(2, is_other=False) == ()
+    assert Origin(0).remarks(7, is_other=False) == ()  # the same bytes under another number
+    assert Origin(0).remarks(1, is_other=True) == ("trained on base@0, served over base@1",)
+    assert Origin(None, "who knows").remarks(0, is_other=False) == (
         "trained on base@?, served over base@0: who knows",
     )

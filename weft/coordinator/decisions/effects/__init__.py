@@ -54,6 +54,7 @@ from weft.coordinator.decisions.effects.questions import (
 )
 from weft.coordinator.decisions.effects.saves import (
     Save,
+    SaveAsStarted,
     SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
@@ -74,6 +75,7 @@ __all__ = [
     "SaveGeneration",
     "SaveNumberFloor",
     "SaveCheckpoint",
+    "SaveAsStarted",
     "SaveEpoch",
     "SavePolicy",
     "SavePolicyDropped",

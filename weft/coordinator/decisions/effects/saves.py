@@ -44,6 +44,15 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True)
+class SaveAsStarted:
+    """A pushed base of this content holds the bytes of base@0; SavePool forgets it."""
+
+    content: bytes
+    durable: bool = False
+    """Replicas tell it again."""
+
+
+@dataclass(frozen=True)
 class SaveEpoch:
     """The newest group's generation."""
 
@@ -118,6 +127,7 @@ Save = (
     | SaveGeneration
     | SaveNumberFloor
     | SaveCheckpoint
+    | SaveAsStarted
     | SaveEpoch
     | SavePolicy
     | SavePolicyDropped

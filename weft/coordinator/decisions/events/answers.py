@@ -48,6 +48,9 @@ class CommitAnswered:
     pause_seconds: float
     failure: Failure | None
     retained: tuple[int, ...] = ()
+    base_as_started: bool = False
+    """Whether the base that it serves now holds the bytes of the checkpoint that it was
+    started with."""
 
 
 @dataclass(frozen=True)

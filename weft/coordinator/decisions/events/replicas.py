@@ -61,6 +61,8 @@ class Register:
     asleep: Asleep | None = None
     out_of_service: OutOfService | None = None
     """The operator's order that it was told last."""
+    base_as_started: bool = False
+    """See ``CommitAnswered.base_as_started``."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Heartbeat:
     asleep: Asleep | None = None
     work: Work | None = None
     """Set while it carries out an order, or its engine owes an answer."""
+    base_as_started: bool = False
+    """See ``CommitAnswered.base_as_started``."""
 
 
 @dataclass(frozen=True)

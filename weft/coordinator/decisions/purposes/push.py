@@ -90,6 +90,7 @@ class Push(Purpose):
     admitted_at: float = 0.0
     """When it was its turn."""
     served_over: int | None = None
+    over_another_base: bool = False
 
     # -- its turn -----------------------------------------------------------------
 
@@ -274,10 +275,12 @@ class Push(Purpose):
             return
         replicas = [change.state.replicas[name] for name in transfer.targets]
         served_over = change.state.vector.base if transfer.adapter else None
+        trained_on = transfer.adapter.trained_on_base_version if transfer.adapter else None
+        is_other = change.state.is_other_base(trained_on)
         transfer = replace(
             course.at_commit_point(change, transfer, replicas),
             content_digest=digest,
-            purpose=replace(self, served_over=served_over),
+            purpose=replace(self, served_over=served_over, over_another_base=is_other),
         )
         policy = replace(
             policy,
@@ -288,6 +291,10 @@ class Push(Purpose):
         )
         change.put_policy(policy)
         change.put_transfer(transfer)
+        if transfer.kind is PolicyKind.BASE:
+            change.state = change.state.with_base_content(
+                transfer.version, transfer.layout.digest, digest
+            )
         record = transfer.record(VersionState.COMMITTED, change.state.wall(change.now))
         change.emit(SaveVersion(record), SavePolicy(policy))
         change.announce(

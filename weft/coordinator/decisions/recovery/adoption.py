@@ -310,6 +310,10 @@ def _adopt(
         failure=None,
     )
     change.put_policy(policy)
+    if is_base:
+        change.state = change.state.with_base_content(
+            number, facts.layout_digest, facts.content_digest
+        )
     change.emit(SaveVersion(record), SavePolicy(policy))
     holders = ", ".join(_holders(change.state, version))
     change.announce(

@@ -132,6 +132,7 @@ def _save(change: Change, fingerprint: str, architecture: str) -> None:
         fingerprint=fingerprint,
         architecture=architecture,
         checkpoint=None,
+        as_started=frozenset(),
         reference_known=False,
     )
     change.emit(SavePool(fingerprint, architecture))

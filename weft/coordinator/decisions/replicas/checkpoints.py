@@ -13,9 +13,19 @@ from weft.contract.checkpoint import CheckpointState
 from weft.contract.errors import NotFoundError
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.effects import Done, EventKind, SaveCheckpoint
+from weft.coordinator.decisions.effects import (
+    Done,
+    EventKind,
+    RoutesChanged,
+    SaveAsStarted,
+    SaveCheckpoint,
+)
+from weft.coordinator.decisions.replicas.replica_state import difference
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import BoundCheckpoint
+
+#: One content in so many layouts.
+_MAX_AS_STARTED = 64
 
 
 def report(change: Change, event: events.ReportCheckpoint) -> None:
@@ -37,6 +47,21 @@ def note(change: Change, replica: Replica) -> None:
     change.put_replica(replica)
     if change.state.checkpoint is None and replica.checkpoint.state is CheckpointState.DIGESTED:
         _bind(change, replica)
+
+
+def note_as_started(change: Change, replica: Replica) -> None:
+    """Take down that the base that a replica serves is what it was started with, as it said,
+    where that is the pool's base@0."""
+    state = change.state
+    content = state.base_contents.get(replica.vector.base)
+    if content is None or content in state.as_started or len(state.as_started) >= _MAX_AS_STARTED:
+        return
+    is_compared = replica.checkpoint.state is CheckpointState.DIGESTED
+    if not is_compared or state.checkpoint is None or difference(state, replica):
+        return
+    change.state = replace(state, as_started=state.as_started | {content})
+    # What is over another base is told with the routes.
+    change.emit(SaveAsStarted(content), RoutesChanged((replica.replica_id,)))
 
 
 def _bind(change: Change, replica: Replica) -> None:

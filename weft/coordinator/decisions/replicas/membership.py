@@ -87,6 +87,8 @@ def register(change: Change, event: events.Register) -> None:
     numbering.versions_heard(change, replica, event.held)
     replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
     checkpoints.note(change, replica)
+    if event.base_as_started:
+        checkpoints.note_as_started(change, replica)
     sleeps.adopt(change, event)
     adopt(change, event)
     answer = RegisterAnswer(
@@ -219,6 +221,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     else:
         replica = holdings.counted(change.state, replica)
     change.put_replica(replica)
+    if is_believed and event.base_as_started:
+        checkpoints.note_as_started(change, replica)
     restart.restore_or_discard(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
     wanted = replica.unrecorded or replica.mistaken or (event.held and not is_believed)

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from typing import Final
 
+from weft.containers.frozen import replace
 from weft.contract.capabilities import Capabilities
 from weft.contract.errors import LeaseFencedError
 from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
@@ -20,11 +22,18 @@ from weft.coordinator.decisions.state.sleep import SleepOrder, SleepWait
 from weft.coordinator.decisions.state.transfer import Transfer
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
+    ContentDigest,
     Failure,
     Phase,
     PolicyKind,
     ReplicaState,
+    base_content,
 )
+
+#: Versions of the base whose content is remembered, the newest; older ones are taken for others.
+MAX_BASE_CONTENTS = 1024
+#: The content of base@0, whose bytes lie in files, in no layout of a push.
+_STARTED_WITH: Final = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +201,10 @@ class PoolState:
     architecture: str = ""
     checkpoint: BoundCheckpoint | None = None
     """What base@0 is; durable, None until a replica has told it."""
+    base_contents: Mapping[int, bytes] = field(default_factory=dict)
+    """By version of the base, ``base_content``; in the catalog with its record. Bounded."""
+    as_started: frozenset[bytes] = frozenset()
+    """Those of them that are the bytes of base@0; durable."""
     checkpoint_unseen_since: float | None = None
     """Since when replicas with another checkpoint are there, and none with this one."""
     epoch: int = 0
@@ -310,6 +323,50 @@ class PoolState:
             t.policy == policy and not t.replica_id and t.phase is not Phase.WAITING
             for t in self.transfers.values()
         )
+
+    def is_other_base(self, trained_on: int | None) -> bool:
+        """Return whether the pool serves a base of another content than an adapter was trained on.
+
+        Numbers do not tell: what is pushed again has a new one.
+
+        Args:
+            trained_on: Version of the base; None, where nobody knows, is no other.
+        """
+        served = self.vector.base
+        if trained_on is None or trained_on == served:
+            return False
+        was, now = (self._content_of_base(version) for version in (trained_on, served))
+        return was is None or was != now
+
+    def is_over_another_base(self, version: PolicyVersion) -> bool:
+        """Return whether an adapter's version can be requested, over another base than it was
+        trained on."""
+        policy = self.policies.get(version.policy)
+        if policy is None or version.version not in policy.versions:
+            return False
+        return self.is_other_base(policy.trained_on.get(version.version))
+
+    def over_another_base(self) -> list[PolicyVersion]:
+        """List the versions that are served over another base than they were trained on, sorted."""
+        return sorted(
+            version
+            for policy in self.policies.values()
+            for number in policy.trained_on
+            if self.is_over_another_base(version := PolicyVersion(policy.name, number))
+        )
+
+    def with_base_content(
+        self, version: int, layout_digest: bytes, digest: ContentDigest
+    ) -> PoolState:
+        """Return the state that remembers the content of a version of the base."""
+        known = {**self.base_contents, version: base_content(layout_digest, digest)}
+        newest = sorted(known)[-MAX_BASE_CONTENTS:]
+        return replace(self, base_contents={number: known[number] for number in newest})
+
+    def _content_of_base(self, version: int) -> bytes | None:
+        """Return what tells the content of a version from that of others; None if unknown."""
+        content = _STARTED_WITH if version == 0 else self.base_contents.get(version)
+        return _STARTED_WITH if content in self.as_started else content
 
     def wall(self, now: float) -> float:
         """``now`` in seconds since 1970."""

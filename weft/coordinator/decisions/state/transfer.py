@@ -107,6 +107,8 @@ class Purpose(ABC):
     """The token of the lease that it was begun under."""
     served_over: int | None = None
     """The version of the base that an adapter was committed over."""
+    over_another_base: bool = False
+    """Whether that is a base of another content than it was trained on."""
     carries_runs: bool = False
     """Whether its buckets list what they carry."""
 

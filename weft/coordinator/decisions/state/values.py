@@ -64,6 +64,12 @@ class ContentDigest:
     size_bytes: int
 
 
+def base_content(layout_digest: bytes, digest: ContentDigest) -> bytes:
+    """What tells the content of a pushed base from that of others: a content digest is one over
+    the tensors of its layout."""
+    return layout_digest + digest.value
+
+
 @dataclass(frozen=True)
 class AdapterSpec:
     """What an adapter is besides its tensors; ``config_digest`` is SHA-256 of the config."""

@@ -20,7 +20,7 @@ from weft.contract.layout.manifest import WSUM64
 from weft.coordinator.decisions import events
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart
-from weft.coordinator.decisions.replicas import holdings, suspects
+from weft.coordinator.decisions.replicas import checkpoints, holdings, suspects
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.pool import PoolState
 from weft.coordinator.decisions.state.replica import Replica
@@ -355,6 +355,8 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         elif event.failure:
             replica = replace(replica, commit_failure=event.failure.message)
         change.put_replica(replica)
+        if event.vector is not None and event.base_as_started:
+            checkpoints.note_as_started(change, replica)
     if transfer and transfer.phase is Phase.COMMITTING:
         pause = max(transfer.pause_seconds, event.pause_seconds)
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))

@@ -226,7 +226,8 @@ def check_group(
 def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | None:
     """Why an adapter is refused that is to be served over the base it was trained on alone."""
     base = state.vector.base
-    if spec.trained_on_base_version == base:
+    is_known = spec.trained_on_base_version is not None
+    if is_known and not state.is_other_base(spec.trained_on_base_version):
         return None
     trained_on = "?" if spec.trained_on_base_version is None else spec.trained_on_base_version
     remedy = (

@@ -93,13 +93,6 @@ export class Pool {
     return on === undefined ? undefined : Number(on);
   }
 
-  /** Whether an adapter is served over another base than it was trained on. */
-  isOverAnotherBase(policy) {
-    if (policy.policy === "base" || !Number(policy.served_version ?? 0)) return false;
-    const on = this.trainedOn(policy);
-    return on !== undefined && on !== Number(this.base?.served_version ?? 0);
-  }
-
   /** Replicas that are there, or were in the time that is shown. */
   rowNames(from) {
     const names = new Set(this.replicas.keys());

@@ -27,7 +27,7 @@ export function drawSummary(pool, now) {
   const longest = pauses.reduce((most, one) => (one.pause > (most?.pause ?? 0) ? one : most), null);
   const fastest = Object.entries(pool.facts.rates).sort((a, b) => b[1].bytes_per_second - a[1].bytes_per_second)[0];
   const base = Number(pool.base?.served_version ?? 0);
-  const strangers = adapters.map((name) => pool.policies.get(name)).filter((policy) => pool.isOverAnotherBase(policy));
+  const strangers = adapters.map((name) => pool.policies.get(name)).filter((policy) => policy.over_another_base);
   const tiles = [
     ["Replicas ready", `${count(ready)} of ${count(total)}`, ready < total ? `${several(total - ready, "replica")} not ready` : total ? "all of them" : "none yet",
       total && ready < total ? "warn" : ""],
@@ -91,7 +91,7 @@ function trainedOn(pool, policy, isBase, served) {
   const on = pool.trainedOn(policy);
   if (on === undefined) return [el("span", { class: "muted" }, "not told")];
   const base = Number(pool.base?.served_version ?? 0);
-  const over = pool.isOverAnotherBase(policy)
+  const over = policy.over_another_base
     ? el("small", { class: "bad" }, `served over ${versionName("base", base)}`) : null;
   return [chip(versionName("base", on), colour(on)), over];
 }

@@ -12,13 +12,14 @@ import logging
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.effects import (
     Save,
+    SaveAsStarted,
     SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
@@ -32,14 +33,16 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft.coordinator.decisions.state.pool import Policy
+from weft.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     BoundCheckpoint,
+    ContentDigest,
     PolicyKind,
     ReplicaState,
     VersionRecord,
     VersionState,
+    base_content,
 )
 from weft.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
 from weft.coordinator.runtime.catalog.file import CatalogFile
@@ -51,6 +54,7 @@ from weft.coordinator.runtime.catalog.schema import (
     create,
 )
 from weft.coordinator.runtime.catalog.tables import (
+    AS_STARTED,
     FORGOTTEN,
     META,
     PINS,
@@ -87,6 +91,8 @@ class Snapshot:
     out_of_service: Mapping[str, OutOfService]
     checkpoint: BoundCheckpoint | None = None
     token_floor: int = 0
+    base_contents: Mapping[int, bytes] = field(default_factory=dict)
+    as_started: frozenset[bytes] = frozenset()
 
 
 class Catalog:
@@ -211,7 +217,21 @@ class Catalog:
             out_of_service,
             checkpoint_from_text(checkpoint),
             token_floor,
+            self._base_contents(),
+            frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
         )
+
+    def _base_contents(self) -> dict[int, bytes]:
+        """The contents of the newest versions of the base that were ever served."""
+        rows = self._read.execute(
+            "SELECT version, layout_digest, digest_value FROM versions WHERE policy=? "
+            "AND state IN (?, ?) AND digest_value IS NOT NULL ORDER BY version DESC LIMIT ?",
+            (BASE_POLICY, VersionState.COMMITTED, VersionState.RETIRED, MAX_BASE_CONTENTS),
+        )
+        return {
+            version: base_content(layout, ContentDigest(0, value, 0))
+            for version, layout, value in rows
+        }
 
     def apply(self, saves: Sequence[Save]) -> None:
         """Write all of ``saves`` in one transaction; on disk when it returns.
@@ -240,8 +260,11 @@ class Catalog:
             case SavePool():
                 model = {"fingerprint": save.fingerprint, "architecture": save.architecture}
                 rows.change(META, {}, **model, base_checkpoint="")
+                rows.delete(AS_STARTED, {})
             case SaveCheckpoint():
                 rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
+            case SaveAsStarted():
+                rows.put(AS_STARTED, (save.content,))
             case SaveGeneration():
                 rows.change(META, {}, generation=save.generation)
             case SaveNumberFloor():

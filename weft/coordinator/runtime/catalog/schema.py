@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from weft.coordinator.runtime.catalog.errors import CatalogError, damaged
-from weft.coordinator.runtime.catalog.tables import COUNTS, FORGOTTEN_POLICIES, Rows
+from weft.coordinator.runtime.catalog.tables import (
+    BASES_AS_STARTED,
+    COUNTS,
+    FORGOTTEN_POLICIES,
+    Rows,
+)
 
 #: "WEFT": tells a Weft catalog from any other SQLite file.
 APPLICATION_ID: Final = 0x57454654
@@ -62,6 +67,7 @@ _STEPS: Final = (
     _RETENTION_AND_WITHDRAWN,
     _NUMBER_FLOOR + _PROVENANCE + COUNTS,
     FORGOTTEN_POLICIES,
+    BASES_AS_STARTED,
 )
 SCHEMA_VERSION: Final = len(_STEPS)
 #: From this one on rows have checksums, and tables counts.

@@ -167,7 +167,10 @@ WITHDRAWN: Final = Table(
     {"standing": ReplicaState},
 )
 FORGOTTEN: Final = Table("forgotten", {"name": str}, ("name",), "that a policy was forgotten")
-TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN)
+AS_STARTED: Final = Table(
+    "as_started", {"content": bytes}, ("content",), "that a pushed base holds the bytes of base@0"
+)
+TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN, AS_STARTED)
 
 #: Schema 4: what this file adds to each table that was there.
 COUNTS: Final = """
@@ -176,12 +179,17 @@ CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
     f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
     f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
     for table in TABLES
-    if table is not FORGOTTEN
+    if table not in (FORGOTTEN, AS_STARTED)
 )
 #: Schema 5.
 FORGOTTEN_POLICIES: Final = """
 CREATE TABLE forgotten (name TEXT PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
 INSERT INTO counts VALUES ('forgotten', 0);
+"""
+#: Schema 6.
+BASES_AS_STARTED: Final = """
+CREATE TABLE as_started (content BLOB PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
+INSERT INTO counts VALUES ('as_started', 0);
 """
 
 

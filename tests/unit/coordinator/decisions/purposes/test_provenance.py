@@ -6,10 +6,21 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tests.unit.coordinator.decisions.machine import SPEC, Machine, saved_versions
+import pytest
+
+from tests.unit.coordinator.decisions.machine import (
+    CAPABILITIES,
+    DIGEST,
+    OTHER_LAYOUT,
+    SPEC,
+    Machine,
+    saved_versions,
+)
+from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
 from weft.contract.errors import InvalidAdapterError
-from weft.contract.names import provenance
-from weft.coordinator.decisions import effects
+from weft.contract.names import PolicyVersion, provenance
+from weft.coordinator.decisions import effects, events
+from weft.coordinator.decisions.state import pool
 from weft.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
 from weft.coordinator.runtime.catalog.database import Catalog
 
@@ -102,3 +113,113 @@ def test_a_base_that_never_was_is_refused_at_begin() -> None:
         assert f"base@{never}, which never was: the newest number of the base is 1" in error.message
     for was in (0, 1):
         m.run_to(Phase.COMMITTED, adapter=_spec(was))
+
+
+CHECKPOINT = Checkpoint(CheckpointState.DIGESTED, b"c" * 32)
+MATH_1 = PolicyVersion("math", 1)
+
+
+def _started_with_files(checkpoint: Checkpoint = CHECKPOINT) -> Machine:
+    m = Machine()
+    m.register("r0", checkpoint=CHECKPOINT)
+    m.register("r1", checkpoint=checkpoint)
+    m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
+    m.acquire("math")
+    m.acquire("base", "t2")
+    return m
+
+
+def _push_base(m: Machine, content: bytes, *, as_started: bool = False, **changes: Any) -> None:
+    m.digest = dataclasses.replace(DIGEST, value=content * 8)
+    m.base_as_started = as_started
+    m.run_to(Phase.COMMITTED, "base", **changes)
+
+
+def _tell_as_started(m: Machine, replica_id: str) -> None:
+    """A heartbeat, late enough to be believed."""
+    m.pass_time(3.0)
+    replica = m.state.replicas[replica_id]
+    incarnation, vector = replica.incarnation, replica.vector
+    m.do(events.Heartbeat(0, replica_id, incarnation, vector, 0, base_as_started=True))
+
+
+def test_what_decides_is_the_content_and_not_the_number() -> None:
+    m = _pool()
+    _push_base(m, b"a")
+    m.run_to(Phase.COMMITTED, adapter=_spec(1))
+    assert not m.state.is_over_another_base(MATH_1)
+    _push_base(m, b"b")
+    assert m.state.is_over_another_base(MATH_1)
+    assert m.error(_begin(m, 1)).reason == "BASE_MISMATCH"
+    _push_base(m, b"a")  # base@3 is base@1 again
+    assert not m.state.is_over_another_base(MATH_1)
+    assert m.state.is_other_base(2)
+    purpose = m.transfer(m.run_to(Phase.COMMITTED, adapter=_spec(1))).purpose
+    assert (purpose.served_over, purpose.over_another_base) == (3, False)
+    assert m.transfer(_begin(m, 1)).version  # it is not refused
+
+
+def test_the_same_digest_in_another_layout_is_another_content() -> None:
+    m = _pool()
+    _push_base(m, b"a")
+    m.run_to(Phase.COMMITTED, adapter=_spec(1))
+    _push_base(m, b"a", layout=OTHER_LAYOUT)
+    assert m.state.is_over_another_base(MATH_1)
+
+
+def test_the_bytes_of_base_0_pushed_again_are_base_0() -> None:
+    m = _started_with_files()
+    m.run_to(Phase.COMMITTED, adapter=_spec(0))
+    _push_base(m, b"b")
+    assert m.state.over_another_base() == [MATH_1]
+    _push_base(m, b"a", as_started=True)
+    assert not m.state.over_another_base()
+    _push_base(m, b"b")
+    assert m.state.is_over_another_base(MATH_1)
+    _push_base(m, b"a")  # nobody need say it again
+    assert not m.state.is_other_base(0)
+    assert not m.state.is_other_base(2)
+    assert m.transfer(_begin(m, 0)).version  # it is not refused
+
+
+def test_a_heartbeat_says_it_too_once_the_files_are_read() -> None:
+    m = _started_with_files()
+    _push_base(m, b"a")
+    assert m.state.is_other_base(0)
+    _tell_as_started(m, "r0")
+    assert not m.state.is_other_base(0)
+    assert m.found(effects.RoutesChanged)  # readers of the routes hear of it
+    _tell_as_started(m, "r0")
+    assert not m.found(effects.SaveAsStarted)
+
+
+@pytest.mark.parametrize("other", [READING, DUMMY, Checkpoint(CheckpointState.DIGESTED, b"d" * 32)])
+def test_who_was_started_with_something_else_does_not_speak_for_base_0(other: Checkpoint) -> None:
+    m = _started_with_files(other)
+    _push_base(m, b"a")
+    _tell_as_started(m, "r1")
+    assert m.state.is_other_base(0)
+
+
+def test_what_is_not_remembered_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_BASE_CONTENTS", 2)
+    m = _pool()
+    for content in (b"a", b"b", b"a"):
+        _push_base(m, content)
+    assert sorted(m.state.base_contents) == [2, 3]
+    assert m.state.is_other_base(1)
+
+
+def test_contents_are_durable(catalog_path: Path) -> None:
+    m = _started_with_files()
+    _push_base(m, b"a", as_started=True)
+    _push_base(m, b"b")
+    saves = effects.SavePool | effects.SavePolicy | effects.SaveVersion | effects.SaveAsStarted
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([e for e in m.all if isinstance(e, saves)])
+    known = catalog.snapshot()
+    assert known.base_contents == m.state.base_contents
+    assert known.as_started == m.state.as_started == {m.state.base_contents[1]}
+    catalog.apply([effects.SavePool("", "")])  # base@0 is another then
+    assert catalog.snapshot().as_started == frozenset()
+    catalog.close()
