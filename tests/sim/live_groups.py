@@ -10,7 +10,7 @@ from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpo
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.state.group import Group
 from weft.coordinator.decisions.state.progress import Activity, Word
-from weft.coordinator.runtime.live_group import Watermark
+from weft.coordinator.runtime.live_groups import Watermark
 
 
 class _LiveGroup:

@@ -25,8 +25,7 @@ from weft.coordinator.decisions.transfers.preflight import check_fit
 from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft.coordinator.runtime.live_groups import LiveGroups
 from weft.coordinator.runtime.manifests import LayoutCache, ReferenceCache, describe_held, look_up
-from weft.coordinator.runtime.replica_client import ReplicaCaller
-from weft.coordinator.runtime.replica_reader import ReplicaReader
+from weft.coordinator.runtime.replica_client import ReplicaCaller, ReplicaReader
 from weft.coordinator.runtime.watchers import Feed, RouteFeed
 from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.tracing import untraced

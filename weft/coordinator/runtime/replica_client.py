@@ -1,38 +1,51 @@
-"""Calls to replicas: each with a deadline, its outcome posted as an event."""
+"""Channels to replicas, questions that change nothing, and orders.
+
+Each call has a deadline; the outcome of an order is posted as an event.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Final
 
 import grpc
 
+from weft.contract.errors import REASONS, NotFoundError, WeftError
+from weft.contract.layout.manifest import Manifest
+from weft.contract.names import PolicyVersion
 from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Failure
+from weft.coordinator.decisions.state.values import Failure, VersionFacts
 from weft.coordinator.messages.sleep import asleep_from_proto, sleep_request
 from weft.coordinator.messages.wire import (
     adapter_to_proto,
     digest_to_proto,
+    facts_from_proto,
     group_to_proto,
     held_to_proto,
 )
-from weft.coordinator.runtime.replica_reader import ReplicaReader, failure_of
 from weft.rpc.bounds import MAX_TEXT_CHARS
+from weft.rpc.channel import open_aio_channel
 from weft.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
     vector_from_proto,
     version_to_proto,
 )
+from weft.rpc.inbound import CheckedChannel
+from weft.rpc.manifest_codec import ManifestDecoder
+from weft.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft.rpc.status import error_from_rpc
 from weft.tracing import call_metadata, untraced
-from weft.v1 import replica_pb2
+from weft.v1 import replica_pb2, replica_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
 
+_DESCRIBE_SECONDS: Final = 60.0
+_DIGEST_SECONDS: Final = 600.0
+_GRACE_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 10.0
 # Beyond the time after which a replica that says nothing is given up: the call itself does
 # not end before that.
@@ -45,6 +58,85 @@ _REFUSE_SECONDS: Final = 5.0
 _BEGUN_AT_ONCE: Final = 16
 # Before the second batch: the time that an answer takes to leave a quiet loop.
 _HEAD_START_SECONDS: Final = 0.005
+
+
+class ReplicaReader:
+    """The channels to replicas, and questions that change nothing.
+
+    Args:
+        credentials: What is shown to replicas.
+    """
+
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._credentials = credentials
+        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
+
+    async def close_channel(self, address: str) -> None:
+        """Let go of an address; calls under way have a second to end."""
+        entry = self._channels.pop(address, None)
+        if entry is not None:
+            await entry[0].close(grace=_GRACE_SECONDS)
+
+    async def close(self) -> None:
+        """Close every channel."""
+        for channel, _ in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def stub(self, address: str) -> Any:
+        """For calls to the replica at ``address``."""
+        if address not in self._channels:
+            channel = open_aio_channel(address, self._credentials)
+            # The generated stub is typed for the channels of grpc alone.
+            checked: Any = CheckedChannel(channel, f"the replica at {address}")
+            self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))
+        return self._channels[address][1]
+
+    async def describe(self, address: str, version: PolicyVersion) -> Manifest:
+        """The manifest of a version that the replica at ``address`` holds.
+
+        Raises:
+            WeftError: It does not answer, or holds no copy.
+        """
+        decoder = ManifestDecoder()
+        request = replica_pb2.DescribeVersionRequest(version=version_to_proto(version))
+        try:
+            call = self.stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
+            async for response in call:
+                decoder.add(response.chunk)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        return await asyncio.to_thread(decoder.finish)
+
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+        """What is to be recorded of a version that the replica at ``address`` holds with
+        that digest.
+
+        Raises:
+            WeftError: It does not answer, or does not hold it.
+        """
+        request = replica_pb2.DescribeVersionRequest(
+            version=version_to_proto(version), facts_of_digest=digest
+        )
+        try:
+            call = self.stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
+            async for response in call:
+                return facts_from_proto(response.facts)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        raise NotFoundError(f"the replica at {address} says nothing of {version}")
+
+    async def digests(
+        self, replica_id: str, address: str, version: PolicyVersion
+    ) -> AsyncGenerator[types_pb2.TensorDigestChunk, None]:
+        """Digests of a version's tensors, as the replica makes them now; raises as it does."""
+        request = replica_pb2.DigestVersionRequest(version=version_to_proto(version))
+        try:
+            stub = self.stub(address)
+            async for response in stub.DigestVersion(request, timeout=_DIGEST_SECONDS):
+                yield response.chunk
+        except grpc.RpcError as error:
+            raise failure_of(error, replica_id).error() from error
 
 
 class ReplicaCaller:
@@ -242,13 +334,15 @@ class ReplicaCaller:
         request: Any,
         timeout_seconds: float,
     ) -> None:
-        vector, pause, retained, failure = None, 0.0, (), None
+        vector, pause, retained, as_started, failure = None, 0.0, (), False, None
         try:
             metadata = self._metadata(call.transfer_id)
             response = await method(request, timeout=timeout_seconds, metadata=metadata)
             vector = vector_from_proto(response.version_vector)
             pause = duration_from_proto(response.pause)
             retained = tuple(response.retained_base_versions)
+            # SwitchVersion's answer has none: what comes of it, a heartbeat says.
+            as_started = getattr(response, "base_as_started", False)
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)
             _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,
@@ -262,6 +356,7 @@ class ReplicaCaller:
                 pause,
                 failure,
                 retained,
+                as_started,
             )
         )
 
@@ -377,3 +472,14 @@ def _unanswered(call: effects.ReplicaCall, failure: Failure) -> events.Event | N
         case effects.CallWake():
             return events.WakeAnswered(call.replica_id, call.incarnation, failure, "")
     return None
+
+
+def failure_of(error: grpc.RpcError, replica_id: str) -> Failure:
+    """The outcome of a failed call; no answer at all means that the peer is gone, and so
+    does one that nobody can make sense of."""
+    typed: WeftError = error_from_rpc(error)
+    reason = typed.reason
+    if reason == "COORDINATOR_AWAY" or reason not in REASONS:
+        reason = "PEER_GONE"
+    metadata = {key: value[:MAX_TEXT_CHARS] for key, value in typed.metadata.items()}
+    return Failure(reason, typed.message[:MAX_TEXT_CHARS], {**metadata, "member": replica_id})

@@ -11,8 +11,7 @@ from typing import Any, Final
 import grpc
 
 from weft.contract.errors import InvalidRequestError, NotReadyError, WeftError
-from weft.coordinator.runtime.live_group import RankLink
-from weft.coordinator.runtime.live_groups import LiveGroups
+from weft.coordinator.runtime.live_groups import LiveGroups, RankLink
 from weft.coordinator.runtime.manifests import LayoutCache
 from weft.rpc.bounds import check_revision
 from weft.rpc.codec import duration_from_proto

@@ -22,8 +22,7 @@ from weft.coordinator.decisions.state.group import Group, Member
 from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft.coordinator.decisions.state.values import Failure, PolicyKind
 from weft.coordinator.messages.wire import group_to_proto
-from weft.coordinator.runtime.live_group import RankLink, Watermark
-from weft.coordinator.runtime.live_groups import LiveGroups
+from weft.coordinator.runtime.live_groups import LiveGroups, RankLink, Watermark
 from weft.rpc.codec import send_plan_from_proto
 from weft.v1 import rendezvous_pb2
 
