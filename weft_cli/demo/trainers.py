@@ -1,8 +1,10 @@
 """The demo's two trainers, each a process of its own; neither has vLLM loaded.
 
 ``python -m weft_cli.demo.trainers lora|base COORDINATOR MODEL OUT``: at each line
-"push" on standard input, train a little, push, save what was pushed under OUT for
-the reference, and answer one line of JSON.
+"push BASE" on standard input, train a little, push, save what was pushed under OUT for
+the reference, and answer one line of JSON. BASE is the version of the base that the pool
+serves: an adapter is trained on that one, as it was saved, and no other is pushed under it.
+At a line "again" the base trainer pushes what it pushed last.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ def lora_trainer(coordinator: str, model_path: Path, out: Path) -> None:
     config = LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
     )
-    model = get_peft_model(load_model(model_path), config)
+    trained: dict[PolicyVersion, Any] = {}
 
-    def push(publisher: Publisher, number: int) -> PolicyVersion:
+    def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> None:
+        assert base is not None, "an adapter is trained on a base"
+        if base not in trained:
+            path = out / str(base) if base.version else model_path
+            trained[base] = get_peft_model(load_model(path), config)
+        model = trained[base]
         train(model, seed=number)
-        version = publisher.push_adapter(model, "math")
+        version = publisher.push_adapter(model, "math", base_version=base.version)
         model.save_pretrained(out / str(version))
-        return version
 
     _serve("lora-trainer", coordinator, push)
 
@@ -59,11 +65,12 @@ def base_trainer(coordinator: str, model_path: Path, out: Path) -> None:
     """Fine-tune every weight with plain torch; push the base."""
     model = load_model(model_path)
 
-    def push(publisher: Publisher, number: int) -> PolicyVersion:
-        train(model, seed=100 + number)
+    def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> None:
+        if base is not None:
+            train(model, seed=100 + number)
         version = publisher.push_base(model)
-        model.save_pretrained(out / str(version))
-        return version
+        if base is not None:
+            model.save_pretrained(out / str(version))
 
     _serve("base-trainer", coordinator, push)
 
@@ -72,9 +79,10 @@ def _serve(trainer_id: str, coordinator: str, push: Any) -> None:
     with Publisher(coordinator, trainer_id=trainer_id, timeout_seconds=60) as publisher:
         print(json.dumps({"ready": True}), flush=True)
         for number, line in enumerate(sys.stdin):
-            if line.strip() != "push":
+            order, _, base = line.strip().partition(" ")
+            if order not in ("push", "again"):
                 break
-            push(publisher, number)
+            push(publisher, number, PolicyVersion.parse(base) if base else None)
             report = publisher.last_report
             assert report is not None
             answer = {
