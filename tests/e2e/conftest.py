@@ -19,6 +19,7 @@ _SHARE_ENGINES = {
     "test_vllm_engine_adapters.py",
     "test_vllm_engine_base.py",
     "test_vllm_engine_workers.py",
+    "test_vllm_layerwise_reload.py",
 }
 
 

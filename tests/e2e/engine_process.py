@@ -30,15 +30,6 @@ from tests.models import adapter_config
 from weft.contract.capabilities import RunningRequests
 from weft.contract.names import PolicyVersion
 
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 _ARGS = [
     *("--enforce-eager", "--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "16"),
     *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
@@ -74,7 +65,8 @@ class EngineProcess:
 
     def start(self) -> EngineProcess:
         """Return once the OpenAI server listens."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.e2e.preloaded"])
         self._pipe, theirs = context.Pipe()
         self._ids, self._waiting = itertools.count(), dict[int, Future[Any]]()
         self._lock = threading.Lock()
@@ -227,8 +219,10 @@ class EngineProcess:
 def run_child(
     pipe: Connection, argv: list[str], staging: Staging, running_requests: RunningRequests
 ) -> None:
-    """Serve until the pipe ends."""
-    os.environ.update(_ENVIRONMENT)
+    """Serve until the pipe ends; runs in a fork of a process that has imported vLLM."""
+    from tests.e2e import preloaded
+
+    preloaded.fork_processes(pipe)
     asyncio.run(_serve(pipe, argv, staging, running_requests))
 
 

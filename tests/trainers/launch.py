@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.trainers.forked import ForkedRank
 from weft_cli.demo.processes import Process
 
 _START_SECONDS = 120.0
@@ -53,14 +54,21 @@ def running_ranks(
     """Ranks that have met and wait for commands.
 
     Args:
-        env: Further environment of some ranks.
+        env: Further environment of some ranks; each is a process from the start then, because
+            some of it may be read at import.
     """
     with ExitStack() as stack:
         processes = []
         for rank in range(size):
-            args = ("-m", "tests.trainers.process", str(rank), str(size),
-                    str(work / "store"), target)  # fmt: skip
-            process = Process(f"rank-{rank}", args, work, ENV | (env or {}).get(rank, {}))
+            args = (str(rank), str(size), str(work / "store"), target)
+            process = (
+                ForkedRank(f"rank-{rank}", args, work, ENV)
+                if env is None
+                else Process(
+                    f"rank-{rank}", ("-m", "tests.trainers.process", *args), work,
+                    ENV | env.get(rank, {}),
+                )
+            )  # fmt: skip
             stack.callback(process.stop)
             processes.append(process)
         for process in processes:

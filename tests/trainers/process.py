@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -358,6 +359,8 @@ class Rank:
 
 def main() -> None:
     """Serve until standard input closes."""
+    # A shell has what it starts in the background ignore it; a test interrupts a rank.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, size, store, target = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
     backend = "gloo"
