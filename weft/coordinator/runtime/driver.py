@@ -176,6 +176,7 @@ class Driver:
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(_away())
+                    future.exception()  # its caller may be gone: nobody is told of that then
             self._calls.clear()
 
     async def _tick(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -74,6 +75,21 @@ async def test_a_catalog_that_cannot_be_written_ends_the_coordinator(catalog_pat
     with pytest.raises(PeerUnavailableError):
         await driver.call(_acquire("p"))  # type: ignore[arg-type]
     await driver.stop()
+    catalog.close()
+
+
+async def test_a_call_that_nobody_awaits_any_more_ends_in_silence(catalog_path: Path) -> None:
+    said: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+    driver, catalog = _driver(catalog_path)
+    driver.start()
+    call = driver.call(_acquire("p"))  # type: ignore[arg-type]
+    call.send(None)  # it waits, in no task: as where its server has been stopped
+    await driver.stop()
+    call.close()
+    del call
+    gc.collect()
+    assert said == []
     catalog.close()
 
 
