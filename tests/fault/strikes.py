@@ -348,11 +348,14 @@ def _rank(strike: Strike) -> None:
 
 
 def _vllm_replica(strike: Strike) -> None:
+    from rollout_side.agent import generate_servicer
     from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
 
     match strike.point:
         case "inside commit":  # the workers have loaded, the KV cache is still the old one
             _before(BaseSwitch, "_forget_old_base", strike)
+        case "in a generation":  # the first tokens of an answer are about to leave
+            _before(generate_servicer, "_response", strike)
 
 
 def _coordinator(strike: Strike) -> None:
@@ -361,6 +364,9 @@ def _coordinator(strike: Strike) -> None:
 
     if strike.point == "at a bucket":
         _before(live_groups.LiveGroups, "_verified", strike, _count(3 * BUCKET, strike))
+        return
+    if strike.point == "at the first bucket":
+        _before(live_groups.LiveGroups, "_verified", strike)
         return
     if strike.point == "inside commit":
 
@@ -427,7 +433,7 @@ ROLES = {
     "replica worker, over gloo": Role(VICTIM, _worker, POINTS[1:4], over_gloo=True),
     "coordinator, in place": Role("coordinator", _coordinator, _FROM_A_BUCKET, in_place=True),
 }
-#: Those of ``tests.fault.real``, with vLLM.
+#: Those of ``tests.fault.real`` and ``tests.integrations.struck``, with vLLM.
 REAL_ROLES = {"vllm replica": Role(VICTIM, _vllm_replica)}
 #: Role, point and signal of every case.
 CASES = [

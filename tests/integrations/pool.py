@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tests.integrations.models import make_chat_model
 
@@ -50,8 +51,16 @@ def serving(folder: Path) -> Iterator[Served]:
 
 
 @contextmanager
+def serving_struck(folder: Path) -> Iterator[Served]:
+    """Three such replicas, two of which are killed: see ``struck.py``."""
+    model = make_chat_model(folder / "model")
+    with running_pool(folder, model, num_replicas="struck") as pool:
+        yield Served(pool, folder)
+
+
+@contextmanager
 def running_pool(
-    folder: Path, model: Path, *args: str, num_replicas: int = 1
+    folder: Path, model: Path, *args: str, num_replicas: int | Literal["struck"] = 1
 ) -> Iterator[RunningPool]:
     """A coordinator and real vLLM replicas that serve ``model``, all ready.
 

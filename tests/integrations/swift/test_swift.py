@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from swift.infer_engine.protocol import RequestConfig
 
 from tests.integrations.parity import MAX_ERROR, MIN_CHANGE, error, sampled, version
-from tests.integrations.pool import ROOT, Served, serving
+from tests.integrations.pool import ROOT, Served, serving, serving_struck
+from tests.integrations.strike_points import check_struck, in_generation, in_push
 from tests.integrations.swift.train import NUM_STEPS
 from trainer_side import PolicyVersion, Sampling
 from trainer_side.integrations.swift import WeftClient
@@ -66,6 +68,12 @@ def test_what_is_trained_by_grpo_is_served_at_each_step(
     if policy == "base":
         before = version(sampled(served.pool.coordinator, "base"))
     results = train(served, num_ranks, policy, tuner)
+    check(results, before)
+    assert error(sampled(served.pool.coordinator, policy), served.model) > MIN_CHANGE
+
+
+def check(results: dict[str, Any], before: int = 0) -> None:
+    """Each step has pushed what was trained, and learnt from what was pushed."""
     versions = [push["version"] for push in results["pushes"]]
     assert versions == [before + 1 + step for step in range(NUM_STEPS)]
     for push in results["pushes"]:
@@ -73,7 +81,13 @@ def test_what_is_trained_by_grpo_is_served_at_each_step(
     assert len(results["log"]) == NUM_STEPS
     for step in results["log"]:
         assert step["rollout_correction/log_ppl_abs_diff"] <= MAX_ERROR, step
-    assert error(sampled(served.pool.coordinator, policy), served.model) > MIN_CHANGE
+
+
+def test_a_training_goes_on_where_replicas_are_killed(tmp_path: Path) -> None:
+    """One as it generates, one as it receives a push."""
+    with serving_struck(tmp_path) as struck:
+        check(train(struck, 1, "math", "lora"))
+        check_struck(in_generation(tmp_path), in_push(tmp_path))
 
 
 class Template:

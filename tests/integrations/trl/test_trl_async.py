@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.replicas import LORA_ARGS, running_coordinator, running_replicas
+from tests.integrations.trl.async_training import check_samples, train_async
 from tests.models import make_model
-from weft_cli.demo.processes import Process
-
-_SECONDS = 240.0
-_RATIO_ERROR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -26,14 +23,7 @@ class Pool:
 
     def train(self, policy: str, staleness: int, steps: int) -> dict[str, Any]:
         """How a training went."""
-        args = ("-m", "tests.integrations.trl.async_trainer", self.target, str(self.model),
-                str(self.work), policy, str(staleness), str(steps))  # fmt: skip
-        env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        process = Process(f"async-{policy}-{staleness}", args, self.work, env)
-        try:
-            return process.answer(_SECONDS)
-        finally:
-            process.stop()
+        return train_async(self.work, self.target, self.model, policy, staleness, steps)
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +42,6 @@ def test_versions_are_asked_for_that_the_pool_keeps(pool: Pool) -> None:
     assert outcome["error"] == "INVALID_REQUEST"
     assert "`weft retain few 6`" in outcome["message"]
     assert outcome["versions"] == []
-
-
-def check_samples(outcome: dict[str, Any], steps: int) -> list[bool]:
-    """What the trainer pushed and how stale samples may be; whether each sample was made by the
-    weights of the version that TRL takes it to be of, or of a later one."""
-    assert "error" not in outcome, outcome
-    first = outcome["versions"][0]
-    assert outcome["versions"] == list(range(first, first + steps + 1))
-    assert len(outcome["logs"]) == steps
-    # What is trained first was made by just these weights. (TRL takes what comes next from its
-    # queue before it trains, and counts staleness then.)
-    assert outcome["logs"][0] == {"ratio": pytest.approx(1, abs=_RATIO_ERROR), "staleness": 0}
-    # Weights of different versions are told apart by it.
-    errors = [error for sample in outcome["samples"] for error in sample["errors"].values()]
-    assert max(errors) > 10 * _RATIO_ERROR
-    return [
-        min(
-            error
-            for version, error in sample["errors"].items()
-            if int(version) >= sample["version"]
-        )
-        <= _RATIO_ERROR
-        for sample in outcome["samples"]
-    ]
 
 
 # The base last: it would be under the adapters.

@@ -31,7 +31,8 @@ from tests.integrations.parity import (
     sampled,
     version,
 )
-from tests.integrations.pool import ROOT, Served, serving
+from tests.integrations.pool import ROOT, Served, serving, serving_struck
+from tests.integrations.strike_points import check_struck, in_generation, in_push
 from tests.integrations.verl.train import NUM_STEPS, configured
 from tests.models import draw_base, load_hf
 from trainer_side import Sampling
@@ -95,6 +96,14 @@ def test_full_weights_of_two_ranks_are_trained_by_grpo_and_served_at_each_step(
     group = sampled(served.pool.coordinator, "base")
     assert version(group) == before + NUM_STEPS + 1
     assert error(group, served.model) > MIN_CHANGE
+
+
+def test_a_training_goes_on_where_replicas_are_killed(tmp_path: Path) -> None:
+    """One as it generates, one as it receives a push."""
+    with serving_struck(tmp_path) as struck:
+        check_steps(train(struck, 1, policy="math"))
+        check_struck(in_generation(tmp_path), in_push(tmp_path))
+        assert version(sampled(struck.pool.coordinator, "math")) == NUM_STEPS + 1
 
 
 @ray.remote(num_cpus=0)
