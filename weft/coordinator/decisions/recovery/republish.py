@@ -17,7 +17,11 @@ from weft.containers.frozen import replace
 from weft.contract.names import BASE_POLICY, PolicyVersion
 from weft.coordinator.decisions.change import Change
 from weft.coordinator.decisions.effects import EventKind
-from weft.coordinator.decisions.replicas.replica_state import wants, who_publishes
+from weft.coordinator.decisions.replicas.replica_state import (
+    lacked_adapters,
+    wants,
+    who_publishes,
+)
 from weft.coordinator.decisions.state.pool import PoolState, Republish, live_lease
 from weft.coordinator.decisions.state.replica import Replica, holds
 
@@ -42,7 +46,7 @@ def watch(change: Change) -> None:
     lacked = {
         version.policy: version.version
         for replica in reachable
-        for version in wants(state, replica)
+        for version in (*wants(state, replica), *_in_vain(change, replica))
         if version in unheld
     }
     republish = {}
@@ -64,6 +68,19 @@ def watch(change: Change) -> None:
     if lost != state.lost:
         change.touched_all = True
     change.state = replace(change.state, republish=republish, lost=lost)
+
+
+def _in_vain(change: Change, replica: Replica) -> list[PolicyVersion]:
+    """List the adapters that nobody owns and a replica lacks that must be repaired by a base
+    first: it may wait for that long, and nobody is asked for them, but lost they are."""
+    if not replica.dirty_reason:
+        return []
+    state = change.state
+    return [
+        version
+        for version in lacked_adapters(state, replica)
+        if live_lease(state.policies[version.policy], change.now) is None
+    ]
 
 
 def _unheld(state: PoolState, holders: Sequence[Replica]) -> set[PolicyVersion]:

@@ -302,6 +302,13 @@ def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
         return [base] if takes_base else []
     takes_base &= BASE_POLICY not in state.in_question
     found = [base] if takes_base and replica.vector.base != pool.base else []
+    return found + lacked_adapters(state, replica)
+
+
+def lacked_adapters(state: PoolState, replica: Replica) -> list[PolicyVersion]:
+    """List the kept adapter versions that a replica does not serve, each policy's from the
+    oldest on; whether it can be brought them now or not."""
+    pool, found = state.vector, list[PolicyVersion]()
     if replica.vector == pool or not replica.capabilities.lora_enabled:
         return found
     for name, entry in sorted(pool.adapters.items()):

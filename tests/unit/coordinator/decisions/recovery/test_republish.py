@@ -279,6 +279,20 @@ def test_a_base_that_is_lost_keeps_replicas_out_until_the_pool_goes_back() -> No
     assert _state(m)[0] is ReplicaState.READY
 
 
+def test_an_adapter_is_lost_though_the_one_replica_waits_for_a_base() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.do(events.Leave(0, "r0", "i1"))
+    m.register("r0", "i2", dirty_reason="the engine broke")
+    m.pass_time(AFTER_SECONDS + 1)
+    assert not m.state.lost
+    assert not _announced(m), "its owner could not push it"
+    _release(m, "math")
+    m.pass_time(AFTER_SECONDS + 1)
+    assert m.state.lost == {"math": 1}
+
+
 def test_a_base_that_replicas_serve_without_a_copy_is_not_lost() -> None:
     m = Machine().pool("r0")
     m.retain_base = 0
