@@ -169,8 +169,9 @@ def _settle(change: Change, name: str, question: Question) -> None:
     unrecorded = {h.version.version for r in state.replicas.values() for h in r.unrecorded
                   if h.version.policy == name}  # fmt: skip
     stands = _stands_for(state, policy) - unrecorded
-    if policy.kind is PolicyKind.ADAPTER:
-        stands &= set(policy.versions)
+    # A replica that is to be repaired serves a number of which it holds nothing any more.
+    is_adapter = policy.kind is PolicyKind.ADAPTER
+    stands &= {*policy.versions} if is_adapter else {0, *state.base_contents}
     shown = " and ".join(f"{name}@{number}" for number in sorted(stands))
     if not stands or stands == {question.served}:
         return

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.coordinator.decisions.recovery.adoption import ADOPTED
 from weft.coordinator.decisions.recovery.republish import publish_again_version
 from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.pool import PoolState
+from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import OutOfService
 from weft.coordinator.decisions.state.values import (
     Failure,
     HeldVersion,
     Phase,
+    PolicyKind,
     ReplicaState,
     VersionState,
 )
@@ -416,6 +417,21 @@ def test_a_rollback_that_an_older_copy_does_not_know_stands() -> None:
     assert ready(m) == ["r0", "r1"]
     assert m.ever(effects.SavePolicy)[-1].policy.served_version == 1
     assert [e.subject for e in m.ever(effects.Announce) if e.kind == "rolled_back"] == ["math@1"]
+
+
+def test_a_base_that_an_older_copy_never_knew_is_not_gone_back_to() -> None:
+    """A replica that must be repaired has nothing of what it serves: nothing can be recorded."""
+    m = _older_copy()
+    base = Policy(BASE_POLICY, PolicyKind.BASE, last_version=2, served_version=2, versions=(2,))
+    policies = {**m.state.policies, BASE_POLICY: base}
+    m.state = dataclasses.replace(m.state, policies=policies, base_contents={1: A, 2: B})
+    m.register("r0", vector=VersionVector(5), dirty_reason="its weights were discarded",
+               last_generation=1, last_epoch=m.state.opened_epoch + 1,
+               last_coordinator_id="first")  # fmt: skip
+    assert BASE_POLICY in m.state.in_question
+    m.pass_time(6.0)
+    assert BASE_POLICY not in m.state.in_question
+    assert m.state.vector.base == 2
 
 
 def test_where_a_name_stands_for_what_the_copy_says_that_is_served_and_said() -> None:
