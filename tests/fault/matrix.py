@@ -73,7 +73,7 @@ class Case:
             self.start_replica(name, armed=name == VICTIM)
         self.start_trainer(armed=True)
         self.is_stuck = strike.signal in _STUCK.get(strike.role, ())
-        if self.is_stuck:
+        if self.is_stuck or strike.point == RETIRE:
             self._start("other", "tests.fault.trainer", self.listen, "--adapter", armed=False)
             self.processes["other"].line(lambda text: text == "ready", 60)
 

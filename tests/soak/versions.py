@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,6 +113,8 @@ def soak(work: Path, *, minutes: float, seed: int, say: Callable[[str], None]) -
     base = make_model("qwen2", work / "model", seed=FIRST_SEED)
     judge = Judge(base, ledger, outcome)
     with contextlib.ExitStack() as stack:
+        # Ends last: a replica is told to stop once the thread that started it has ended.
+        threads = stack.enter_context(ThreadPoolExecutor(len(POLICIES) + 1))
         coordinator = stack.enter_context(running_coordinator(work, lost_after_seconds=15))
         replicas = Replicas(work, coordinator.target, base, REPLICAS, say)
         stack.callback(replicas.close)
@@ -121,19 +123,19 @@ def soak(work: Path, *, minutes: float, seed: int, say: Callable[[str], None]) -
         clients = Clients(
             coordinator.target, ledger, replicas.is_going, outcome.problems, _NUM_CLIENTS, seed
         )
-        with ThreadPoolExecutor(len(POLICIES) + 1) as threads:
-            running = [
-                threads.submit(
-                    push_at_random, coordinator.target, base, policy, ledger,
-                    random.Random(f"{seed}-{policy}"), stopping,
-                )
-                for policy in POLICIES
-            ]  # fmt: skip
-            running.append(threads.submit(replicas.churn, random.Random(f"{seed}-churn"), stopping))
-            try:
-                _judge_until(began + minutes * 60, clients.answers, judge, running, outcome, say)
-            finally:
-                stopping.set()
+        running = [
+            threads.submit(
+                push_at_random, coordinator.target, base, policy, ledger,
+                random.Random(f"{seed}-{policy}"), stopping,
+            )
+            for policy in POLICIES
+        ]  # fmt: skip
+        running.append(threads.submit(replicas.churn, random.Random(f"{seed}-churn"), stopping))
+        try:
+            _judge_until(began + minutes * 60, clients.answers, judge, running, outcome, say)
+        finally:
+            stopping.set()
+            wait(running)
         clients.stop()
         outcome.seconds = time.monotonic() - began
         for thread in running:
