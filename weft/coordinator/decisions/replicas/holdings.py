@@ -57,10 +57,7 @@ def counted(
             mistaken.add(held)
         elif held.spilled:
             right.add(held.version)
-    # What a bare name stands for stays there until it stands for another.
-    unrecorded = {
-        h for h in unrecorded if would_be_kept(state, h.version) or _is_alias(replica, h.version)
-    }
+    unrecorded = {h for h in unrecorded if would_be_kept(state, h.version)}
     # A shared directory may have both: the digest says which is read.
     mistaken = {h for h in mistaken if not (h.spilled and h.version in right)}
     return without_mistaken(
@@ -91,11 +88,6 @@ def would_be_kept(state: PoolState, version: PolicyVersion) -> bool:
         return policy is not None
     newer = sum(number > version.version for number in policy.versions)
     return newer < num_retained(policy, state.settings)
-
-
-def _is_alias(replica: Replica, version: PolicyVersion) -> bool:
-    entry = replica.vector.adapters.get(version.policy)
-    return entry is not None and entry.alias == version.version
 
 
 def _may_be_adopted(record: VersionRecord) -> bool:

@@ -13,7 +13,6 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.coordinator.decisions.recovery.adoption import ADOPTED
 from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.replicas.holdings import counted
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import OutOfService
@@ -90,20 +89,6 @@ def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> N
     machine.pass_time(10)
     assert not machine.ever(effects.CallRetire)
     assert not machine.state.unrecorded_since
-
-
-def test_what_a_bare_name_stands_for_is_known_until_it_stands_for_another() -> None:
-    """A newer version is served, and may be withdrawn: then it is recorded after all."""
-    m = Machine(retain=1).pool("r0")
-    m.acquire("math")
-    m.run_to(Phase.COMMITTED)
-    newer = dataclasses.replace(m.state.policies["math"], versions=(9,), served_version=9)
-    m.state = dataclasses.replace(m.state, policies={"math": newer})
-    found = frozenset({HeldVersion(MATH_6, A)})
-    held = dataclasses.replace(m.state.replicas["r0"], unrecorded=found)
-    for alias, left in ((6, found), (7, frozenset())):
-        vector = VersionVector(0, {"math": AdapterVersions((6, 7), alias)})
-        assert counted(m.state, dataclasses.replace(held, vector=vector)).unrecorded == left
 
 
 def test_what_was_adopted_is_cloned_rolled_back_and_replaced() -> None:
