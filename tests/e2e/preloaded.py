@@ -1,4 +1,4 @@
-"""What the server that engines' processes are forked from has imported.
+"""Imports of the server that the processes of engines are forked from.
 
 Each process of an engine (its server, vLLM's core, a worker for each rank) would import vLLM by
 itself otherwise, for 7 s of a core each; those of a whole ``weft rollout`` do.

@@ -273,7 +273,7 @@ def test_an_adapter_that_the_trainer_does_not_compute_with_is_remarked_on(pool, 
 
 
 def _checkpoint(model: Model, path: Path) -> Checkpoint:
-    """What a replica tells that was started with this model; the model says where it lies."""
+    """Return what a replica tells that was started with this model, which says where it lies."""
     path.mkdir()
     save_file(dict(model.state_dict()), path / "model.safetensors")
     model.name_or_path = str(path)

@@ -420,7 +420,7 @@ def test_a_push_behind_another_has_its_time_from_its_call_on(pool, engines):
 
 
 def _said_by_a_child(publisher):
-    """What a process forked from this one is told, a byte a call, and how it ended."""
+    """Return what a process forked from this one is told, a byte a call, and how it ended."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -26,7 +26,7 @@ class ForkedRank(Process):
 
 
 class _Fork:
-    """What ``Process`` uses of ``subprocess.Popen``."""
+    """The part that ``Process`` uses of ``subprocess.Popen``."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], log: int) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""What the process that ranks are forked from has imported."""
+"""Imports of the process that ranks are forked from."""
 
 import os
 

@@ -112,13 +112,13 @@ class StartedWith:
 
     @property
     def known_tensors(self) -> tuple[StoredTensor, ...]:
-        """What its files held when they were read; none until then, or where they cannot be
-        compared. Does not block."""
+        """The tensors that its files held when they were read; none until then, or where
+        they cannot be compared. Does not block."""
         return self._reader.tensors if self._reader is not None else ()
 
     async def read_tensors(self) -> tuple[StoredTensor, ...]:
-        """What its files held when they were read, once that is known; none where they cannot
-        be compared."""
+        """Return the tensors that its files held when they were read, once that is known;
+        none where they cannot be compared."""
         while self.checkpoint.state is CheckpointState.READING:
             await asyncio.sleep(_LOOK_SECONDS)
         return self.known_tensors

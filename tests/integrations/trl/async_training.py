@@ -28,8 +28,8 @@ def train_async(
 
 
 def check_samples(outcome: dict[str, Any], steps: int) -> list[bool]:
-    """What the trainer pushed and how stale samples may be; whether each sample was made by the
-    weights of the version that TRL takes it to be of, or of a later one."""
+    """Check what the trainer pushed and how stale samples are; tell whether each sample was made
+    by the weights of the version that TRL takes it to be of, or of a later one."""
     assert "error" not in outcome, outcome
     first = outcome["versions"][0]
     assert outcome["versions"] == list(range(first, first + steps + 1))
