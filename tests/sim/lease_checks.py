@@ -41,9 +41,9 @@ class LeaseChecks:
             name: policy.fencing_token for name, policy in self._world.catalog.policies.items()
         }
 
-    def asking(self, trainer: SimTrainer, push: Push, token: int) -> None:
+    def asking(self, trainer: SimTrainer, push: Push) -> None:
         """A trainer calls BeginTransfer."""
-        self._asked.setdefault(push.request_id, set()).add((trainer.name, token))
+        self._asked.setdefault(push.request_id, set()).add((trainer.name, push.token))
 
     def told(self, answer: effects.LeaseAnswer) -> None:
         """A lease was granted or renewed."""

@@ -33,6 +33,8 @@ class StallChecks:
         self._held_since: dict[tuple[str, str], float] = {}
         #: Of a replica whose engine hangs, how long it was not heard for meanwhile.
         self._unheard: dict[str, float] = {}
+        #: When each replica was heard last, one tick ago.
+        self._heard: dict[str, float] = {}
 
     def ticked(self, state: PoolState) -> None:
         """Nobody who hangs holds a transfer."""
@@ -52,7 +54,10 @@ class StallChecks:
 
     def _note_unheard(self, state: PoolState) -> None:
         for name, replica in state.replicas.items():
-            gap = self._world.clock.now - replica.last_heard
+            # Ended by a word between two ticks, a gap is longer than it was at any of them.
+            ended = replica.last_heard - self._heard.get(name, replica.last_heard)
+            gap = max(ended, self._world.clock.now - replica.last_heard)
+            self._heard[name] = replica.last_heard
             if not self._world.replicas[name].engine.frozen_for():
                 self._unheard.pop(name, None)
             elif gap > 2 * self._world.settings.heartbeat_seconds:

@@ -41,6 +41,8 @@ class Push:
     min_replicas: int
     version: PolicyVersion | None = None
     transfer_id: str = ""
+    token: int = 0
+    """Of the lease that it began under, last."""
     plan: SendPlan | None = None
     error: WeftError | None = None
     done: bool = False
@@ -198,9 +200,10 @@ class SimTrainer(Process):
                 self._put.add(layout.digest)
             is_kept = self.sender is not None and self.sender.usable
             group_id = self.sender.epoch.group.group_id if self.sender and is_kept else ""
-            self.world.checks.leases.asking(self, push, token)
+            push.token = token
+            self.world.checks.leases.asking(self, push)
             try:
-                begun: BeginAnswer = yield self._begin_call(push, layout, token, group_id)
+                begun: BeginAnswer = yield self._begin_call(push, layout, group_id)
             except LeaseFencedError:
                 self.tokens.pop(push.policy, None)
                 if fenced:
@@ -220,13 +223,13 @@ class SimTrainer(Process):
                 self._last[push.policy] = last_version, last_token
                 return begun
 
-    def _begin_call(self, push: Push, layout: Layout, token: int, group_id: str) -> Future:
+    def _begin_call(self, push: Push, layout: Layout, group_id: str) -> Future:
         return self._call(
             "begin",
             self._left(push),
             request_id=push.request_id,
             policy=push.policy,
-            fencing_token=token,
+            fencing_token=push.token,
             session_id=self.session,
             layout=layout,
             adapter=None if push.policy == BASE_POLICY else SPEC,
@@ -240,9 +243,8 @@ class SimTrainer(Process):
         self, push: Push, layout: Layout, known: str
     ) -> Generator[Any, Any, Group | None]:
         """The group that the push has now, if it goes on: as ``PoolClient._group_now``."""
-        token = self.tokens.get(push.policy, 0)
         try:
-            begun: BeginAnswer = yield self._begin_call(push, layout, token, "")
+            begun: BeginAnswer = yield self._begin_call(push, layout, "")
         except WeftError:
             return None
         is_other = begun.group is not None and begun.group.group_id != known
