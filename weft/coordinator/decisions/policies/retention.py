@@ -26,7 +26,7 @@ from weft.coordinator.decisions.effects import (
     SavePolicy,
     SaveRetired,
 )
-from weft.coordinator.decisions.replicas.holdings import counted, mistaken_adapters
+from weft.coordinator.decisions.replicas.holdings import counted, mistaken_adapters, undecided
 from weft.coordinator.decisions.state.pool import Policy, PoolState, Settings, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.transfer import Transfer
@@ -274,11 +274,11 @@ def retire(change: Change) -> None:
     """
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     # A commit that no replica can follow is undone: until then nothing leaves for it.
-    undecided = {t.policy for t in state.transfers.values() if t.may_be_undone}
-    undecided |= {version.policy for version in state.unserved} | state.in_question.keys()
+    unsettled = {t.policy for t in state.transfers.values() if t.may_be_undone}
+    unsettled |= {version.policy for version in state.unserved} | state.in_question.keys()
     kept = {
         policy.name: frozenset(policy.versions)
-        if policy.name in undecided
+        if policy.name in unsettled
         else kept_versions(policy, state.settings)
         for policy in state.policies.values()
         if policy.kind is PolicyKind.ADAPTER
@@ -288,7 +288,7 @@ def retire(change: Change) -> None:
         if replica.lost:
             continue
         # Nothing that the catalog does not know goes before it is decided about.
-        undecided_here = {h.version for h in replica.unrecorded}
+        undecided_here = {h.version for h in undecided(state, replica)}
         ended = {name for name in replica.vector.adapters if name in state.forgotten}
         unwanted = [v for v in _unwanted(replica, kept, ended) if v not in undecided_here]
         held.update(unwanted)

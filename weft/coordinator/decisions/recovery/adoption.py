@@ -33,7 +33,7 @@ from weft.coordinator.decisions.effects import (
     SaveVersion,
 )
 from weft.coordinator.decisions.policies.retention import serve
-from weft.coordinator.decisions.replicas.holdings import counted, without_mistaken
+from weft.coordinator.decisions.replicas.holdings import undecided, without_mistaken
 from weft.coordinator.decisions.state.pool import Inquiry, Policy, PoolState, Question, num_retained
 from weft.coordinator.decisions.state.replica import Replica
 from weft.coordinator.decisions.state.values import (
@@ -94,13 +94,13 @@ def watch(change: Change) -> None:
 
 
 def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
-    """By policy, what replicas hold and the catalog does not know. What an operator
-    quarantined says nothing."""
+    """By policy, what replicas hold and the catalog does not know, as far as it would be kept.
+    What an operator quarantined says nothing."""
     found: dict[str, dict[int, dict[bytes, list[Replica]]]] = {}
     for replica in state.replicas.values():
         if not replica.unrecorded or replica.lost or state.is_quarantined(replica.replica_id):
             continue
-        for held in replica.unrecorded:
+        for held in undecided(state, replica):
             version = held.version
             if version.policy in state.policies:
                 numbers = found.setdefault(version.policy, {})
@@ -337,9 +337,6 @@ def _resolve(change: Change, version: PolicyVersion, digest: bytes) -> None:
     adopted = {**change.state.adopted, version: digest}
     change.state = replace(change.state, adopted=adopted)
     _judge(change, version, digest)
-    for replica in list(change.state.replicas.values()):
-        if replica.unrecorded:  # what is not kept beside it is retired like any other
-            change.put_replica(counted(change.state, replica))
 
 
 def _note_conflict(

@@ -57,7 +57,6 @@ def counted(
             mistaken.add(held)
         elif held.spilled:
             right.add(held.version)
-    unrecorded = {h for h in unrecorded if would_be_kept(state, h.version)}
     # A shared directory may have both: the digest says which is read.
     mistaken = {h for h in mistaken if not (h.spilled and h.version in right)}
     return without_mistaken(
@@ -79,6 +78,12 @@ def _digest_of(state: PoolState, heard: events.Heard) -> bytes | None:
     if record is None or _may_be_adopted(record):
         return None
     return record.content_digest.value if record.content_digest else b""
+
+
+def undecided(state: PoolState, replica: Replica) -> frozenset[HeldVersion]:
+    """What a replica holds and the catalog does not know, as far as it would be kept: the rest
+    is retired as any other, or kept after all where what is newer is withdrawn."""
+    return frozenset(h for h in replica.unrecorded if would_be_kept(state, h.version))
 
 
 def would_be_kept(state: PoolState, version: PolicyVersion) -> bool:

@@ -225,7 +225,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         checkpoints.note_as_started(change, replica)
     restart.restore_or_discard(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
-    wanted = replica.unrecorded or replica.mistaken or (event.held and not is_believed)
+    undecided = holdings.undecided(change.state, replica)
+    wanted = undecided or replica.mistaken or (event.held and not is_believed)
     answer = replace(answer, held_wanted=bool(wanted))
     # What it says of itself now counts at once against it, though not yet for it.
     whole = loading or not event.dirty_reason

@@ -13,6 +13,7 @@ from weft.coordinator.decisions import effects, events
 from weft.coordinator.decisions.policies.numbering import LEAP
 from weft.coordinator.decisions.recovery.adoption import ADOPTED
 from weft.coordinator.decisions.recovery.republish import publish_again_version
+from weft.coordinator.decisions.replicas.holdings import counted, undecided
 from weft.coordinator.decisions.replicas.replica_state import explain_state
 from weft.coordinator.decisions.state.pool import Policy, PoolState
 from weft.coordinator.decisions.state.replica import OutOfService
@@ -89,6 +90,25 @@ def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> N
     machine.pass_time(10)
     assert not machine.ever(effects.CallRetire)
     assert not machine.state.unrecorded_since
+
+
+def test_a_version_that_newer_ones_push_out_is_recorded_where_these_are_withdrawn() -> None:
+    """Its replica was never told of them: a bare name goes on standing for it there."""
+    m = Machine(retain=1).pool("r0")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    held = HeldVersion(MATH_6, A)
+    vector = VersionVector(0, {"math": AdapterVersions((6,), 6)})
+    replica = dataclasses.replace(m.state.replicas["r0"], vector=vector)
+    replica = counted(m.state, replica, [events.Heard(held, None)], complete=True)
+
+    def found_beside(*versions: int) -> frozenset[HeldVersion]:
+        policy = dataclasses.replace(m.state.policies["math"], versions=versions)
+        state = dataclasses.replace(m.state, policies={"math": policy})
+        return undecided(state, counted(state, replica))
+
+    assert found_beside(9) == frozenset()
+    assert found_beside() == frozenset({held})
 
 
 def test_what_was_adopted_is_cloned_rolled_back_and_replaced() -> None:
