@@ -222,7 +222,6 @@ def check_base(place: Place, pushed: Pushed, **settings: Any) -> str:
     """First by vLLM's own reload, then by copies; there and back again."""
     other = make_model(place.kind, 2)
     expected = answers(place.fresh, "base-model")
-    assert answers(pushed.url, "base-model") != expected
     with pushed.publisher(**settings) as publisher:
         for number in range(2):
             publisher.push_base(place.model)
