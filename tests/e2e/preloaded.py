@@ -21,6 +21,7 @@ os.environ.update(ENVIRONMENT)  # some of it is read at import
 
 # ruff: noqa: E402
 import multiprocessing
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -52,4 +53,9 @@ def fork_processes(pipe: Connection) -> None:
 
 
 def _fork_context() -> Any:
+    # A replica computes its checkpoint's digests as the engine starts. What a thread holds that
+    # computes in a forked process, torch's own locks above all, nobody gives back in the child.
+    for thread in threading.enumerate():
+        if thread.name == "weft-checkpoint":
+            thread.join()
     return multiprocessing.get_context("fork")

@@ -181,8 +181,6 @@ def test_quantised_models_report_what_they_like(model: Model) -> None:
     assert rehearse(model, quantization="fp8") == ""
 
 
-# DeepSeek-V2's engine was seen to hang in its first answer, in 2 of 12 runs on a busy machine
-# whose processor has AMX; it is not known yet where.
 @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.matrix) for kind in _NOT_RELOADED])
 def served(
     request: pytest.FixtureRequest, tmp_path: Path
