@@ -269,14 +269,15 @@ class HandoffQueue:
     def wait_complete(self, check: Callable[[], None]) -> None:
         """Block until every loader is done with all; raises as ``wait_loaded`` does.
 
-        Once it was given the last bucket it is inside the engine, which finishes its layers
-        and cannot speak: that it still works is said from here, for ``FINISHING_SECONDS``.
+        Once this process's loader was given the last bucket it is inside the engine, which
+        finishes its layers and cannot speak: that it still works is said from here, for
+        ``FINISHING_SECONDS``. Another rank's process says so itself, as long as it runs.
         """
-        given_at = 0.0
+        given_at, own = 0.0, self._loaders[0]
 
         def finishing() -> None:
             nonlocal given_at
-            if self._num_taken() == len(self.manifest.buckets):
+            if own.num_taken == len(self.manifest.buckets) and not own.is_complete:
                 given_at = given_at or time.monotonic()
                 if time.monotonic() - given_at < FINISHING_SECONDS:
                     self.speak()

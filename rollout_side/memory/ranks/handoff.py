@@ -18,7 +18,12 @@ from typing import TypeVar
 
 import torch
 
-from rollout_side.memory.handoff import HandoffQueue, copy_error, synchronize
+from rollout_side.memory.handoff import (
+    FINISHING_SECONDS,
+    HandoffQueue,
+    copy_error,
+    synchronize,
+)
 from rollout_side.memory.ranks.channel import (
     Channel,
     accept_channel,
@@ -249,6 +254,20 @@ class RankHandoff:
             finally:
                 synchronize()
             self._send(Loaded())
+        threading.Thread(target=self._say_finishing, name="weft-finishing", daemon=True).start()
+
+    def _say_finishing(self) -> None:
+        """Say that this process runs while its engine finishes its layers, in which the loader's
+        thread cannot."""
+        until = time.monotonic() + FINISHING_SECONDS
+        with contextlib.suppress(EOFError, OSError, WeftError):
+            while time.monotonic() < until:
+                with self._lock:
+                    if self._is_complete or self._error is not None:
+                        return
+                    assert self._channel is not None, "buckets were loaded"
+                    self._channel.send(Working())
+                time.sleep(SPEAK_SECONDS)
 
     def speak(self) -> None:
         """See ``Handoff``."""

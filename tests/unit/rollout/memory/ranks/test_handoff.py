@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from rollout_side.memory import handoff as queue_module
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.ranks import handoff as rank_handoff
 from rollout_side.memory.ranks.handoff import RankHandoff
@@ -216,3 +217,26 @@ def test_buckets_are_mapped_not_copied(replica: Replica) -> None:
     taken.append(next(other)[1])
     taken[0][0] = 99
     assert int(taken[1][0]) == 99
+
+
+def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_silent_one(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may be stopped there: then it says nothing, and the push goes on without."""
+    monkeypatch.setattr(rank_handoff, "SPEAK_SECONDS", 0.01)
+    monkeypatch.setattr(queue_module, "SPEAK_SECONDS", 0.01)
+    InPlaceLoad(replica.queue, Loader())
+    handoff = replica.rank()
+    buckets = handoff.buckets()
+    for index in range(COUNT):
+        given = in_thread(next, buckets)
+        replica.land(index)
+        given.result(WAIT_SECONDS)
+    waiting = in_thread(replica.queue.wait_complete, nothing)
+    said = threading.Event()
+    replica.queue.tell(lambda bucket: said.set())
+    assert not said.wait(0.2), "it has the last bucket, and is silent"
+    assert next(buckets, None) is None
+    assert said.wait(WAIT_SECONDS), "its engine finishes its layers"
+    handoff.complete()
+    waiting.result(WAIT_SECONDS)
