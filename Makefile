@@ -189,11 +189,11 @@ protos: install .venv-gen/.installed  ## buf lint and breaking; stubs are what t
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/baseline.binpb
 	@rm -rf build/gen && mkdir -p build/gen && $(MAKE) --no-print-directory gen-into OUT=build/gen
-	@for f in build/gen/weft/v1/*; do cmp $$f weft/v1/$$(basename $$f) \
-	  || { echo "weft/v1 is not what protos/ generate: run make gen"; exit 1; }; done
+	@for f in build/gen/weft_rl/v1/*; do cmp $$f weft_rl/v1/$$(basename $$f) \
+	  || { echo "weft_rl/v1 is not what protos/ generate: run make gen"; exit 1; }; done
 	@echo "stubs are up to date"
 
-gen: install .venv-gen/.installed  ## Regenerate the stubs in weft/v1.
+gen: install .venv-gen/.installed  ## Regenerate the stubs in weft_rl/v1.
 	@$(MAKE) --no-print-directory gen-into OUT=.
 
 vectors: install  ## Write docs/protocol_vectors.json anew, as the code makes them.
@@ -202,13 +202,18 @@ vectors: install  ## Write docs/protocol_vectors.json anew, as the code makes th
 # An old, pinned generator, so that the stubs load under every protobuf from 5.29 on.
 # The descriptors are what server reflection shows, with the protos' comments.
 # The mypy plugins need a newer protobuf and come from .venv.
+# The proto package is weft.v1, the Python package weft_rl.v1: another package is named weft.
 gen-into:
+	@rm -rf build/protoc && mkdir -p build/protoc $(OUT)/weft_rl/v1
 	$(GEN)/python -m grpc_tools.protoc -I protos \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
-	  --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) \
-	  --descriptor_set_out=$(OUT)/weft/v1/descriptors_pb2.binpb --include_source_info \
+	  --python_out=build/protoc --grpc_python_out=build/protoc \
+	  --mypy_out=quiet:build/protoc --mypy_grpc_out=quiet:build/protoc \
+	  --descriptor_set_out=build/protoc/descriptors_pb2.binpb --include_source_info \
 	  protos/weft/v1/*.proto
+	@sed -i -E 's/^(from|import) weft\.v1/\1 weft_rl.v1/; s/\bweft\.v1\.([a-z]+_pb2)/weft_rl.v1.\1/g' build/protoc/weft/v1/*.py*
+	@mv build/protoc/weft/v1/* build/protoc/descriptors_pb2.binpb $(OUT)/weft_rl/v1/
 
 .venv-gen/.installed: Makefile
 	$(PYTHON) -m venv .venv-gen

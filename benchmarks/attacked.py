@@ -25,7 +25,7 @@ from benchmarks.secured import secured_pool
 from tests.doubles.attacks import ACCESS, ATTACKS, identities
 from tests.doubles.certificates import Authority
 from trainer_side import Publisher, Tls
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _PUSHES = 101
 _WARMUP = 5

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from benchmarks.machine import describe
-from weft.transport.digests.wsum64 import Part, part_digests, tensor_digest
+from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
 
 _ROUNDS = 5
 _CPU_BYTES, _GPU_BYTES = 256 * 2**20, 2**30

@@ -18,8 +18,8 @@ from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import Packer
 from trainer_side.pool.sender import bucket_capacity
 from trainer_side.sources.source import CastRule, tensor_source
-from weft.contract.capabilities import GLOO, NCCL
-from weft.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.capabilities import GLOO, NCCL
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 
 _NUM_TENSORS, _TOTAL_BYTES, _ROUNDS = 448, 175_000_000, 11
 

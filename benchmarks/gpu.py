@@ -24,7 +24,7 @@ from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
 from benchmarks.lost_member import recover
 from benchmarks.machine import describe
 from trainer_side import Publisher
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _RANK = 32

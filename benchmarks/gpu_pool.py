@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.models import make_tokenizer
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 #: Qwen3-8B's shape: 16.4 GB in bf16.
 QWEN3_8B: dict[str, Any] = {
@@ -80,7 +80,7 @@ class GpuPool:
 
     def start(self) -> GpuPool:
         """Start the coordinator."""
-        args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+        args = ("-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
                 str(self.work / "weft.db"), "--log-level", "warning")  # fmt: skip
         self._coordinator = Process("coordinator", args, self.work, {})
         line = self._coordinator.line(lambda text: text.startswith("listening on "), 60)
@@ -91,7 +91,7 @@ class GpuPool:
         self, name: str, gpus: str, model: Path, *args: str, options: Sequence[str] = ()
     ) -> None:
         """Start a replica on these GPUs; ``url`` waits for it."""
-        command = ("-m", "weft_cli", "rollout", "-c", self.target, "--http-port", "0",
+        command = ("-m", "weft_rl", "rollout", "-c", self.target, "--http-port", "0",
                    "--replica-id", name, "--drain-seconds", "0", *options, "--", str(model),
                    "--served-model-name", "base-model", "--dtype", "bfloat16",
                    "--disable-uvicorn-access-log", *args)  # fmt: skip
@@ -156,7 +156,7 @@ class GpuPool:
         raise TimeoutError("\n".join(f"{r.replica_id}: {r.state_reason}" for r in found))
 
     def _order(self, *order: str) -> None:
-        command = (sys.executable, "-m", "weft_cli", *order, "-c", self.target)
+        command = (sys.executable, "-m", "weft_rl", *order, "-c", self.target)
         subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
     def stop(self) -> None:

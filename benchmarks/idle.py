@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_side import Publisher
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _START_SECONDS = 300.0
 _SETTLE_SECONDS = 10.0
@@ -46,8 +46,8 @@ def compare(work: Path, coordinator: str, num_ranks: int) -> Shares:
         coordinator: HOST:PORT of one that runs.
         num_ranks: Tensor parallel size.
     """
-    from weft_cli.demo.main import _ENGINE_ARGS, _ENGINE_ENV
-    from weft_cli.demo.tiny_model import make_model
+    from weft_rl.cli.demo.main import _ENGINE_ARGS, _ENGINE_ENV
+    from weft_rl.cli.demo.tiny_model import make_model
 
     model = work / "idle-model"
     if not model.exists():
@@ -65,7 +65,7 @@ def compare(work: Path, coordinator: str, num_ranks: int) -> Shares:
         _await_health(port, plain)
         replica = Process(
             f"idle-{num_ranks}",
-            ("-m", "weft_cli", "rollout", "-c", coordinator, "--http-port", "0", "--replica-id",
+            ("-m", "weft_rl", "rollout", "-c", coordinator, "--http-port", "0", "--replica-id",
              f"idle-{num_ranks}", "--log-level", "warning", "--", *args),
             work, _ENGINE_ENV,
         )  # fmt: skip
@@ -88,7 +88,7 @@ def _measure(*sessions: int) -> list[float]:
 def _adapter(model: Path) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    from weft_cli.demo.tiny_model import load_model
+    from weft_rl.cli.demo.tiny_model import load_model
 
     return get_peft_model(load_model(model), LoraConfig(r=4, target_modules=["q_proj"]))
 

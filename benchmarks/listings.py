@@ -23,16 +23,16 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from tests.unit.coordinator.messages.large_pool import large_pool
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.runtime.catalog.database import Catalog
-from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.live_groups import LiveGroups
-from weft.coordinator.runtime.watchers import Feed, RouteFeed
-from weft.coordinator.services.inspect import InspectServicer
-from weft.rpc.channel import open_aio_channel
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub, add_InspectServiceServicer_to_server
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.live_groups import LiveGroups
+from weft_rl.coordinator.runtime.watchers import Feed, RouteFeed
+from weft_rl.coordinator.services.inspect import InspectServicer
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub, add_InspectServiceServicer_to_server
 
 _MIB = 2**20
 
@@ -119,7 +119,7 @@ async def measure(table: Table, num_replicas: int, num_adapters: int) -> None:
         table.add_row("the same, after a change of one", _shown(*await _watched(call)))
         call.cancel()
         for words in (["status"], ["status", "--json"], ["routes"]):
-            command = [sys.executable, "-m", "weft_cli", *words, "--coordinator", target]
+            command = [sys.executable, "-m", "weft_rl", *words, "--coordinator", target]
             began = time.perf_counter()
             process = await asyncio.create_subprocess_exec(
                 *command, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1]

@@ -25,11 +25,11 @@ from rich.console import Console
 from benchmarks.machine import describe
 from benchmarks.push import Rows, coordinator, model_of
 from trainer_side import Publisher
-from weft.contract.capabilities import GLOO, ONE_SIDED
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _ELEMENTS = 2**20
 _NUM_TENSORS = 512 * 2**20 // (4 * _ELEMENTS)

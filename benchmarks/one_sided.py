@@ -21,8 +21,8 @@ from benchmarks.bare_gloo import BareGloo
 from benchmarks.machine import describe
 from benchmarks.push import Rows, coordinator, doubles, model_of
 from trainer_side import Publisher
-from weft.contract.capabilities import GLOO, ONE_SIDED
-from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES
+from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
 
 _BYTES = 512 * 2**20
 _ELEMENTS = 2**20

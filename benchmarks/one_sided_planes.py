@@ -30,12 +30,12 @@ from rich.console import Console
 
 from benchmarks.machine import describe
 from benchmarks.push import Rows
-from weft.contract.capabilities import GLOO, ONE_SIDED
-from weft.contract.errors import WeftError
-from weft.transport.arrived import BucketOptions
-from weft.transport.backends import allocate
-from weft.transport.digests.wsum64 import tensor_digest
-from weft.transport.group import Operation, SideGroup, on_device, window
+from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.errors import WeftError
+from weft_rl.transport.arrived import BucketOptions
+from weft_rl.transport.backends import allocate
+from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.group import Operation, SideGroup, on_device, window
 
 _TIMEOUT = timedelta(seconds=120)
 _ROUNDS = 6

@@ -28,18 +28,18 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.pool_replicas import CAPABILITIES, PROJECTION, REFERENCE
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.values import Layout
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_channel
-from weft.rpc.codec import duration_to_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
-from weft.v1.publish_pb2_grpc import PublishServiceStub
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.values import Layout
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
+from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
 _PREFIX = "base_model.model." + PROJECTION.removesuffix(".weight")
 MANIFEST = plan_buckets(
@@ -188,7 +188,7 @@ class Reader(threading.Thread):
 def measure(table: Table, work: Path, args: argparse.Namespace) -> None:
     """Start everything, measure, fill the table."""
     with ExitStack() as stack:
-        command = ["-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+        command = ["-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
                    str(work / "pool.db"), "--log-level", "warning"]  # fmt: skip
         if args.page:
             command += ["--metrics", "127.0.0.1:0"]

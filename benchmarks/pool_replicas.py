@@ -19,12 +19,12 @@ import grpc
 
 from tests.doubles.registration import register
 from tests.doubles.tiny_model import capabilities_of
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
-from weft.contract.names import VersionVector
-from weft.rpc.channel import CHANNEL_OPTIONS
-from weft.rpc.codec import vector_to_proto
-from weft.v1 import registry_pb2, replica_pb2, replica_pb2_grpc
-from weft.v1.registry_pb2_grpc import RegistryServiceStub
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.names import VersionVector
+from weft_rl.rpc.channel import CHANNEL_OPTIONS
+from weft_rl.rpc.codec import vector_to_proto
+from weft_rl.v1 import registry_pb2, replica_pb2, replica_pb2_grpc
+from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
 PROJECTION = "model.layers.0.q_proj.weight"
 REFERENCE = Reference("Tiny", (TensorMeta(PROJECTION, DataType.BFLOAT16, (64, 64)),))

@@ -28,8 +28,8 @@ from benchmarks.bare_gloo import BareGloo
 from benchmarks.idle import compare
 from benchmarks.machine import describe
 from trainer_side import Publisher
-from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
 
 _ADAPTER_PUSHES = 21
 _CONTROL_PUSHES = 31
@@ -56,7 +56,7 @@ class Rows:
 @contextmanager
 def coordinator(work: Path, name: str) -> Iterator[str]:
     """A coordinator process; its HOST:PORT."""
-    args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+    args = ("-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
             str(work / f"{name}.db"), "--log-level", "warning")  # fmt: skip
     process = Process(name, args, work, {})
     try:
@@ -176,8 +176,8 @@ def adapter(work: Path, rows: Rows) -> None:
     """Pushes of a 9 MB adapter to a real vLLM replica, from call to served."""
     from peft import LoraConfig, get_peft_model
 
-    from weft_cli.demo.main import _ENGINE_ENV
-    from weft_cli.demo.tiny_model import load_model, make_model
+    from weft_rl.cli.demo.main import _ENGINE_ENV
+    from weft_rl.cli.demo.tiny_model import load_model, make_model
 
     path = work / "model"
     make_model(path, hidden_size=512, intermediate_size=1536, num_hidden_layers=15)
@@ -190,7 +190,7 @@ def adapter(work: Path, rows: Rows) -> None:
         ),
     )  # fmt: skip
     with coordinator(work, "adapter") as target:
-        args = ("-m", "weft_cli", "rollout", "-c", target, "--http-port", "0",
+        args = ("-m", "weft_rl", "rollout", "-c", target, "--http-port", "0",
                 "--replica-id", "replica-0", "--log-level", "warning", "--", str(path),
                 "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
                 "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2")  # fmt: skip

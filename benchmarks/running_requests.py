@@ -23,7 +23,7 @@ from benchmarks.machine import describe
 from tests.e2e.replicas import MODEL_NAME, running_coordinator, running_replicas
 from tests.models import load_hf, make_tokenizer
 from trainer_side import Publisher
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _STREAMS = 4
 _WARM = 1

@@ -20,8 +20,8 @@ from benchmarks.machine import describe
 from benchmarks.push import tiny_adapter
 from tests.doubles.certificates import Authority
 from trainer_side import Publisher, Tls
-from weft.rpc.security.credentials import Credentials
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.rpc.security.credentials import Credentials
 
 _PUSHES = 101
 _WARMUP = 5
@@ -45,7 +45,7 @@ def secured_pool(stack: ExitStack, work: Path, server: Credentials, access: Path
 def _pool(stack: ExitStack, work: Path, name: str, env: dict[str, str], access: str) -> str:
     """Start a coordinator and a replica; returns HOST:PORT."""
     guarded = ("--access", access) if access else ()
-    args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
+    args = ("-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
             "--catalog", str(work / f"{name}.db"), *guarded)  # fmt: skip
     coordinator = Process(f"coordinator-{name}", args, work, env)
     stack.callback(coordinator.stop)

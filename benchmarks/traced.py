@@ -22,9 +22,9 @@ from benchmarks.machine import describe
 from benchmarks.push import tiny_adapter
 from tests.doubles.collector import Collector
 from trainer_side import Publisher
-from weft import tracing
-from weft.telemetry.traces import open_tracer
-from weft_cli.demo.processes import Process
+from weft_rl import tracing
+from weft_rl.cli.demo.processes import Process
+from weft_rl.telemetry.traces import open_tracer
 
 _PUSHES = 101
 _WARMUP = 5
@@ -32,7 +32,7 @@ _WARMUP = 5
 
 def _pool(stack: ExitStack, work: Path, name: str, *options: str) -> str:
     """Start a coordinator and a replica; returns HOST:PORT."""
-    args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
+    args = ("-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
             "--catalog", str(work / f"{name}.db"), *options)  # fmt: skip
     coordinator = Process(f"coordinator-{name}", args, work, {})
     stack.callback(coordinator.stop)

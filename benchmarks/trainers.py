@@ -34,10 +34,10 @@ from trainer_side.ranks.torch_ranks import ranks_of
 from trainer_side.sources.content import ModelBase
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, ParamsSource
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.tensors import DataType
-from weft.rpc.codec import dtype_to_proto
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.rpc.codec import dtype_to_proto
+from weft_rl.v1 import publish_pb2 as pb
 
 ROUNDS = 5
 BUCKET_BYTES = 16 * 2**20

@@ -8,7 +8,7 @@ Its answers mean nothing. With a real model skip this: give its name or path ins
 import sys
 from pathlib import Path
 
-from weft_cli.demo.tiny_model import make_model
+from weft_rl.cli.demo.tiny_model import make_model
 
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "tiny")
 make_model(path)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weft.contract.capabilities import BackendChoice, RunningRequests
-from weft.contract.errors import InvalidRequestError
-from weft.contract.names import check_name
-from weft.rpc.channel import check_listen
-from weft.telemetry.config import NO_TELEMETRY, TelemetryConfig
+from weft_rl.contract.capabilities import BackendChoice, RunningRequests
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.names import check_name
+from weft_rl.rpc.channel import check_listen
+from weft_rl.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
 #: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
 #: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final, TypeVar
 
-from weft.contract.errors import TransferTimeoutError
+from weft_rl.contract.errors import TransferTimeoutError
 
 _T = TypeVar("_T")
 

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.version_facts import VersionFacts
-from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import Checkpoint, StoredTensor
-from weft.contract.group import GroupTicket
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True)

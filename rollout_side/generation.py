@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

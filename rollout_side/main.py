@@ -20,15 +20,15 @@ from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.launch import open_engine
 from rollout_side.vllm_engine.server.replica import VllmReplica
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.security.guard import AccessFile
-from weft.rpc.server import Security, Servicer, WeftServer, bind, check_listen, make_server
-from weft.telemetry.ports import Ports
-from weft.telemetry.process import refusal_counter
-from weft.telemetry.traces import open_tracer
-from weft.tracing import NO_TRACER, Tracer
-from weft.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
-from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, check_listen, make_server
+from weft_rl.telemetry.ports import Ports
+from weft_rl.telemetry.process import refusal_counter
+from weft_rl.telemetry.traces import open_tracer
+from weft_rl.tracing import NO_TRACER, Tracer
+from weft_rl.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from weft_rl.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from rollout_side.agent.agent import Agent
 from rollout_side.config import RolloutConfig
 from rollout_side.disk import answer_within
 from rollout_side.engine import SwitchTimes
-from weft.contract.capabilities import RunningRequests
-from weft.contract.errors import TransferTimeoutError
-from weft.contract.names import BASE_POLICY
-from weft.telemetry.process import process_registry
+from weft_rl.contract.capabilities import RunningRequests
+from weft_rl.contract.errors import TransferTimeoutError
+from weft_rl.contract.names import BASE_POLICY
+from weft_rl.telemetry.process import process_registry
 
 #: Between two looks at the spill directory, which may be slow.
 SPILL_LOOK_SECONDS: Final = 15.0

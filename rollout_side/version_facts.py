@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.contract.layout.manifest import Manifest
-from weft.rpc.codec import content_to_proto
-from weft.v1 import types_pb2
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.rpc.codec import content_to_proto
+from weft_rl.v1 import types_pb2
 
 
 @dataclass(frozen=True)

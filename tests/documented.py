@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from weft.contract.errors import WeftError
-from weft.rpc import inbound, reflection
-from weft.v1 import (
+from weft_rl.contract.errors import WeftError
+from weft_rl.rpc import inbound, reflection
+from weft_rl.v1 import (
     admin_pb2,
     generate_pb2,
     inspect_pb2,

@@ -8,10 +8,10 @@ from trainer_side.push_report import PushReport
 from trainer_side.rollouts.client import RolloutClient
 from trainer_side.rollouts.sample import Sample, SampleGroup
 from trainer_side.rollouts.stream import RolloutStream
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
-from weft.logs import leave_out_noise
-from weft.rpc.security.credentials import Tls
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
+from weft_rl.logs import leave_out_noise
+from weft_rl.rpc.security.credentials import Tls
 
 leave_out_noise()
 

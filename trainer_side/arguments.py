@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from weft.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidRequestError
 
 _LONGEST_SECONDS = 7 * 86_400.0
 

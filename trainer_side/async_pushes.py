@@ -9,8 +9,8 @@ import torch
 from trainer_side.background import Background, WhenBusy
 from trainer_side.push_request import PushSettings
 from trainer_side.sources.content import Model
-from weft.contract.names import PolicyVersion
-from weft.contract.push_defaults import OnBaseChange, Require
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.push_defaults import OnBaseChange, Require
 
 
 class AsyncPushes:

@@ -21,9 +21,9 @@ from trainer_side.pushing import Pushing, under_way
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import NamedBase
-from weft import tracing
-from weft.contract.errors import TransferTimeoutError, WeftError
-from weft.contract.names import PolicyVersion
+from weft_rl import tracing
+from weft_rl.contract.errors import TransferTimeoutError, WeftError
+from weft_rl.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 

@@ -33,10 +33,10 @@ from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.sleeping import RolloutSleep
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
-from weft.contract.capabilities import BackendChoice
-from weft.contract.group import MAX_SENDERS
-from weft.contract.names import PolicyVersion, check_name
-from weft.contract.push_defaults import (
+from weft_rl.contract.capabilities import BackendChoice
+from weft_rl.contract.group import MAX_SENDERS
+from weft_rl.contract.names import PolicyVersion, check_name
+from weft_rl.contract.push_defaults import (
     DEFAULT_CONNECT_SECONDS,
     DEFAULT_ON_BASE_CHANGE,
     DEFAULT_REQUIRE,
@@ -44,9 +44,9 @@ from weft.contract.push_defaults import (
     OnBaseChange,
     Require,
 )
-from weft.rpc.channel import check_target
-from weft.rpc.security.credentials import Tls, credentials_of
-from weft.transport.digests.wsum64 import warm
+from weft_rl.rpc.channel import check_target
+from weft_rl.rpc.security.credentials import Tls, credentials_of
+from weft_rl.transport.digests.wsum64 import warm
 
 _T = TypeVar("_T")
 

@@ -15,10 +15,10 @@ from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import DESCRIPTION, NamedBase, RunSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import Source
-from weft.containers.lru import Lru
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.tensors import Reference, TensorMeta
-from weft.v1 import publish_pb2 as pb
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.tensors import Reference, TensorMeta
+from weft_rl.v1 import publish_pb2 as pb
 
 _MAX_MANIFESTS = 32
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.contract.names import PolicyVersion
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.v1 import publish_pb2 as pb
 
 
 @dataclass(frozen=True, kw_only=True)

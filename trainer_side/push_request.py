@@ -11,9 +11,9 @@ from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.content import Content, Model, adapter_content, base_content
 from trainer_side.sources.named_source import NamedBase
 from trainer_side.sources.named_tensors import Metadata, NamedSteps, NamedTensors, check_named
-from weft.contract.errors import InvalidRequestError
-from weft.contract.names import BASE_POLICY, MAX_VERSION, check_adapter_name
-from weft.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange, Require
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, check_adapter_name
+from weft_rl.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange, Require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from trainer_side.sources.named_source import NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import Source
-from weft import tracing
-from weft.contract.errors import (
+from weft_rl import tracing
+from weft_rl.contract.errors import (
     BaseMismatchError,
     InvalidRequestError,
     PeerUnavailableError,
@@ -35,12 +35,12 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import PolicyVersion
-from weft.rpc.codec import version_from_proto
-from weft.tracing import Span
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.codec import version_from_proto
+from weft_rl.tracing import Span
+from weft_rl.v1 import publish_pb2 as pb
 
 _T = TypeVar("_T")
 _FINAL = b"\1"

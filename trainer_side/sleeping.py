@@ -13,18 +13,18 @@ import torch
 from trainer_side.arguments import check_choice, check_seconds
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.ranks.ranks import SENDER, Ranks, agreeing
-from weft.contract.names import BASE_POLICY
-from weft.contract.sleep import (
+from weft_rl.contract.names import BASE_POLICY
+from weft_rl.contract.sleep import (
     DEFAULT_REQUESTS_SECONDS,
     SWITCH_SECONDS,
     SleepLevel,
     WhenRunning,
 )
-from weft.rpc.codec import duration_to_proto
-from weft.rpc.sleep_codec import when_running_to_proto
-from weft.transport.backends import gpu_uuid
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.rpc.sleep_codec import when_running_to_proto
+from weft_rl.transport.backends import gpu_uuid
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 _T = TypeVar("_T")
 

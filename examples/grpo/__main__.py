@@ -21,7 +21,7 @@ from examples.grpo.pool import running_pool
 from examples.grpo.train import Step
 from examples.grpo.warm_up import make_warm_model
 from trainer_side import Publisher
-from weft_cli.demo.processes import Process, interrupt_once
+from weft_rl.cli.demo.processes import Process, interrupt_once
 
 #: Of the first step, that of a whole process's start and first push.
 _FIRST_SECONDS, _STEP_SECONDS = 120.0, 60.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _NUM_REPLICAS = 2
 _START_SECONDS = 180.0
@@ -30,7 +30,7 @@ def running_pool(work: Path, model: Path) -> Iterator[str]:
     with ExitStack() as stack:
 
         def start(name: str, *args: str) -> Process:
-            process = Process(name, ("-m", "weft_cli", *args), work, _ENV)
+            process = Process(name, ("-m", "weft_rl", *args), work, _ENV)
             stack.callback(process.stop)
             return process
 

@@ -25,14 +25,14 @@ _COORDINATOR = """\
 import importlib.util
 from importlib.resources import files
 assert importlib.util.find_spec("torch") is None, "the coordinator's image has torch"
-import weft.coordinator.server
-assert (files("weft.coordinator.page") / "static/index.html").is_file(), "it has no page"
+import weft_rl.coordinator.server
+assert (files("weft_rl.coordinator.page") / "static/index.html").is_file(), "it has no page"
 """
 # The chart's init container and its test's pod need the model's library, too.
 _REPLICA = """\
 import rollout_side.main, trainer_side, vllm, safetensors
 from pathlib import Path
-from weft_cli.demo.tiny_model import make_model
+from weft_rl.cli.demo.tiny_model import make_model
 make_model(Path("tiny"))
 """
 #: By image, whether it is resolved only, what is asked of it once installed, and its command.

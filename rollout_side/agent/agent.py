@@ -30,9 +30,9 @@ from rollout_side.engine import (
     SleepOrder,
 )
 from rollout_side.ticks import seconds_to_tick
-from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion, VersionVector
-from weft.rpc.channel import local_address_towards, split_target
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
 

@@ -9,20 +9,20 @@ import time
 import grpc
 
 from rollout_side.config import AgentConfig
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidNameError,
     PeerUnavailableError,
     RequestConflictError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import check_target, open_aio_channel
-from weft.rpc.handshake import why_refused
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.status import error_from_rpc
-from weft.v1 import registry_pb2 as pb
-from weft.v1.registry_pb2_grpc import RegistryServiceStub
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import check_target, open_aio_channel
+from weft_rl.rpc.handshake import why_refused
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import registry_pb2 as pb
+from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ import grpc
 
 from rollout_side.agent.agent import Agent
 from rollout_side.generation import FinishReason, GenerateOrder, SampleChunk
-from weft.contract.errors import InvalidRequestError
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.contract.sampling import Sampling
-from weft.rpc.codec import version_to_proto
-from weft.rpc.inbound import on_call_end
-from weft.v1 import generate_pb2 as pb
-from weft.v1.generate_pb2_grpc import GenerateServiceServicer
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.sampling import Sampling
+from weft_rl.rpc.codec import version_to_proto
+from weft_rl.rpc.inbound import on_call_end
+from weft_rl.v1 import generate_pb2 as pb
+from weft_rl.v1.generate_pb2_grpc import GenerateServiceServicer
 
 _FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 from rollout_side.agent.drain import Draining
 from rollout_side.engine import AbsentPolicy, Asleep, MemoryUse
-from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import Checkpoint, not_compared
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import PolicyVersion, VersionVector
-from weft.rpc.codec import (
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import Checkpoint, not_compared
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
     version_to_proto,
     versions_from_proto,
 )
-from weft.v1 import registry_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.v1 import registry_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout_side.version_facts import VersionFacts
-from weft.containers.lru import Lru
-from weft.contract.names import PolicyVersion
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.names import PolicyVersion
 
 #: Policies whose newest number is remembered once nothing of them is served.
 _MAX_POLICIES = 4_096

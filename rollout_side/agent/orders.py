@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from rollout_side.engine import Engine, JoinOrder, SpillOrder
-from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
-from weft.contract.names import BASE_POLICY, PolicyVersion, VersionVector
+from weft_rl.contract.errors import LoadFailedError, NotReadyError, WeftError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

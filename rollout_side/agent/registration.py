@@ -25,8 +25,8 @@ from rollout_side.agent.heartbeat import (
     work_to_proto,
 )
 from rollout_side.config import AgentConfig
-from weft.contract.checkpoint import READING, Checkpoint
-from weft.contract.errors import (
+from weft_rl.contract.checkpoint import READING, Checkpoint
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
     NotFoundError,
@@ -35,22 +35,22 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.names import PolicyVersion
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_channel
-from weft.rpc.checkpoint_codec import checkpoint_to_proto
-from weft.rpc.codec import (
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.checkpoint_codec import checkpoint_to_proto
+from weft_rl.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
     vector_to_proto,
     version_to_proto,
 )
-from weft.rpc.handshake import why_refused
-from weft.rpc.manifest_codec import reference_to_chunks
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.status import error_from_rpc
-from weft.v1 import registry_pb2 as pb
-from weft.v1.registry_pb2_grpc import RegistryServiceStub
+from weft_rl.rpc.handshake import why_refused
+from weft_rl.rpc.manifest_codec import reference_to_chunks
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import registry_pb2 as pb
+from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
 _log = logging.getLogger(__name__)
 

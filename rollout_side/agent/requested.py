@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rollout_side.agent.heartbeat import HeartbeatAnswer
 from rollout_side.engine import AbsentPolicy, AliasRefusals
-from weft.contract.errors import NotFoundError, PeerUnavailableError
-from weft.contract.names import (
+from weft_rl.contract.errors import NotFoundError, PeerUnavailableError
+from weft_rl.contract.names import (
     BASE_POLICY,
     AdapterVersions,
     PolicyVersion,

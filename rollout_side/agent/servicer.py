@@ -14,13 +14,13 @@ from rollout_side.agent.heartbeat import OrderKey, sleep_to_proto
 from rollout_side.agent.serving import SpilledCopy
 from rollout_side.engine import JoinOrder, SendOrder, SleepOrder, SwitchTimes
 from rollout_side.version_facts import VersionFacts
-from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import StoredTensor, checkpoint_digest
-from weft.contract.errors import InvalidRequestError, StaleEpochError, WeftError
-from weft.contract.group import GroupTicket
-from weft.contract.names import BASE_POLICY, PolicyVersion, check_name
-from weft.rpc.checkpoint_codec import tensors_to_proto
-from weft.rpc.codec import (
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.rpc.checkpoint_codec import tensors_to_proto
+from weft_rl.rpc.codec import (
     capabilities_to_proto,
     chunk_ranges,
     duration_from_proto,
@@ -30,12 +30,12 @@ from weft.rpc.codec import (
     version_from_proto,
     version_to_proto,
 )
-from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.rpc.sleep_codec import aborts_from_proto, level_from_proto
-from weft.tracing import NO_TRACER, Span, Tracer, parent_in
-from weft.v1 import publish_pb2, types_pb2
-from weft.v1 import replica_pb2 as pb
-from weft.v1.replica_pb2_grpc import ReplicaServiceServicer
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.rpc.sleep_codec import aborts_from_proto, level_from_proto
+from weft_rl.tracing import NO_TRACER, Span, Tracer, parent_in
+from weft_rl.v1 import publish_pb2, types_pb2
+from weft_rl.v1 import replica_pb2 as pb
+from weft_rl.v1.replica_pb2_grpc import ReplicaServiceServicer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -15,13 +15,13 @@ from rollout_side.agent.known_versions import KnownVersions
 from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
 from rollout_side.engine import Engine, MemoryUse, SwitchTimes
 from rollout_side.version_facts import VersionFacts
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     NotFoundError,
     NotReadyError,
     WeftError,
 )
-from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 
 _log = logging.getLogger(__name__)
 

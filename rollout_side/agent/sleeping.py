@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollout_side.agent.orders import Turns
 from rollout_side.engine import Asleep, Engine, SleepOrder
-from weft.contract.errors import StaleEpochError
+from weft_rl.contract.errors import StaleEpochError
 
 _log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import torch
 
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Sendable, StagedVersion
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.errors import LoadFailedError, NotFoundError, WeftError
-from weft.contract.layout.manifest import TensorSlot
-from weft.contract.names import PolicyVersion
-from weft.transport.digests.wsum64 import tensor_digest
-from weft.transport.group import on_device
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.errors import LoadFailedError, NotFoundError, WeftError
+from weft_rl.contract.layout.manifest import TensorSlot
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.group import on_device
 
 _log = logging.getLogger(__name__)
 

@@ -18,18 +18,18 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rollout_side.memory.segment import Segment
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     NotReadyError,
     TransferTimeoutError,
     WeftError,
     error_from_reason,
 )
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import PolicyVersion
-from weft.transport.buckets import in_manifest_order
-from weft.transport.digests.wsum64 import content_digest
-from weft.transport.speaking import SPEAK_SECONDS
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.buckets import in_manifest_order
+from weft_rl.transport.digests.wsum64 import content_digest
+from weft_rl.transport.speaking import SPEAK_SECONDS
 
 #: How long an engine may take, without a word, to finish its layers after the last bucket.
 FINISHING_SECONDS = 60.0

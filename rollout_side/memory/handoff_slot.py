@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rollout_side.memory.handoff import HandoffQueue
-from weft.contract.errors import TransferAbortedError
+from weft_rl.contract.errors import TransferAbortedError
 
 
 class HandoffSlot:

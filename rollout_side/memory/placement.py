@@ -8,10 +8,10 @@ import torch
 
 from rollout_side.config import Staging
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
-from weft.contract.capabilities import NCCL, ONE_SIDED
-from weft.contract.errors import CapacityError
-from weft.transport.group import CPU
-from weft.transport.speaking import Speak, silent
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.errors import CapacityError
+from weft_rl.transport.group import CPU
+from weft_rl.transport.speaking import Speak, silent
 
 #: Left to the engine as it runs: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30

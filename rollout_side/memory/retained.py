@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from rollout_side.memory.segment import SLICE_BYTES, Segment
 from rollout_side.memory.versions import StagedVersion
-from weft.contract.errors import CapacityError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import CapacityError
+from weft_rl.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 

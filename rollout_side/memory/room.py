@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.contract.errors import CapacityError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import CapacityError
+from weft_rl.contract.names import PolicyVersion
 
 
 @dataclass

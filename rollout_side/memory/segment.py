@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing import reductions
 
-from weft.contract.errors import CapacityError, NotReadyError
-from weft.transport.speaking import Speak, silent, speaking
+from weft_rl.contract.errors import CapacityError, NotReadyError
+from weft_rl.transport.speaking import Speak, silent, speaking
 
 _GIB = 2**30
 #: Memory is made and copied in slices of so much, which take a fraction of a second.

@@ -30,14 +30,14 @@ from rollout_side.memory.versions import (
     is_adapter,
 )
 from rollout_side.memory.working_threads import WorkingThreads
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     NotFoundError,
     NotReadyError,
     TransferAbortedError,
 )
-from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.transport.speaking import Speak, silent
+from weft_rl.contract.names import PolicyVersion, is_replica_sender
+from weft_rl.transport.speaking import Speak, silent
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256

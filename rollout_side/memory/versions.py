@@ -14,12 +14,12 @@ import torch
 
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
-from weft.contract.errors import DigestMismatchError
-from weft.contract.layout.manifest import Manifest, TensorSlot
-from weft.contract.layout.runs import Run
-from weft.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft.transport.buckets import in_manifest_order, tensor_sums
-from weft.transport.speaking import Speak
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
+from weft_rl.transport.buckets import in_manifest_order, tensor_sums
+from weft_rl.transport.speaking import Speak
 
 
 class Carried(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from rollout_side.engine import SendOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Sendable
-from weft.contract.capabilities import GLOO
-from weft.contract.errors import TransferAbortedError, WeftError
-from weft.contract.names import PolicyVersion
-from weft.transport.backends import allocate
-from weft.transport.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
-from weft.transport.digests.wsum64 import part_digests
-from weft.transport.group import CPU, on_device, window
-from weft.transport.sender import Sending, SendingRank
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.errors import TransferAbortedError, WeftError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.backends import allocate
+from weft_rl.transport.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
+from weft_rl.transport.digests.wsum64 import part_digests
+from weft_rl.transport.group import CPU, on_device, window
+from weft_rl.transport.sender import Sending, SendingRank
 
 _log = logging.getLogger(__name__)
 

@@ -21,23 +21,23 @@ from rollout_side.receive.in_place import InPlaceTransfer
 from rollout_side.receive.incoming_buckets import receive_buckets
 from rollout_side.receive.staging import StagingTransfer
 from rollout_side.receive.transfer import IncomingTransfer, Prepared
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     TransferAbortedError,
     UnsupportedError,
     WeftError,
     error_from_reason,
 )
-from weft.contract.group import GroupTicket
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.send_plan import SendPlan, check_send_plan
-from weft.contract.names import PolicyVersion, is_replica_sender
-from weft.rpc.codec import content_to_proto, send_plan_from_proto
-from weft.tracing import NO_TRACER, Span, Tracer
-from weft.transport.group import on_device
-from weft.transport.member import FetchedManifests, Membership
-from weft.transport.speaking import Speak
-from weft.v1 import rendezvous_pb2 as pb
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import SendPlan, check_send_plan
+from weft_rl.contract.names import PolicyVersion, is_replica_sender
+from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
+from weft_rl.tracing import NO_TRACER, Span, Tracer
+from weft_rl.transport.group import on_device
+from weft_rl.transport.member import FetchedManifests, Membership
+from weft_rl.transport.speaking import Speak
+from weft_rl.v1 import rendezvous_pb2 as pb
 
 _log = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ from rollout_side.memory.placement import Memory
 from rollout_side.receive.in_place_buffers import GatheringBuffers, InPlaceBuffers
 from rollout_side.receive.transfer import ReceiveBuffers
 from rollout_side.receive.wire_buckets import LaneBuffers
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
     NotReadyError,
     TransferAbortedError,
     WeftError,
 )
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.send_plan import SendPlan
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import SendPlan
 
 _log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import logging
 import threading
 
 from rollout_side.memory.working_threads import WorkingThreads
-from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft.contract.group import GroupTicket
-from weft.rpc.channel import open_channel
-from weft.transport.member import Attendance
-from weft.v1 import rendezvous_pb2 as pb
-from weft.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.rpc.channel import open_channel
+from weft_rl.transport.member import Attendance
+from weft_rl.v1 import rendezvous_pb2 as pb
+from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
 _log = logging.getLogger(__name__)
 

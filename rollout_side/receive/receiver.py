@@ -8,8 +8,8 @@ from rollout_side.engine import JoinOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.receive.group_receiver import GroupReceiver
 from rollout_side.receive.probe import Probe
-from weft.contract.group import GroupTicket
-from weft.tracing import NO_TRACER, Tracer
+from weft_rl.contract.group import GroupTicket
+from weft_rl.tracing import NO_TRACER, Tracer
 
 
 class Receiver:

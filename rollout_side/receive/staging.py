@@ -16,13 +16,13 @@ from rollout_side.memory.versions import (
 )
 from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
 from rollout_side.receive.wire_buckets import PlannedBuffers, take_runs
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.runs import carried_sizes
-from weft.contract.layout.send_plan import SendPlan
-from weft.contract.names import PolicyVersion
-from weft.transport.arrived import IN_ITS_BUFFER, Arrived
-from weft.transport.buckets import Assembly, start_bucket
-from weft.transport.digests.wsum64 import content_digest
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.runs import carried_sizes
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.arrived import IN_ITS_BUFFER, Arrived
+from weft_rl.transport.buckets import Assembly, start_bucket
+from weft_rl.transport.digests.wsum64 import content_digest
 
 
 class StagingTransfer:

@@ -14,12 +14,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from weft.contract.errors import CapacityError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.send_plan import SendPlan
-from weft.contract.names import PolicyVersion
-from weft.tracing import Span
-from weft.transport.arrived import IN_ITS_BUFFER, Arrived
+from weft_rl.contract.errors import CapacityError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.tracing import Span
+from weft_rl.transport.arrived import IN_ITS_BUFFER, Arrived
 
 T = TypeVar("T")
 

@@ -25,13 +25,13 @@ import torch
 from google.protobuf.message import DecodeError
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts, is_adapter
-from weft.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
-from weft.contract.layout.manifest import Manifest, TensorSlot
-from weft.contract.names import PolicyVersion
-from weft.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
-from weft.transport.buckets import in_manifest_order, whole_parts
-from weft.transport.digests.wsum64 import content_digest, part_digests
-from weft.v1 import types_pb2
+from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
+from weft_rl.transport.buckets import in_manifest_order, whole_parts
+from weft_rl.transport.digests.wsum64 import content_digest, part_digests
+from weft_rl.v1 import types_pb2
 
 #: Which version the directory holds, of which base model.
 FACTS = "weft.json"

@@ -32,9 +32,9 @@ from rollout_side.spill.files import (
     write_version,
 )
 from rollout_side.version_facts import VersionFacts, spilled_facts
-from weft.contract.errors import CapacityError, InvalidNameError, NotFoundError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.errors import CapacityError, InvalidNameError, NotFoundError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, is_adapter
 from rollout_side.spill.files import read_into
 from rollout_side.spill.folder import SpillFolder, superseded
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
     InvalidManifestError,
@@ -29,8 +29,8 @@ from weft.contract.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.chart.rendering import CHART, PROFILES, args, render
-from weft.rpc.security.access import Role, parse_access
+from weft_rl.rpc.security.access import Role, parse_access
 
 MONITORED = (
     "metrics.enabled=true",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.chart.rendering import PROFILES, ROOT, args, containers, render
-from weft.rpc.security.access import Role, parse_access
+from weft_rl.rpc.security.access import Role, parse_access
 
 SCHEMA = json.loads((ROOT / "helm/weft/values.schema.json").read_text())
 OPTION = re.compile(r"  (?:-\w, )?(--[a-z][a-z0-9-]*)(?: / --[\w-]+)?(?: (\S+))?")
@@ -17,7 +17,7 @@ OPTION = re.compile(r"  (?:-\w, )?(--[a-z][a-z0-9-]*)(?: / --[\w-]+)?(?: (\S+))?
 def help_of(command):
     """What a command says of itself."""
     done = subprocess.run(
-        [sys.executable, "-m", "weft_cli", command, "--help"],
+        [sys.executable, "-m", "weft_rl", command, "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -126,7 +126,7 @@ def test_the_schema_has_the_roles_that_the_comment_names():
 def test_the_doctor_needs_no_more_than_the_coordinators_install():
     """This environment is such a one: without torch, vLLM, and what these bring along."""
     done = subprocess.run(
-        [sys.executable, "-m", "weft_cli", "doctor", "--json", "--coordinator=127.0.0.1:1"],
+        [sys.executable, "-m", "weft_rl", "doctor", "--json", "--coordinator=127.0.0.1:1"],
         cwd=ROOT,
         capture_output=True,
         text=True,

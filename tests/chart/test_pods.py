@@ -21,8 +21,8 @@ from tests.chart.rendering import (
     containers,
     render,
 )
-from weft import __version__
-from weft_cli.doctor.machine import _SHM_BYTES as SHM_BYTES
+from weft_rl import __version__
+from weft_rl.cli.doctor.machine import _SHM_BYTES as SHM_BYTES
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 
@@ -461,7 +461,7 @@ def test_the_coordinators_probes_name_what_it_serves(rendered):
     container = coordinator(rendered)
     assert "service" not in container["livenessProbe"]["grpc"]
     ready = container["readinessProbe"]["grpc"]["service"]
-    assert f'"{ready}"' in (ROOT / "weft/coordinator/server.py").read_text()
+    assert f'"{ready}"' in (ROOT / "weft_rl/coordinator/server.py").read_text()
 
 
 def test_the_tests_pod_is_a_hook_and_nothing_else_is():

@@ -11,7 +11,7 @@ import yaml
 
 from tests.chart.rendering import CHART, HELM, PROFILES, ROOT, render
 from tests.chart.validation import VERSIONS, check, custom_errors, is_custom
-from weft import __version__
+from weft_rl import __version__
 
 sys.path.insert(0, str(ROOT / "helm"))
 import values_table

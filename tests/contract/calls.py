@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from weft.contract.errors import WeftError
-from weft.rpc.status import error_from_rpc
+from weft_rl.contract.errors import WeftError
+from weft_rl.rpc.status import error_from_rpc
 
 
 async def refused(call: Any) -> tuple[str, WeftError]:

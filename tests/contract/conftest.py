@@ -20,11 +20,11 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import CAPABILITIES
 from tests.doubles.trainer import FakeTrainer
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.server import Coordinator
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.security.unused_files import UNUSED_FILES
-from weft.v1 import inspect_pb2, inspect_pb2_grpc
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.server import Coordinator
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc
 
 
 class Pool:

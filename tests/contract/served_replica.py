@@ -11,11 +11,11 @@ from rollout_side.agent.agent import Agent
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.agent import hear, serve
 from tests.doubles.engine import EngineDouble
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_aio_channel
-from weft.v1 import generate_pb2_grpc, replica_pb2, replica_pb2_grpc, types_pb2
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.v1 import generate_pb2_grpc, replica_pb2, replica_pb2_grpc, types_pb2
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8, 8))])
 BASE_1 = types_pb2.PolicyVersion(policy="base", version=1)

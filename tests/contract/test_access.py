@@ -19,16 +19,17 @@ from rich.console import Console
 
 from tests.doubles.attacks import identities
 from tests.doubles.certificates import Authority
-from weft.contract.errors import InvalidRequestError, WeftError
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.server import Coordinator
-from weft.rpc import server
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.security import guard
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.security.unused_files import UNUSED_FILES
-from weft.rpc.status import error_from_rpc
-from weft.v1 import (
+from weft_rl.cli.status import render
+from weft_rl.contract.errors import InvalidRequestError, WeftError
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.server import Coordinator
+from weft_rl.rpc import server
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.security import guard
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     inspect_pb2,
@@ -37,7 +38,6 @@ from weft.v1 import (
     publish_pb2_grpc,
     types_pb2,
 )
-from weft_cli.status import render
 
 _SECONDS = 5.0
 ACCESS = """
@@ -241,7 +241,7 @@ def test_a_token_is_not_sent_where_others_read_it() -> None:
 async def test_rules_that_change_are_used_at_the_next_call_and_end_streams(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.rpc.inbound.STREAM_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("weft_rl.rpc.inbound.STREAM_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(guard, "LOOK_SECONDS", 0.05)
     viewer = secured.authority.credentials("viewer.test")
     stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
@@ -329,7 +329,7 @@ async def test_certificates_that_cannot_be_used_leave_those_before_them_in_force
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the server, of channels that are open, and of new ones."""
-    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.security.fresh._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     await secured.get_pool(viewer)
     for own in (secured.credentials, viewer):
@@ -371,7 +371,7 @@ async def test_rules_of_the_other_kind_need_a_restart(
 async def test_a_channel_closes_the_connections_that_it_had_before_a_rotation(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.security.fresh._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     channel = secured.channel(viewer)
     stub = inspect_pb2_grpc.InspectServiceStub(channel)
@@ -390,7 +390,7 @@ async def test_a_channel_closes_the_connections_that_it_had_before_a_rotation(
 async def test_certificates_are_rotated_under_a_stream(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.security.fresh._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
     stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=30)
@@ -491,15 +491,15 @@ async def test_reflection_asks_who_calls_counts_them_and_says_who_was_refused(
     await pool.start()
     try:
         stranger = pool.channel(pool.authority.credentials("nobody.test"))  # of the CA, in no rule
-        with caplog.at_level(logging.INFO, logger="weft.audit"):
+        with caplog.at_level(logging.INFO, logger="weft_rl.audit"):
             shown = _typed(anext(aiter(_services_of(stranger, version))))
             assert await _reason(shown) == "UNAUTHENTICATED"
-        (line,) = [r.message for r in caplog.records if r.name == "weft.audit"]
+        (line,) = [r.message for r in caplog.records if r.name == "weft_rl.audit"]
         assert "ServerReflectionInfo" in line
         assert "UNAUTHENTICATED" in line
         viewer = pool.channel(pool.authority.credentials("viewer.test"))
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="weft.audit"):
+        with caplog.at_level(logging.INFO, logger="weft_rl.audit"):
             calls = [_services_of(viewer, version) for _ in range(2)]
             for call in calls:
                 answer = await anext(aiter(call))
@@ -511,7 +511,7 @@ async def test_reflection_asks_who_calls_counts_them_and_says_who_was_refused(
             for call in calls:
                 call.cancel()
             await pool.get_pool(pool.authority.credentials("viewer.test"))
-        lines = [r.message for r in caplog.records if r.name == "weft.audit"]
+        lines = [r.message for r in caplog.records if r.name == "weft_rl.audit"]
         assert len(lines) == 1, lines  # of the one that was refused
     finally:
         await pool.stop()

@@ -8,9 +8,9 @@ from tests.contract.calls import refusal, refused
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import LOAD_FAILED
 from tests.doubles.tiny_model import CAPABILITIES
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import duration_from_proto, duration_to_proto, vector_to_proto
-from weft.v1 import (
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import duration_from_proto, duration_to_proto, vector_to_proto
+from weft_rl.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     inspect_pb2,

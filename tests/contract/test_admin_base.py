@@ -12,11 +12,11 @@ from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import REFERENCE
-from weft.contract.errors import NotReadyError
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.status import error_from_rpc
-from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, registry_pb2, types_pb2
-from weft_cli import base_model
+from weft_rl.cli import base_model
+from weft_rl.contract.errors import NotReadyError
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, registry_pb2, types_pb2
 
 OTHER = "0" * 64
 

@@ -9,10 +9,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from tests.contract.calls import eventually, refusal, refused
 from tests.contract.conftest import Pool
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import duration_from_proto, duration_to_proto
-from weft.v1 import admin_pb2 as pb
-from weft.v1 import admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, registry_pb2, types_pb2
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import duration_from_proto, duration_to_proto
+from weft_rl.v1 import admin_pb2 as pb
+from weft_rl.v1 import admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, registry_pb2, types_pb2
 
 
 async def _admin(pool: Pool, method: str, request: Any) -> Any:

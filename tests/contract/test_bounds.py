@@ -17,12 +17,12 @@ from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.contract.served_replica import Served
 from tests.doubles.replicas import FakeReplica
-from weft.coordinator.decisions.transfers import preflight
-from weft.coordinator.services import uploads
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.server import bind
-from weft.rpc.status import error_from_rpc
-from weft.v1 import (
+from weft_rl.coordinator.decisions.transfers import preflight
+from weft_rl.coordinator.services import uploads
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.server import bind
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import (
     admin_pb2,
     inspect_pb2,
     inspect_pb2_grpc,

@@ -20,9 +20,9 @@ import pytest_asyncio
 from tests.contract.conftest import Pool
 from tests.contract.test_access import TOKEN, TOKEN_ACCESS, Secured
 from tests.doubles.certificates import Authority
-from weft.rpc.security.credentials import Credentials
-from weft_cli.doctor.finding import Finding
-from weft_cli.doctor.way import check_own, check_way
+from weft_rl.cli.doctor.finding import Finding
+from weft_rl.cli.doctor.way import check_own, check_way
+from weft_rl.rpc.security.credentials import Credentials
 
 _SECONDS = 60.0
 
@@ -59,7 +59,7 @@ async def _begin(*words: str, **environment: str) -> asyncio.subprocess.Process:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests in a shell's background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # or the command ignores it, too
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "weft_cli", *words,
+        sys.executable, "-m", "weft_rl", *words,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment},
     )  # fmt: skip

@@ -11,18 +11,18 @@ import pytest
 
 from tests import documented
 from tests.contract.protocol_vectors import PATH
-from weft.contract import errors
-from weft.contract.errors import REASONS
-from weft.coordinator.decisions.effects import EventKind
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.purposes.push import Push
-from weft.coordinator.decisions.purposes.restore import Restore
-from weft.coordinator.decisions.purposes.rollback import Rollback
-from weft.v1 import inspect_pb2, publish_pb2
+from weft_rl.contract import errors
+from weft_rl.contract.errors import REASONS
+from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.purposes.push import Push
+from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.v1 import inspect_pb2, publish_pb2
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = PATH.with_name("protocol.md").read_text()
-_OURS = ("weft", "trainer_side", "rollout_side")
+_OURS = ("weft_rl", "trainer_side", "rollout_side")
 #: Of failures that no call answers.
 _LOCAL = "never sent: what a process says of itself"
 #: Metadata of those.
@@ -120,7 +120,7 @@ def test_the_page_lists_every_key_of_metadata_and_no_other() -> None:
 def test_kinds_of_events_are_those_of_the_protos() -> None:
     wire = {kind.name for kind in inspect_pb2.EventKind.DESCRIPTOR.values}
     assert wire == {f"EVENT_KIND_{name}" for name in ("UNSPECIFIED", *EventKind.__members__)}
-    decisions = _ROOT / "weft" / "coordinator" / "decisions"
+    decisions = _ROOT / "weft_rl" / "coordinator" / "decisions"
     code = "".join(p.read_text() for p in decisions.rglob("*.py") if p.parent.name != "effects")
     by_name = {f"{p.name}_{end}" for p in (Clone, Restore) for end in ("ended", "failed")}
     never = [k for k in EventKind if f"EventKind.{k.name}" not in code and k.value not in by_name]

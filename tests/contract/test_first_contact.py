@@ -16,11 +16,11 @@ from rollout_side.agent.first_contact import check_contact
 from rollout_side.config import AgentConfig, RolloutConfig
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
-from weft.contract.errors import InvalidRequestError, NotReadyError, RequestConflictError
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.server import bind, check_listen, make_server, serve_health
-from weft.telemetry.config import TelemetryConfig
-from weft.v1 import registry_pb2 as pb
+from weft_rl.contract.errors import InvalidRequestError, NotReadyError, RequestConflictError
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.server import bind, check_listen, make_server, serve_health
+from weft_rl.telemetry.config import TelemetryConfig
+from weft_rl.v1 import registry_pb2 as pb
 
 
 def _request(**changes: Any) -> pb.CheckReplicaRequest:

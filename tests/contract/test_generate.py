@@ -15,8 +15,8 @@ from tests.contract.calls import eventually, fails, refused
 from tests.contract.served_replica import Served
 from tests.doubles.agent import hear
 from tests.doubles.answers import token
-from weft.v1 import generate_pb2 as pb
-from weft.v1 import replica_pb2, types_pb2
+from weft_rl.v1 import generate_pb2 as pb
+from weft_rl.v1 import replica_pb2, types_pb2
 
 
 def _request(policy: str, *, strict: bool = False, **sampling: Any) -> pb.GenerateRequest:

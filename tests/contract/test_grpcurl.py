@@ -23,9 +23,9 @@ from grpc_reflection.v1alpha import reflection_pb2 as pb
 from tests.contract.conftest import Pool
 from tests.contract.served_replica import Served
 from tests.contract.test_access import TOKEN, Secured
-from weft.rpc import reflection
-from weft.rpc.channel import open_aio_channel
-from weft.v1 import inspect_pb2
+from weft_rl.rpc import reflection
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.v1 import inspect_pb2
 
 _PAGE = Path(__file__).parents[2] / "docs/operations.md"
 _DESCRIBED = "weft.v1.PublishService.BeginTransfer"

@@ -10,14 +10,14 @@ import pytest
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.tiny_model import REFERENCE
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
     TransferTimeoutError,
 )
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.effects import EventKind
-from weft.v1 import inspect_pb2, publish_pb2, types_pb2
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.v1 import inspect_pb2, publish_pb2, types_pb2
 
 
 async def test_lists_in_pages(pool: Pool) -> None:

@@ -9,11 +9,11 @@ from tests.contract.calls import eventually
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.trainer import FakeTrainer
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.policies.numbering import LEAP
-from weft.rpc.channel import open_aio_channel
-from weft.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, types_pb2
-from weft_cli.status import render
+from weft_rl.cli.status import render
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.policies.numbering import LEAP
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc, types_pb2
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
 OTHER = b"\2" * 8

@@ -22,14 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.contract.conftest import Pool
 from tests.doubles.certificates import Authority
 from tests.doubles.http import ask
-from weft.contract.errors import InvalidRequestError, NotReadyError
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.server import Coordinator
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.server import bind, make_server, serve_health
-from weft.telemetry import http_server, site
-from weft.telemetry.config import TelemetryConfig
-from weft.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
+from weft_rl.contract.errors import InvalidRequestError, NotReadyError
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.server import Coordinator
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.server import bind, make_server, serve_health
+from weft_rl.telemetry import http_server, site
+from weft_rl.telemetry.config import TelemetryConfig
+from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
 ON_LOOPBACK = TelemetryConfig(metrics="127.0.0.1:0", health="127.0.0.1:0")
 TOKEN, TRAINERS = "a-token-of-32-characters-or-more", "another-token-of-32-characters"

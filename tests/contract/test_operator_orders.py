@@ -19,9 +19,9 @@ from rollout_side.config import AgentConfig
 from tests.contract.conftest import Pool
 from tests.doubles.agent import serve
 from tests.doubles.engine import EngineDouble
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.status import error_from_rpc
-from weft.v1 import (
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     inspect_pb2,

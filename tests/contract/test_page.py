@@ -19,9 +19,9 @@ from tests.contract.conftest import Pool
 from tests.doubles.certificates import Authority
 from tests.doubles.http import Answer, ask
 from tests.doubles.replicas import FakeReplica
-from weft.coordinator.page import document
-from weft.rpc.message_json import as_dict
-from weft.telemetry.config import TelemetryConfig
+from weft_rl.coordinator.page import document
+from weft_rl.rpc.message_json import as_dict
+from weft_rl.telemetry.config import TelemetryConfig
 
 ON_LOOPBACK = TelemetryConfig(metrics="127.0.0.1:0")
 TOKEN, TRAINERS = "a-token-of-32-characters-or-more", "another-token-of-32-characters"

@@ -17,7 +17,7 @@ import pytest
 from tests.contract.conftest import Pool
 from tests.contract.protocol_vectors import PATH
 from tests.doubles.tiny_model import ADAPTER_CONFIG, ADAPTER_MANIFEST, ADAPTER_METAS
-from weft.v1 import inspect_pb2, publish_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2
 
 _ROOT = Path(__file__).parents[2]
 _SHOWN = r"^\$ python examples/protocol_client\.py .*\n((?:.+\n)+)```"

@@ -14,9 +14,9 @@ import torch
 
 from tests.contract import protocol_decoder as outside
 from tests.contract import protocol_vectors
-from weft.contract.errors import DigestMismatchError
-from weft.contract.layout.manifest import plan_buckets
-from weft.transport.buckets import verify_bucket, verify_runs
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.transport.buckets import verify_bucket, verify_runs
 
 VECTORS: dict[str, Any] = json.loads(protocol_vectors.PATH.read_text())
 PAGE = protocol_vectors.PATH.with_suffix("").with_name("protocol.md").read_text()
@@ -35,7 +35,7 @@ def test_the_decoder_knows_nothing_of_ours() -> None:
         if isinstance(node, ast.Import)
         for name in node.names
     } | {str(n.module).partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert not imported & {"weft", "trainer_side", "rollout_side", "weft_cli", "tests", "torch"}
+    assert not imported & {"weft_rl", "trainer_side", "rollout_side", "tests", "torch"}
     assert "xxhash" in imported
 
 

@@ -17,7 +17,8 @@ from tests.contract.conftest import Pool
 from tests.doubles.halves import in_halves
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
-from weft.contract.errors import (
+from weft_rl.cli.status import render
+from weft_rl.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,
     NotFiniteError,
@@ -25,13 +26,12 @@ from weft.contract.errors import (
     PeerUnavailableError,
     PolicyOwnedError,
 )
-from weft.contract.layout.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.rpc.codec import duration_to_proto, send_plan_to_proto
-from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
-from weft.rpc.status import error_from_rpc
-from weft.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
-from weft_cli.status import render
+from weft_rl.contract.layout.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
+from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
 
 
 async def test_describe_target(pool: Pool) -> None:

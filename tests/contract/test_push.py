@@ -7,8 +7,8 @@ import asyncio
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from tests.doubles.tiny_model import BASE_MANIFEST
-from weft.contract.errors import LoadFailedError
-from weft.v1 import inspect_pb2, publish_pb2
+from weft_rl.contract.errors import LoadFailedError
+from weft_rl.v1 import inspect_pb2, publish_pb2
 
 
 async def test_adapter_push_is_served_by_every_replica(pool: Pool) -> None:

@@ -10,14 +10,14 @@ from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import LEFT_DIRTY, LOAD_FAILED
 from trainer_side.push_report import missing_replicas
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
     InvalidNameError,
     NotReadyError,
     WeftError,
 )
-from weft.v1 import inspect_pb2, publish_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2
 
 
 async def test_who_serves_it_is_counted_and_the_others_named(pool: Pool) -> None:

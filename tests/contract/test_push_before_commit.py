@@ -8,9 +8,9 @@ import pytest
 
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
-from weft.contract.errors import CapacityError, WeftError
-from weft.rpc.codec import duration_to_proto
-from weft.v1 import publish_pb2
+from weft_rl.contract.errors import CapacityError, WeftError
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.v1 import publish_pb2
 
 
 @pytest.mark.parametrize("where", ["prepare", "stage"])

@@ -20,7 +20,7 @@ from rollout_side.config import AgentConfig
 from rollout_side.engine import MemoryUse
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     BaseMismatchError,
     CapacityError,
     InvalidNameError,
@@ -31,10 +31,10 @@ from weft.contract.errors import (
     UnauthenticatedError,
     WeftError,
 )
-from weft.contract.names import VersionVector
-from weft.rpc.codec import duration_to_proto
-from weft.rpc.status import status_from_error
-from weft.v1 import registry_pb2, registry_pb2_grpc
+from weft_rl.contract.names import VersionVector
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.rpc.status import status_from_error
+from weft_rl.v1 import registry_pb2, registry_pb2_grpc
 
 _SECONDS = 10.0
 _CONTACT_SECONDS = 0.3
@@ -284,7 +284,7 @@ def test_a_token_file_that_is_away_keeps_the_token_that_it_held(
     file = tmp_path / "token"
     file.write_text("a-token-of-many-characters")
     monkeypatch.setenv("WEFT_TOKEN_FILE", str(file))
-    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.security.fresh._LOOK_SECONDS", 0.0)
     registry = Registry([])
     registration = _registration(_serve(server, registry), pytest.fail)
     registration.start()

@@ -12,15 +12,15 @@ from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.rank import FakeRank
 from tests.doubles.replicas import FakeReplica
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     NotAllowedError,
     NotReadyError,
     StaleEpochError,
     TransferTimeoutError,
 )
-from weft.coordinator.runtime import key_value_store
-from weft.rpc.codec import duration_to_proto
-from weft.v1 import rendezvous_pb2
+from weft_rl.coordinator.runtime import key_value_store
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.v1 import rendezvous_pb2
 
 
 async def _rank(pool: Pool, rank: int = 0, token: str = "") -> FakeRank:

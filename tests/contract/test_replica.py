@@ -18,15 +18,15 @@ from tests.contract.calls import refusal
 from tests.contract.served_replica import BASE_1, MANIFEST, Served
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
-from weft.contract.checkpoint import StoredTensor, checkpoint_digest
-from weft.contract.errors import TransferTimeoutError
-from weft.contract.names import AdapterVersions, PolicyVersion
-from weft.rpc.checkpoint_codec import tensors_from_proto
-from weft.rpc.codec import vector_from_proto
-from weft.rpc.manifest_codec import ManifestDecoder
-from weft.rpc.status import error_from_rpc
-from weft.transport.digests.wsum64 import content_digest, tensor_digest
-from weft.v1 import publish_pb2, replica_pb2, types_pb2
+from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.errors import TransferTimeoutError
+from weft_rl.contract.names import AdapterVersions, PolicyVersion
+from weft_rl.rpc.checkpoint_codec import tensors_from_proto
+from weft_rl.rpc.codec import vector_from_proto
+from weft_rl.rpc.manifest_codec import ManifestDecoder
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
+from weft_rl.v1 import publish_pb2, replica_pb2, types_pb2
 
 
 def _switch(policy: str, version: int, **fields: int) -> replica_pb2.SwitchVersionRequest:

@@ -17,9 +17,9 @@ from rollout_side.engine import SwitchTimes
 from rollout_side.metrics import ReplicaMetrics
 from tests.contract.served_replica import MANIFEST, Served
 from tests.doubles.engine import EngineDouble
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.server import Servicer, bind, make_server
-from weft.v1 import replica_pb2_grpc
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.server import Servicer, bind, make_server
+from weft_rl.v1 import replica_pb2_grpc
 
 
 class Counted:

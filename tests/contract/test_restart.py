@@ -21,11 +21,11 @@ from tests.contract.calls import eventually, refusal
 from tests.contract.conftest import Pool
 from tests.contract.served_replica import MANIFEST, Served, serving
 from tests.doubles.engine import EngineDouble
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.runtime.catalog.database import CatalogError
-from weft.rpc.codec import vector_from_proto
-from weft.transport.digests.wsum64 import content_digest, tensor_digest
-from weft.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.runtime.catalog.database import CatalogError
+from weft_rl.rpc.codec import vector_from_proto
+from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
+from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
 MATH_1 = types_pb2.PolicyVersion(policy="math", version=1)
 

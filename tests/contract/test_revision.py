@@ -7,9 +7,9 @@ import pytest
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from tests.doubles.rank import FakeRank
-from weft.contract.errors import WeftError
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.v1 import registry_pb2, rendezvous_pb2
+from weft_rl.contract.errors import WeftError
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.v1 import registry_pb2, rendezvous_pb2
 
 OTHERS = pytest.mark.parametrize(
     ("given", "older", "said"),

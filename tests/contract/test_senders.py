@@ -15,9 +15,9 @@ from tests.doubles import sharded_trainer
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
-from weft.contract.capabilities import GLOO, ONE_SIDED
-from weft.contract.errors import WeftError
-from weft.transport.buckets import Sealed
+from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.errors import WeftError
+from weft_rl.transport.buckets import Sealed
 
 Weights = dict[str, torch.Tensor]
 

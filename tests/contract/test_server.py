@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tests.contract.conftest import Pool
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     REASONS,
     CapacityError,
     InvalidRequestError,
@@ -30,13 +30,13 @@ from weft.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
-from weft.coordinator.server import Coordinator
-from weft.rpc.channel import open_aio_channel, open_channel
-from weft.rpc.server import Servicer, bind, make_server
-from weft.rpc.status import error_from_rpc, status_from_error
-from weft.v1 import (
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.server import Coordinator
+from weft_rl.rpc.channel import open_aio_channel, open_channel
+from weft_rl.rpc.server import Servicer, bind, make_server
+from weft_rl.rpc.status import error_from_rpc, status_from_error
+from weft_rl.v1 import (
     inspect_pb2,
     inspect_pb2_grpc,
     publish_pb2,
@@ -287,8 +287,8 @@ async def test_waiting_calls_and_streams_end_when_it_stops(pool: Pool) -> None:
 _SERVE = """
 import asyncio, sys
 from pathlib import Path
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.server import serve
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.server import serve
 config = CoordinatorConfig(catalog=Path(sys.argv[1]), listen="127.0.0.1:0")
 asyncio.run(serve(config, ready=lambda port, _: print(port, flush=True)))
 assert "torch" not in sys.modules
@@ -315,7 +315,7 @@ def test_a_disk_that_fills_up_ends_it_in_one_line_and_keeps_what_was_answered(
     catalog_path: Path,
 ) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
+        [sys.executable, "-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
          "--catalog", str(catalog_path), "--log-level", "warning"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -33,15 +33,15 @@ from tests.doubles.raw_http2 import (
 )
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher, Tls
-from weft.coordinator.runtime.watchers import MAX_BEHIND
-from weft.rpc import inbound, server
-from weft.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from weft.rpc.security import guard
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.security.guard import AccessFile
-from weft.rpc.server import Security
-from weft.v1 import publish_pb2 as pb
-from weft.v1.publish_pb2_grpc import PublishServiceStub
+from weft_rl.coordinator.runtime.watchers import MAX_BEHIND
+from weft_rl.rpc import inbound, server
+from weft_rl.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from weft_rl.rpc.security import guard
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
 _SECONDS = 10.0
 #: A push's deadline here: it takes a tenth of a second where nobody is in its way.
@@ -283,7 +283,7 @@ def test_a_watch_that_never_reads_is_ended(
 
 
 def _kind() -> Any:
-    from weft.coordinator.decisions.effects import EventKind
+    from weft_rl.coordinator.decisions.effects import EventKind
 
     return EventKind.REPLICA_READY
 

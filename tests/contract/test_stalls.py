@@ -9,10 +9,10 @@ import pytest
 from tests.contract.calls import error_of
 from tests.contract.conftest import Pool
 from tests.doubles.trainer import FakeTrainer
-from weft.contract.errors import LoadFailedError, StalledError, WeftError
-from weft.contract.names import PolicyVersion
-from weft.rpc.codec import duration_to_proto
-from weft.v1 import inspect_pb2, registry_pb2, rendezvous_pb2
+from weft_rl.contract.errors import LoadFailedError, StalledError, WeftError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.v1 import inspect_pb2, registry_pb2, rendezvous_pb2
 
 #: What the coordinator allows here.
 STALL_SECONDS = 0.6

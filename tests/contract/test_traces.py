@@ -10,7 +10,7 @@ import pytest
 from tests.contract.conftest import Pool
 from tests.doubles.collector import Collector, Seen
 from tests.doubles.trainer import FakeTrainer
-from weft.telemetry.config import TelemetryConfig
+from weft_rl.telemetry.config import TelemetryConfig
 
 _TRACE, _SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

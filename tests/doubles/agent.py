@@ -11,11 +11,11 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.generate_servicer import GenerateServicer
 from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.agent.servicer import ReplicaServicer
-from weft.contract.names import PolicyVersion
-from weft.rpc.server import Security, Servicer, bind, make_server
-from weft.tracing import NO_TRACER, Tracer
-from weft.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
-from weft.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.server import Security, Servicer, bind, make_server
+from weft_rl.tracing import NO_TRACER, Tracer
+from weft_rl.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from weft_rl.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _WAIT_SECONDS = 20.0
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
-from weft.contract.errors import VersionChangedError
+from weft_rl.contract.errors import VersionChangedError
 
 if TYPE_CHECKING:
     from tests.doubles.engine import EngineDouble

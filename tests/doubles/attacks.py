@@ -23,15 +23,15 @@ import grpc
 
 from tests.doubles.certificates import Authority
 from tests.doubles.raw_http2 import DATA, HEADERS, RawClient, frame
-from weft.contract.errors import WeftError
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.status import error_from_rpc
-from weft.v1 import admin_pb2, types_pb2
-from weft.v1 import publish_pb2 as pb
-from weft.v1.admin_pb2_grpc import AdminServiceStub
-from weft.v1.publish_pb2_grpc import PublishServiceStub
+from weft_rl.contract.errors import WeftError
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import admin_pb2, types_pb2
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
+from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
 SECONDS = 10.0
 Attempts: TypeAlias = Generator[str, None, None]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.rpc.security import guard
+from weft_rl.rpc.security import guard
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import trustme
 
-from weft.rpc.security.credentials import Credentials
+from weft_rl.rpc.security.credentials import Credentials
 
 
 class Authority:

@@ -38,10 +38,10 @@ from rollout_side.spill.spiller import Spiller
 from rollout_side.version_facts import VersionFacts
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
-from weft.checkpoints.in_layout import digest_in_layout
-from weft.contract.capabilities import ONE_SIDED, Capabilities
-from weft.contract.checkpoint import StoredTensor, not_compared
-from weft.contract.errors import (
+from weft_rl.checkpoints.in_layout import digest_in_layout
+from weft_rl.contract.capabilities import ONE_SIDED, Capabilities
+from weft_rl.contract.checkpoint import StoredTensor, not_compared
+from weft_rl.contract.errors import (
     LoadFailedError,
     NotFoundError,
     NotReadyError,
@@ -49,14 +49,14 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.tensors import DataType, Reference
-from weft.contract.names import STARTED_WITH, PolicyVersion
-from weft.tracing import NO_TRACER, Tracer
-from weft.transport.backends import available_backends
-from weft.transport.digests.wsum64 import tensor_digest
-from weft.transport.group import CPU, num_parked_groups
-from weft.transport.one_sided.trial import TrialAnswerer
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.tracing import NO_TRACER, Tracer
+from weft_rl.transport.backends import available_backends
+from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.group import CPU, num_parked_groups
+from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 
 class EngineDouble:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
-from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 
 
 def in_halves(manifest: Manifest) -> SendPlan:

@@ -19,10 +19,10 @@ from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig
 from tests.doubles.agent import serve, wait_registered
 from tests.doubles.engine import EngineDouble
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.server import Coordinator
-from weft.rpc.channel import open_channel
-from weft.rpc.server import Security
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.server import Coordinator
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.server import Security
 
 _T = TypeVar("_T")
 _WAIT_SECONDS = 20.0

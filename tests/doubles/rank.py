@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_aio_channel
-from weft.v1 import publish_pb2, rendezvous_pb2, rendezvous_pb2_grpc, types_pb2
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.v1 import publish_pb2, rendezvous_pb2, rendezvous_pb2_grpc, types_pb2
 
 
 class FakeRank:

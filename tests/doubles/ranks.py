@@ -19,9 +19,9 @@ from rollout_side.memory.versions import tensor_in
 from rollout_side.receive.in_place import InPlaceLoad
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
-from weft.contract.errors import LoadFailedError, WeftError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import LoadFailedError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import PolicyVersion
 
 _START_SECONDS = 60.0
 

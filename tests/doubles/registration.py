@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.contract.capabilities import Capabilities
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import VersionVector
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.codec import capabilities_to_proto, vector_to_proto
-from weft.rpc.manifest_codec import reference_to_chunks
-from weft.v1 import registry_pb2
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import VersionVector
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.codec import capabilities_to_proto, vector_to_proto
+from weft_rl.rpc.manifest_codec import reference_to_chunks
+from weft_rl.v1 import registry_pb2
 
 
 async def register(

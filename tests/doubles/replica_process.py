@@ -25,11 +25,11 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.ranks import TwoRankDouble
 from tests.doubles.replica_weights import base_weights
 from tests.doubles.worker import WorkerDouble
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.security.guard import AccessFile
-from weft.rpc.server import Security
-from weft.telemetry.traces import open_tracer
-from weft.tracing import NO_TRACER
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security
+from weft_rl.telemetry.traces import open_tracer
+from weft_rl.tracing import NO_TRACER
 
 
 async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[str, Any]:

@@ -12,15 +12,20 @@ import grpc
 from tests.doubles.rank import FakeRank
 from tests.doubles.registration import register
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE, content_digest
-from weft.contract.capabilities import Capabilities
-from weft.contract.errors import LoadFailedError, NotFoundError, WeftError, error_from_reason
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import PolicyVersion, VersionVector
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import duration_to_proto, vector_to_proto, version_from_proto, version_to_proto
-from weft.rpc.manifest_codec import ManifestDecoder
-from weft.rpc.server import Servicer, bind, make_server
-from weft.v1 import (
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.errors import LoadFailedError, NotFoundError, WeftError, error_from_reason
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import (
+    duration_to_proto,
+    vector_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
+from weft_rl.rpc.manifest_codec import ManifestDecoder
+from weft_rl.rpc.server import Servicer, bind, make_server
+from weft_rl.v1 import (
     registry_pb2,
     registry_pb2_grpc,
     rendezvous_pb2,

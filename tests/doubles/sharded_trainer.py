@@ -14,24 +14,24 @@ import grpc
 import torch
 
 from trainer_side.sources.source import CastRule, make_metas
-from weft.contract.capabilities import GLOO
-from weft.contract.errors import WeftError
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.runs import Run
-from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_channel
-from weft.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.rpc.status import error_from_rpc
-from weft.transport.backends import allocate
-from weft.transport.buckets import Sealed, run_parts, seal_bucket, tensor_sums
-from weft.transport.digests.wsum64 import part_digests
-from weft.transport.group import CPU
-from weft.transport.sender import Reformed, Sending, SendingRank
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
-from weft.v1.publish_pb2_grpc import PublishServiceStub
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from_proto
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.transport.backends import allocate
+from weft_rl.transport.buckets import Sealed, run_parts, seal_bucket, tensor_sums
+from weft_rl.transport.digests.wsum64 import part_digests
+from weft_rl.transport.group import CPU
+from weft_rl.transport.sender import Reformed, Sending, SendingRank
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
+from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
 #: Tensors of a rank, as runs: by sender.
 Shards = Sequence[Sequence[Run]]

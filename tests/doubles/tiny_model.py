@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.contract.capabilities import Capabilities
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
-from weft.v1 import types_pb2
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.v1 import types_pb2
 
 BF16 = DataType.BFLOAT16
 REFERENCE = Reference(

@@ -8,11 +8,11 @@ from typing import Any
 
 from tests.doubles.rank import FakeRank
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, adapter_spec, content_digest
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import duration_to_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.v1 import inspect_pb2_grpc, publish_pb2, publish_pb2_grpc, types_pb2
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.v1 import inspect_pb2_grpc, publish_pb2, publish_pb2_grpc, types_pb2
 
 
 class FakeTrainer:

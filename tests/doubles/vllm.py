@@ -17,10 +17,10 @@ from rollout_side.vllm_engine.server.switching.requests_at_switch import Request
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import Answer
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft.contract.capabilities import Capabilities, RunningRequests
-from weft.contract.group import GroupTicket
-from weft.contract.layout.tensors import DataType, Reference
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.capabilities import Capabilities, RunningRequests
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.names import PolicyVersion
 
 BASE = PolicyVersion("base", 3)
 TICKET = GroupTicket(

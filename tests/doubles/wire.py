@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.contract.layout.runs import Run
-from weft.transport.arrived import BucketOptions, write_tail
-from weft.transport.buckets import Sealed, seal_bucket
+from weft_rl.contract.layout.runs import Run
+from weft_rl.transport.arrived import BucketOptions, write_tail
+from weft_rl.transport.buckets import Sealed, seal_bucket
 
 
 def seal_wire(

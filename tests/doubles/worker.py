@@ -20,7 +20,7 @@ from rollout_side.engine import AliasRefusals, EngineWork
 from rollout_side.owed_answers import OwedAnswers
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
-from weft.contract.errors import LoadFailedError
+from weft_rl.contract.errors import LoadFailedError
 
 # Of rollout_side.engine.Engine, and EngineDouble's own.
 _METHODS = frozenset(

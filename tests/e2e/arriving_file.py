@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from trainer_side.pool.packer import Packer
-from weft.contract.errors import PeerUnavailableError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.transport.buckets import in_manifest_order
-from weft.transport.digests.wsum64 import content_digest
+from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.buckets import in_manifest_order
+from weft_rl.transport.digests.wsum64 import content_digest
 
 #: Some tensors share a bucket, and the tensors of some layers lie in several.
 _BUCKET_BYTES = 96 * 2**10

@@ -27,8 +27,8 @@ from rollout_side.engine import SwitchTimes
 from tests.e2e.generations import Generations
 from tests.e2e.staging_receiver import FACTORY, StageOrder, content_digest
 from tests.models import adapter_config
-from weft.contract.capabilities import RunningRequests
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.capabilities import RunningRequests
+from weft_rl.contract.names import PolicyVersion
 
 _ARGS = [
     *("--enforce-eager", "--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "16"),

@@ -9,8 +9,8 @@ from typing import Any
 
 from rollout_side.generation import Answer, BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
-from weft.contract.capabilities import RunningRequests
-from weft.contract.errors import WeftError
+from weft_rl.contract.capabilities import RunningRequests
+from weft_rl.contract.errors import WeftError
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 
-from weft.rpc.channel import open_channel
-from weft.v1 import generate_pb2
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.generate_pb2_grpc import GenerateServiceStub
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import generate_pb2
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.generate_pb2_grpc import GenerateServiceStub
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 MODEL_NAME = "tiny"
 PROMPT = [5, 9, 33, 70, 12, 101, 8]
@@ -56,7 +56,7 @@ class Coordinator:
         env: Mapping[str, str] | None = None,
     ) -> Coordinator:
         """Start on ``work``'s catalog, with further options; returns once it listens."""
-        args = ("-m", "weft_cli", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
+        args = ("-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0", "--catalog",
                 str(work / "weft.db"), "--lost-after-seconds", str(lost_after_seconds),
                 *options)  # fmt: skip
         process = Process("coordinator", args, work, dict(env or {}))
@@ -110,7 +110,7 @@ def start_replica(
     *args: str,
     options: Sequence[str] = (),
     log_name: str = "",
-    entry: Sequence[str] = ("-m", "weft_cli"),
+    entry: Sequence[str] = ("-m", "weft_rl"),
     env: Mapping[str, str] | None = None,
 ) -> Process:
     """Start ``weft rollout``; ``serving_url`` waits for it. The caller stops it.

@@ -26,12 +26,12 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
 from tests.e2e.arriving_file import FromFile
-from weft.contract.errors import WeftError
-from weft.contract.group import GroupTicket
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.tracing import Tracer
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.tracing import Tracer
 
 FACTORY = f"{__name__}:StagingReceiver"
 

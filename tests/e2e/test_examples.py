@@ -16,10 +16,10 @@ import yaml
 from tests.e2e.logprobs import MAX_ERROR
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
 from trainer_side import Publisher
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.demo.openai_client import complete
+from weft_rl.cli.demo.openai_client import complete
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELM = EXAMPLES.parent / "helm"

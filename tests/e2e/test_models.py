@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests import models
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
 from trainer_side import Publisher
-from weft_cli.demo.openai_client import complete
+from weft_rl.cli.demo.openai_client import complete
 
 #: vLLM against Hugging Face in fp32.
 BOUND = 5e-5

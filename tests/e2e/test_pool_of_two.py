@@ -36,10 +36,10 @@ from tests.e2e.replicas import (
 from tests.integration.models import until
 from tests.models import Referee
 from trainer_side import Publisher, RolloutClient, SampleGroup, Sampling
-from weft_cli.demo.processes import Process
-from weft_cli.main import app
-from weft_cli.orders.replicas import drain
-from weft_cli.orders.versions import roll_back
+from weft_rl.cli.demo.processes import Process
+from weft_rl.cli.main import app
+from weft_rl.cli.orders.replicas import drain
+from weft_rl.cli.orders.versions import roll_back
 
 _NUM_TOKENS = 240
 _SECONDS = 60.0

@@ -16,13 +16,13 @@ from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.logprobs import PROMPT, check
 from tests.integration.models import until
 from tests.models import Referee, adapter_config, make_adapter, rename_modules
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidNameError,
     LoadFailedError,
     NotReadyError,
 )
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 
 def names(engine: EngineProcess) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.generations import joined
 from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
     LoadFailedError,
@@ -29,8 +29,8 @@ from weft.contract.errors import (
     PeerUnavailableError,
     VersionChangedError,
 )
-from weft.contract.names import STARTED_WITH, PolicyVersion
-from weft.contract.sampling import Sampling
+from weft_rl.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.contract.sampling import Sampling
 
 _LONG = [3 + (7 * i) % 250 for i in range(300)]
 _ASKED = [("tiny", PROMPT), ("tiny", _LONG), ("kept@1", PROMPT), ("kept@2", _LONG)]

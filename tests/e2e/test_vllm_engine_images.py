@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.models import IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS, make_vision_model
-from weft.contract.adapter import check_adapter
-from weft.contract.errors import InvalidAdapterError, LoadFailedError
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
-from weft.contract.names import STARTED_WITH
+from weft_rl.contract.adapter import check_adapter
+from weft_rl.contract.errors import InvalidAdapterError, LoadFailedError
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.names import STARTED_WITH
 
 #: vLLM against Hugging Face in fp32.
 BOUND = 5e-5

@@ -12,7 +12,7 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server import launch, refusals
 from rollout_side.vllm_engine.server.launch import open_engine
 from tests.models import save_config
-from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
 # vLLM's and torch's own, at import
 pytestmark = pytest.mark.filterwarnings("ignore")

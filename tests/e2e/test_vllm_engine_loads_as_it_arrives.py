@@ -20,9 +20,9 @@ from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.e2e.generations import Generated, joined
 from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
 from tests.models import Referee
-from weft.contract.errors import NotReadyError, VersionChangedError
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
+from weft_rl.contract.errors import NotReadyError, VersionChangedError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
 
 WAIT_SECONDS = 30.0
 #: Of the KV cache, of 128 tokens each: three requests of 400 tokens fit, and not four.

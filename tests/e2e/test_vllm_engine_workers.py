@@ -14,8 +14,8 @@ from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.staging_receiver import StageOrder
-from weft.contract.errors import TransferTimeoutError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import TransferTimeoutError
+from weft_rl.contract.names import PolicyVersion
 
 _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_open", ({},), "called before"),

@@ -12,7 +12,7 @@ from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.logprobs import PROMPT, check
 from tests.models import Referee
-from weft.contract.errors import LoadFailedError, PeerUnavailableError
+from weft_rl.contract.errors import LoadFailedError, PeerUnavailableError
 
 _LONG = [3 + (7 * i) % 250 for i in range(300)]
 

@@ -17,8 +17,8 @@ from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.logprobs import PROMPT, check
 from tests.models import Referee, make_model
-from weft.contract.errors import LoadFailedError
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 
 # vLLM's and torch's own, at import
 pytestmark = pytest.mark.filterwarnings("ignore")

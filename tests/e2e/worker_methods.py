@@ -14,7 +14,7 @@ from rollout_side.vllm_engine.worker.answers import guarded
 from rollout_side.vllm_engine.worker.extension import WeftWorker
 from tests.e2e.arriving_file import FromFile
 from tests.e2e.staging_receiver import break_next_load
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 
 @guarded

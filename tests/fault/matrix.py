@@ -13,10 +13,10 @@ from typing import Any
 from tests.doubles.replica_weights import ELEMENTS, NUM_TENSORS
 from tests.fault.strikes import HANG, LOOP, RETIRE, ROLES, VICTIM, Strike
 from tests.processes import members
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 REPLICAS = ("replica-0", "replica-1", "replica-2")
 #: A push's deadline, and what an answer may take beyond it.
@@ -94,7 +94,7 @@ class Case:
 
     def start_coordinator(self, *, armed: bool) -> None:
         args = (*COORDINATOR, "--listen", self.listen, "--catalog", str(self.work / "weft.db"))
-        process = self._start("coordinator", "weft_cli", *args, armed=armed)
+        process = self._start("coordinator", "weft_rl", *args, armed=armed)
         line = process.line(lambda text: text.startswith("listening on "), 30)
         self.listen = line.removeprefix("listening on ")
 

@@ -38,9 +38,9 @@ from tests.soak.churn import Replicas
 from tests.soak.traffic import Router, read_answer, request
 from tests.soak.weights import FIRST_SEED, Referee
 from trainer_side import Publisher
-from weft.contract.errors import WeftError
-from weft.v1 import inspect_pb2 as pb
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.errors import WeftError
+from weft_rl.v1 import inspect_pb2 as pb
 
 REPLICAS = ("replica-0", VICTIM)
 CASES = [
@@ -89,7 +89,7 @@ class Pool:
             "inside commit": self._strike("vllm replica", "inside commit"),
         }
         command = (
-            "-m", "tests.fault.victims", "weft_cli", "coordinator", "--listen", "127.0.0.1:0",
+            "-m", "tests.fault.victims", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
             "--catalog", str(work / "weft.db"), "--lost-after-seconds", "5",
             "--heartbeat-seconds", "0.5", "--stall-seconds", str(_STALL_SECONDS),
         )  # fmt: skip

@@ -168,8 +168,8 @@ def _trainer(strike: Strike) -> None:
     from trainer_side.pool.packer import Packer
     from trainer_side.pool.sender import Sender
     from trainer_side.pushing import Pushing
-    from weft.transport.member import Attendance
-    from weft.transport.sender import SendingRank
+    from weft_rl.transport.member import Attendance
+    from weft_rl.transport.sender import SendingRank
 
     match strike.point:
         case "before begin":
@@ -192,8 +192,8 @@ def _sending_rank(strike: Strike) -> None:
     from trainer_side.pool.shards.packer import ShardPacker
     from trainer_side.push_plan import Planner
     from trainer_side.pushing import Pushing
-    from weft.transport.member import Attendance
-    from weft.transport.sender import SendingRank
+    from weft_rl.transport.member import Attendance
+    from weft_rl.transport.sender import SendingRank
 
     match strike.point:
         case "before begin":
@@ -309,7 +309,7 @@ def _receiving(strike: Strike) -> None:
 
 def _copying(strike: Strike) -> None:
     """Where it copies out of the sender's memory, which is lent to it."""
-    from weft.transport import buckets
+    from weft_rl.transport import buckets
 
     _before(buckets, "copy_digesting", strike, _count(BUCKET, strike))
 
@@ -359,8 +359,8 @@ def _vllm_replica(strike: Strike) -> None:
 
 
 def _coordinator(strike: Strike) -> None:
-    from weft.coordinator.decisions import effects, events
-    from weft.coordinator.runtime import driver, live_groups
+    from weft_rl.coordinator.decisions import effects, events
+    from weft_rl.coordinator.runtime import driver, live_groups
 
     if strike.point == "at a bucket":
         _before(live_groups.LiveGroups, "_verified", strike, _count(3 * BUCKET, strike))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.doubles.replica_weights import BUCKET_BYTES, model
 from trainer_side import Publisher
-from weft.contract.errors import WeftError
+from weft_rl.contract.errors import WeftError
 
 
 def sharded(whole: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import sys
 from tests.fault import strikes
 
 _ROLES = {
-    "weft_cli": "coordinator",
+    "weft_rl": "coordinator",
     "tests.doubles.replica_process": "replica",
     "tests.fault.trainer": "trainer sender",
 }

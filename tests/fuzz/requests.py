@@ -9,17 +9,17 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from tests.fuzz.world import REPLICA, World
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.codec import capabilities_to_proto, vector_to_proto
-from weft.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
-from weft.v1 import admin_pb2 as admin
-from weft.v1 import generate_pb2 as generate
-from weft.v1 import inspect_pb2 as inspect
-from weft.v1 import publish_pb2 as publish
-from weft.v1 import registry_pb2 as registry
-from weft.v1 import rendezvous_pb2 as rendezvous
-from weft.v1 import replica_pb2 as replica
-from weft.v1 import types_pb2 as types
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.codec import capabilities_to_proto, vector_to_proto
+from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_to_chunks
+from weft_rl.v1 import admin_pb2 as admin
+from weft_rl.v1 import generate_pb2 as generate
+from weft_rl.v1 import inspect_pb2 as inspect
+from weft_rl.v1 import publish_pb2 as publish
+from weft_rl.v1 import registry_pb2 as registry
+from weft_rl.v1 import rendezvous_pb2 as rendezvous
+from weft_rl.v1 import replica_pb2 as replica
+from weft_rl.v1 import types_pb2 as types
 
 _SOON = Duration(nanos=20_000_000)
 

@@ -25,9 +25,9 @@ from tests.fuzz.requests import valid_requests
 from tests.fuzz.values import Generator
 from tests.fuzz.watch import watching
 from tests.fuzz.world import World
-from weft.rpc.channel import MAX_MESSAGE_BYTES
-from weft.rpc.status import DOMAIN, _error_info
-from weft.v1 import (
+from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
+from weft_rl.rpc.status import DOMAIN, _error_info
+from weft_rl.v1 import (
     admin_pb2,
     generate_pb2,
     inspect_pb2,

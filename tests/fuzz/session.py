@@ -14,9 +14,9 @@ from tests.fuzz.run import Fuzzer, Report
 from tests.fuzz.world import REPLICA, World
 from tests.integration.models import Model, same, weights
 from trainer_side import Publisher
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2 as inspect
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2 as inspect
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _FOR_EVER = 1e9
 

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from weft.contract.errors import WeftError
-from weft.coordinator.decisions import effects, events, step
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.runtime import driver
-from weft.coordinator.runtime.key_value_store import KeyValueStore
+from weft_rl.contract.errors import WeftError
+from weft_rl.coordinator.decisions import effects, events, step
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.runtime import driver
+from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
 
 #: Of the state: what was asked meanwhile, and is remembered whoever asked for it.
 _CACHES = {"fits": {}, "fits_under_way": frozenset()}

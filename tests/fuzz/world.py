@@ -20,14 +20,14 @@ from rollout_side.agent.agent import Agent
 from tests.doubles.engine import EngineDouble
 from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import send_plan_to_proto
-from weft.rpc.manifest_codec import manifest_to_chunks
-from weft.v1 import (
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import send_plan_to_proto
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     publish_pb2,

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from weft.transport.digests import kernel, wsum64
-from weft.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
-from weft.transport.digests.wsum64 import Part, part_digests, tensor_digest
+from weft_rl.transport.digests import kernel, wsum64
+from weft_rl.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
+from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
 pytestmark = [

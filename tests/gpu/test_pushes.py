@@ -25,7 +25,7 @@ from tests.gpu.conftest import Note
 from tests.models import draw_adapter, draw_base, make_tokenizer
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
-from weft.contract.errors import NotReadyError
+from weft_rl.contract.errors import NotReadyError
 
 NUM_GPUS = torch.cuda.device_count()
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on CPUs over gloo: for writing this file

@@ -30,7 +30,7 @@ from tests.gpu.test_pushes import (
 )
 from tests.models import draw_adapter
 from trainer_side import Publisher
-from weft.contract.errors import CapacityError
+from weft_rl.contract.errors import CapacityError
 
 pytestmark = [
     pytest.mark.gpu,

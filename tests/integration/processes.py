@@ -1,9 +1,9 @@
 """The coordinator as a process of its own."""
 
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 COORDINATOR = (
-    "-m", "weft_cli", "coordinator", "--heartbeat-seconds", "0.2", "--lost-after-seconds", "3",
+    "-m", "weft_rl", "coordinator", "--heartbeat-seconds", "0.2", "--lost-after-seconds", "3",
 )  # fmt: skip
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.doubles.pool import Pool
-from weft.contract.checkpoint import StoredTensor, checkpoint_digest
-from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_channel
-from weft.rpc.checkpoint_codec import tensors_from_proto
-from weft.rpc.codec import version_to_proto
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.checkpoint_codec import tensors_from_proto
+from weft_rl.rpc.codec import version_to_proto
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 
 def replica(pool: Pool, replica_id: str) -> pb.Replica:

@@ -11,7 +11,7 @@ from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher
 from trainer_side.pool.packer import Packer
-from weft.contract.errors import TransferAbortedError
+from weft_rl.contract.errors import TransferAbortedError
 
 
 @pytest.fixture(scope="module")

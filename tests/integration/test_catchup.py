@@ -15,12 +15,12 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import is_ready, replica
 from trainer_side import Publisher
-from weft.contract.errors import LoadFailedError, NotFoundError, PeerUnavailableError
-from weft.contract.names import AdapterVersions
-from weft.rpc.channel import open_channel
-from weft.v1 import admin_pb2
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.admin_pb2_grpc import AdminServiceStub
+from weft_rl.contract.errors import LoadFailedError, NotFoundError, PeerUnavailableError
+from weft_rl.contract.names import AdapterVersions
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import admin_pb2
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
 
 DIRTY = LoadFailedError("mixed", metadata={"dirty": "true"})
 

@@ -11,7 +11,7 @@ import torch
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from trainer_side import Publisher
-from weft.contract.checkpoint import READING, Checkpoint, CheckpointState, FileDigest
+from weft_rl.contract.checkpoint import READING, Checkpoint, CheckpointState, FileDigest
 
 WEIGHTS = {"layers.0.q_proj.weight": torch.ones(8, 8)}
 

@@ -11,11 +11,11 @@ from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, until, weights
 from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
-from weft.contract.checkpoint import StoredTensor
-from weft.rpc.channel import open_channel
-from weft.transport.digests.wsum64 import content_digest, tensor_digest
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.rpc.channel import open_channel
+from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 
 def expected(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:

@@ -15,9 +15,9 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until
 from trainer_side import Publisher
-from weft.contract.errors import WeftError
-from weft_cli.main import app
-from weft_cli.orders import replicas
+from weft_rl.cli.main import app
+from weft_rl.cli.orders import replicas
+from weft_rl.contract.errors import WeftError
 
 
 def weft(pool: Pool, *args: str) -> str:

@@ -11,10 +11,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, same, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import LoadFailedError, WeftError
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.errors import LoadFailedError, WeftError
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 WAIT_SECONDS = 20.0
 

@@ -18,10 +18,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, same, until, weights
 from tests.integration.test_in_place_receive import WAIT_SECONDS, Gate, begin, load, push, trainer
-from weft.contract.capabilities import GLOO
-from weft.contract.errors import LoadFailedError
-from weft.contract.names import PolicyVersion
-from weft.transport.group import CPU, window
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.group import CPU, window
 
 
 class OtherRank:

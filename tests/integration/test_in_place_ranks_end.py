@@ -16,7 +16,7 @@ from tests.doubles.ranks import TwoRankDouble
 from tests.fault.strikes import Strike
 from tests.integration.models import Model, same, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import WeftError
+from weft_rl.contract.errors import WeftError
 
 _PUSH_SECONDS, _SLACK_SECONDS, _WAIT_SECONDS = 4.0, 4.0, 20.0
 

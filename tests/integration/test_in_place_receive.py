@@ -16,10 +16,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
-from weft.contract.capabilities import GLOO
-from weft.contract.errors import LoadFailedError, WeftError
-from weft.contract.names import PolicyVersion
-from weft.transport.group import CPU, window
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.errors import LoadFailedError, WeftError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.group import CPU, window
 
 WAIT_SECONDS = 20.0
 #: Deadline of a push whose receivers wait for a load that never comes: nothing else ends it.

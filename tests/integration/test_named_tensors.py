@@ -15,7 +15,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, same, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
     NotFiniteError,
@@ -23,10 +23,10 @@ from weft.contract.errors import (
     UnsupportedError,
     WeftError,
 )
-from weft.rpc.channel import open_channel
-from weft.transport.member import Attendance
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.rpc.channel import open_channel
+from weft_rl.transport.member import Attendance
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 # The embedding of the double's model is larger: it is cut between several buckets.
 BUCKET_BYTES = 2048

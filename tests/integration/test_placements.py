@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import pytest
 
 from tests.trainers.launch import ENV
-from weft.contract.layout.runs import Run, check_coverage, why_not
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.layout.runs import Run, check_coverage, why_not
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 SIZE = 4
 

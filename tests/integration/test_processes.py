@@ -42,7 +42,7 @@ def test_kill_9_of_the_coordinator_between_pushes(tmp_path):
 
 def weft(*args, **env):
     return subprocess.run(
-        [sys.executable, "-m", "weft_cli", *args],
+        [sys.executable, "-m", "weft_rl", *args],
         capture_output=True,
         text=True,
         timeout=60,
@@ -97,7 +97,7 @@ def test_push_and_status_from_the_shell(pool, tmp_path):
 def test_mistakes_are_one_clear_line(pool, args, words, tmp_path):
     given = args if args[0] != "push" else [args[0], "-c", pool.target, *args[1:]]
     result = subprocess.run(
-        [sys.executable, "-m", "weft_cli", *given],
+        [sys.executable, "-m", "weft_rl", *given],
         capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
         env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip

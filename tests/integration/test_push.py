@@ -20,20 +20,20 @@ from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
 from trainer_side.pool import packer
 from trainer_side.pool.client import PoolClient
-from weft.checkpoints.digest_cache import DigestCache
-from weft.checkpoints.reader import read_checkpoint
-from weft.contract.checkpoint import Checkpoint
-from weft.contract.errors import (
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.checkpoints.reader import read_checkpoint
+from weft_rl.contract.checkpoint import Checkpoint
+from weft_rl.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,
     NotReadyError,
     PolicyOwnedError,
 )
-from weft.contract.names import AdapterVersions, PolicyVersion
-from weft.rpc.channel import open_channel
-from weft.rpc.whole import get_pool
-from weft.transport import member
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.names import AdapterVersions, PolicyVersion
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.whole import get_pool
+from weft_rl.transport import member
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 
 def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):

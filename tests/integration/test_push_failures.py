@@ -18,11 +18,11 @@ from torch import nn
 
 import trainer_side.pool.client
 import trainer_side.pool.packer
-import weft.transport.member
+import weft_rl.transport.member
 from tests.doubles.engine import EngineDouble
 from tests.integration.models import Model, peft_of, same, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidRequestError,
     LoadFailedError,
@@ -51,14 +51,14 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
             lose_one()
             return real(ticket, device, credentials)
         sender = object.__new__(real)
-        attend = weft.transport.member.Attendance
+        attend = weft_rl.transport.member.Attendance
 
         def attendance(*args, **kwargs):
             lose_one()
             return attend(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(weft.transport.member, "Attendance", attendance)
+            patch.setattr(weft_rl.transport.member, "Attendance", attendance)
             sender.__init__(ticket, device)
         return sender
 
@@ -125,9 +125,9 @@ def test_what_a_refused_push_and_a_good_one_log(pool, engines, publisher, caplog
     publisher.push_base(Model(1))  # forms the group
     caplog.clear()
     publisher.push_base(Model(2))
-    told = [record for record in caplog.records if record.name != "weft.audit"]
+    told = [record for record in caplog.records if record.name != "weft_rl.audit"]
     by_process = collections.Counter(record.name.partition(".")[0] for record in told)
-    assert by_process == {"trainer_side": 1, "weft": 1, "rollout_side": len(engines)}
+    assert by_process == {"trainer_side": 1, "weft_rl": 1, "rollout_side": len(engines)}
     caplog.clear()
     for engine in engines:
         engine.fail_next_load = LoadFailedError("out of slots")

@@ -33,7 +33,7 @@ def test_push_adapter_passes_few_modules(tmp_path: Path, monkeypatch: pytest.Mon
         by_room[room].append(name)
     shown = "\n".join(f"{len(names)} {room}: {' '.join(names)}" for room, names in by_room.items())
     assert len(modules) <= MAX_MODULES, f"{len(modules)} modules:\n{shown}"
-    assert "weft/transport/sender.py" in modules, "the trace is blind"
+    assert "weft_rl/transport/sender.py" in modules, "the trace is blind"
 
 
 def test_push_adapter_takes_the_walk_of_contributing(

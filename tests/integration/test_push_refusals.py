@@ -10,7 +10,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import HIDDEN, Model, peft_of, same, weights
 from trainer_side import Publisher
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     BaseMismatchError,
     CapacityError,
     InvalidAdapterError,

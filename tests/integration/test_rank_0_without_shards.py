@@ -13,9 +13,9 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, same, weights
 from tests.trainers.launch import RankedTrainer, running_ranks
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 AT_RANK_1 = {"seed": 1, "target_modules": ["v_proj"]}
 

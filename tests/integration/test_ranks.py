@@ -18,7 +18,7 @@ from tests.integration.models import Model, peft_of, same, until, weights
 from tests.models import load_hf, make_model
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
-from weft.contract.errors import CapacityError, TransferTimeoutError
+from weft_rl.contract.errors import CapacityError, TransferTimeoutError
 
 
 def is_merged(engine, whole):

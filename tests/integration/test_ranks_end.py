@@ -52,7 +52,7 @@ import os, sys, time
 import torch
 import torch.distributed as dist
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft.contract.errors import PeerUnavailableError
+from weft_rl.contract.errors import PeerUnavailableError
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
@@ -104,7 +104,7 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft.contract.errors import PeerUnavailableError
+from weft_rl.contract.errors import PeerUnavailableError
 
 rank, killed, gives = int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)

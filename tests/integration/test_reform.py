@@ -9,8 +9,8 @@ import pytest
 from tests.doubles.replica_weights import BUCKET_BYTES, ELEMENTS, NUM_TENSORS, model
 from tests.integration.processes import start_coordinator
 from trainer_side import Publisher
-from weft.contract.errors import PeerUnavailableError
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.errors import PeerUnavailableError
 
 KILL_AT = 8
 

@@ -23,11 +23,11 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
-from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
-from weft_cli.status import show_status
+from weft_rl.cli.status import show_status
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import NotFoundError, NotReadyError, WeftError
-from weft.contract.names import AdapterVersions, PolicyVersion
-from weft_cli.main import app
+from weft_rl.cli.main import app
+from weft_rl.contract.errors import NotFoundError, NotReadyError, WeftError
+from weft_rl.contract.names import AdapterVersions, PolicyVersion
 
 
 @pytest.fixture

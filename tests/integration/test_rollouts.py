@@ -21,7 +21,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until, weights
 from trainer_side import PolicyVersion, Publisher, RolloutClient, SampleGroup, Sampling
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidRequestError,
     NotFoundError,
     PeerUnavailableError,
@@ -29,9 +29,9 @@ from weft.contract.errors import (
     UnsupportedError,
     VersionChangedError,
 )
-from weft.rpc.channel import open_channel
-from weft.v1 import admin_pb2
-from weft.v1.admin_pb2_grpc import AdminServiceStub
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import admin_pb2
+from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher, Tls
-from weft.contract.errors import NotAllowedError, WeftError
-from weft.rpc.security.credentials import VARIABLES, Credentials
-from weft.rpc.security.guard import AccessFile
-from weft.rpc.server import Security
+from weft_rl.contract.errors import NotAllowedError, WeftError
+from weft_rl.rpc.security.credentials import VARIABLES, Credentials
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security
 
 _TOKENS = {name: f"{name}-0123456789abcdef0123456789abcdef" for name in ("trainer", "replica")}
 _COORDINATOR = """
@@ -129,7 +129,7 @@ def test_a_mistake_that_refuses_every_replica_ends_none(
     secured: tuple[Pool, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the access file, or a token that is rotated first: they serve on, and are back."""
-    monkeypatch.setattr("weft.rpc.security.guard.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("weft_rl.rpc.security.guard.LOOK_SECONDS", 0.05)
     pool, known = secured
     file = tmp_path / ("token" if "token" in known else "coordinator.toml")
     right = file.read_text()
@@ -157,7 +157,7 @@ def test_certificates_are_rotated_under_running_pushes(
 ) -> None:
     pool, known = secured
     tls = known["tls"]
-    monkeypatch.setattr("weft.rpc.security.fresh._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.security.fresh._LOOK_SECONDS", 0.0)
     stop = threading.Event()
     pushed, failures = [], []
 

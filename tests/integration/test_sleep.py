@@ -17,7 +17,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, peft_of, until, weights
 from tests.integration.test_drain import weft
 from trainer_side import Publisher, sleeping
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidRequestError,
     NotReadyError,
     PeerUnavailableError,

@@ -13,10 +13,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import StalledError
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.errors import StalledError
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 #: More than the pauses between two words of a thread that works.
 STALL_SECONDS = 2.0

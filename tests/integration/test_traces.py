@@ -23,10 +23,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, peft_of, until, weights
 from trainer_side import Publisher
-from weft.contract.errors import DigestMismatchError, LoadFailedError, WeftError
-from weft.telemetry.config import TelemetryConfig
-from weft.telemetry.traces import open_tracer
-from weft.tracing import Tracer
+from weft_rl.contract.errors import DigestMismatchError, LoadFailedError, WeftError
+from weft_rl.telemetry.config import TelemetryConfig
+from weft_rl.telemetry.traces import open_tracer
+from weft_rl.tracing import Tracer
 
 _OF_A_PUSH = {
     ("trainer", "weft.push"): 1,

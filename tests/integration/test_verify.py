@@ -17,8 +17,8 @@ from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, weights
 from tests.models import make_model
 from trainer_side import Publisher
-from weft.contract.names import PolicyVersion
-from weft_cli.main import app
+from weft_rl.cli.main import app
+from weft_rl.contract.names import PolicyVersion
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, weights
 from trainer_side import Publisher
-from weft.coordinator.runtime import driver
+from weft_rl.coordinator.runtime import driver
 
 _ROOT = Path(__file__).parents[2]
-_ROOMS = ("trainer_side", "rollout_side", "weft")
+_ROOMS = ("trainer_side", "rollout_side", "weft_rl")
 _LONG_SECONDS = 300.0
 
 
@@ -47,7 +47,7 @@ class Trace:
         for code in self._called:
             if code.co_filename.startswith(f"{_ROOT}/"):
                 path = Path(code.co_filename).relative_to(_ROOT)
-                if path.parts[0] in _ROOMS and path.parts[:2] != ("weft", "v1"):
+                if path.parts[0] in _ROOMS and path.parts[:2] != ("weft_rl", "v1"):
                     found.append((str(path), code.co_qualname))
         return found
 

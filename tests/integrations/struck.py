@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tests.e2e.replicas import LORA_ARGS, answering_url, start_replica, wait_ready
 from tests.integrations.strike_points import in_generation, in_push
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 REPLICAS = SURVIVOR, GENERATES, RECEIVES = "replica-0", "replica-1", "replica-2"
-_VICTIMS = ("-m", "tests.fault.victims", "weft_cli")
+_VICTIMS = ("-m", "tests.fault.victims", "weft_rl")
 _START_SECONDS = 60.0
 
 

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.transport.digests import apart, copied, kernel
-from weft.transport.digests.apart import digests_of
-from weft.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
-from weft.transport.digests.wsum64 import Part, part_digests, tensor_digest
+from weft_rl.transport.digests import apart, copied, kernel
+from weft_rl.transport.digests.apart import digests_of
+from weft_rl.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
+from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="make kernels sets TRITON_INTERPRET"

@@ -25,7 +25,7 @@ from typing import Final
 from tests.observe import rules
 from tests.observe.dashboard import panels
 from tests.observe.prometheus import Prometheus, Target, running
-from weft_cli.demo.processes import Process, interrupt_once
+from weft_rl.cli.demo.processes import Process, interrupt_once
 
 _DEMO_SECONDS: Final = 240.0
 _PUSH_SECONDS: Final = 120.0
@@ -50,7 +50,7 @@ _NOT_OURS: Final = "kubelet_"
 @contextmanager
 def demo(work: Path) -> Iterator[tuple[str, list[Target]]]:
     """The demo, once it has passed and pushes on: its coordinator, and who has metrics."""
-    process = Process("demo", ("-m", "weft_cli", "demo", "--keep"), work, {})
+    process = Process("demo", ("-m", "weft_rl", "demo", "--keep"), work, {})
     try:
         said = process.line(lambda text: text.startswith("coordinator listens on "), _DEMO_SECONDS)
         coordinator = said.removeprefix("coordinator listens on ").partition(";")[0]
@@ -100,7 +100,7 @@ def not_moved(prometheus: Prometheus) -> list[str]:
 
 def refuse_an_order(coordinator: str) -> None:
     """A call that is refused, which the pool counts by its reason."""
-    command = [sys.executable, "-m", "weft_cli", "cordon", "nobody", "-c", coordinator]
+    command = [sys.executable, "-m", "weft_rl", "cordon", "nobody", "-c", coordinator]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, f"{done.stdout}{done.stderr}"
 

@@ -51,7 +51,7 @@ class Served:
 
     def weft(self, *args: str) -> str:
         """What a command of the command line prints."""
-        command = [str(PYTHON), "-m", "weft_cli", *args, "-c", self.coordinator]
+        command = [str(PYTHON), "-m", "weft_rl", *args, "-c", self.coordinator]
         return subprocess.run(
             command, cwd=ROOT, env=_environment(), check=True, capture_output=True, text=True,
             timeout=60,
@@ -84,7 +84,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _running(folder: Path, *args: str) -> Iterator[queue.Queue[str | None]]:
-    command = [str(PYTHON), "-m", "weft_cli", *args]
+    command = [str(PYTHON), "-m", "weft_rl", *args]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=log, text=True

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.sim.lease_checks import fail
-from weft.containers.frozen import replace
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions.effects import (
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.effects import (
     Save,
     SaveAsStarted,
     SaveCheckpoint,
@@ -23,9 +23,9 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft.coordinator.decisions.state.pool import Policy, PoolState, Settings
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import (
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, Settings
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     Failure,
     VersionRecord,

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Generator
 from typing import Any
 
-from weft.contract.errors import PeerUnavailableError, WeftError
+from weft_rl.contract.errors import PeerUnavailableError, WeftError
 
 #: A task yields seconds to sleep, or a future to wait for; it is sent the value.
 Steps = Generator[Any, Any, Any]

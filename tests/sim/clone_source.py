@@ -10,8 +10,8 @@ from tests.sim.clock import Future, any_of
 from tests.sim.data import layout_of
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy
-from weft.contract.errors import NotFoundError, TransferTimeoutError, WeftError
-from weft.coordinator.decisions import effects
+from weft_rl.contract.errors import NotFoundError, TransferTimeoutError, WeftError
+from weft_rl.coordinator.decisions import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -14,16 +14,16 @@ from tests.sim.clock import Future, Process
 from tests.sim.data import LAYOUTS
 from tests.sim.live_groups import LiveGroups
 from tests.sim.services import Services
-from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.transfer import FreshIds
-from weft.coordinator.decisions.state.values import (
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.values import (
     Failure,
     VersionRecord,
 )
-from weft.coordinator.decisions.step import step
+from weft_rl.coordinator.decisions.step import step
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
-from weft.contract.errors import WeftError
-from weft.contract.layout.manifest import WSUM64, plan_buckets
-from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import BASE_POLICY
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.values import ContentDigest, Layout
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import BASE_POLICY
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:
     from tests.sim.sender import Epoch

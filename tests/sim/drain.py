@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from weft.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions import effects, events
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
-from weft.contract.errors import NotReadyError, TransferAbortedError
-from weft.coordinator.decisions import effects
+from weft_rl.contract.errors import NotReadyError, TransferAbortedError
+from weft_rl.coordinator.decisions import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state.pool import PoolState
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push, SimTrainer

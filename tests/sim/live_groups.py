@@ -1,4 +1,4 @@
-"""The coordinator's side groups: a model of ``weft.coordinator.runtime.live_groups``."""
+"""The coordinator's side groups: a model of ``weft_rl.coordinator.runtime.live_groups``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.sim.network import Stream
-from weft.contract.errors import NotAllowedError, RequestConflictError, StaleEpochError, WeftError
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.progress import Activity, Word
-from weft.coordinator.runtime.live_groups import Watermark
+from weft_rl.contract.errors import (
+    NotAllowedError,
+    RequestConflictError,
+    StaleEpochError,
+    WeftError,
+)
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.progress import Activity, Word
+from weft_rl.coordinator.runtime.live_groups import Watermark
 
 
 class _LiveGroup:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions.replicas.holdings import would_be_kept
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.values import ContentDigest, VersionRecord
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.replicas.holdings import would_be_kept
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.values import ContentDigest, VersionRecord
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any, Protocol
 
 from tests.sim.clock import Clock, Future, Process, away
-from weft.contract.errors import TransferTimeoutError, WeftError
-from weft.coordinator.decisions.effects import CallSwitch
+from weft_rl.contract.errors import TransferTimeoutError, WeftError
+from weft_rl.coordinator.decisions.effects import CallSwitch
 
 
 class Server(Protocol):

@@ -8,17 +8,17 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Process
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions.effects import ForgetAnswer, RollbackAnswer
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import ReplicaState
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.effects import ForgetAnswer, RollbackAnswer
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState, VersionState
+from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.pool import Policy
+from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState, VersionState
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

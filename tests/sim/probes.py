@@ -6,8 +6,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future
-from weft.contract.errors import StaleEpochError
-from weft.coordinator.decisions.state.group import Group
+from weft_rl.contract.errors import StaleEpochError
+from weft_rl.coordinator.decisions.state.group import Group
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -12,7 +12,7 @@ from tests.sim.data import SPEAK_SECONDS, digest_over, sender_name
 from tests.sim.in_place import AHEAD
 from tests.sim.network import Stream
 from tests.sim.store import Copy, Partial
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
     LoadFailedError,
@@ -21,9 +21,9 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import PolicyKind
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import PolicyKind
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

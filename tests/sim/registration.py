@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
-from weft.contract.errors import NotFoundError, WeftError
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import HeldVersion
+from weft_rl.contract.errors import NotFoundError, WeftError
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import HeldVersion
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

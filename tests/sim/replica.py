@@ -21,7 +21,7 @@ from tests.sim.registration import SimRegistration
 from tests.sim.sleep import SimSleep
 from tests.sim.store import Copy, Store
 from tests.unit.coordinator.decisions.machine import SPEC
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
     NotFoundError,
@@ -29,14 +29,14 @@ from weft.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft.contract.layout.manifest import WSUM64
-from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.progress import Work
-from weft.coordinator.decisions.state.sleep import Asleep
-from weft.coordinator.decisions.state.transfer import switch_id
-from weft.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
+from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.progress import Work
+from weft_rl.coordinator.decisions.state.sleep import Asleep
+from weft_rl.coordinator.decisions.state.transfer import switch_id
+from weft_rl.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
 
 if TYPE_CHECKING:
     from tests.sim.world import World

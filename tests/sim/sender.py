@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
-from weft.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft.contract.layout.send_plan import SendPlan
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.values import ContentDigest, Layout
+from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:
     from tests.sim.world import World

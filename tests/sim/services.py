@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.values import HeldVersion, VersionState
-from weft.coordinator.decisions.step import already_committed
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.values import HeldVersion, VersionState
+from weft_rl.coordinator.decisions.step import already_committed
 
 if TYPE_CHECKING:
     from tests.sim.coordinator import SimCoordinator

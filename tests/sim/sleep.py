@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     NotReadyError,
     StaleEpochError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.coordinator.decisions import effects
-from weft.coordinator.decisions.state.sleep import Asleep
+from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state.sleep import Asleep
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

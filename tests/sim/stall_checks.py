@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
-from weft.coordinator.decisions.purposes.push import Push
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.transfer import Transfer
-from weft.coordinator.decisions.state.values import Phase
+from weft_rl.coordinator.decisions.purposes.push import Push
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import Phase
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push

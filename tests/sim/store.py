@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from weft.contract.errors import TransferAbortedError
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions.state.values import ContentDigest
+from weft_rl.contract.errors import TransferAbortedError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.state.values import ContentDigest
 
 
 @dataclass(frozen=True)

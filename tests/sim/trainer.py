@@ -12,7 +12,7 @@ from tests.sim.clock import Future, Process
 from tests.sim.data import layout_of, plan_of
 from tests.sim.sender import Sender, Sending
 from tests.unit.coordinator.decisions.machine import SPEC
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LeaseFencedError,
     NotReadyError,
     PeerUnavailableError,
@@ -20,12 +20,12 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.layout.manifest import WSUM64
-from weft.contract.layout.send_plan import SendPlan
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions.effects import BeginAnswer
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind
+from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.effects import BeginAnswer
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind
 
 if TYPE_CHECKING:
     from tests.sim.world import World

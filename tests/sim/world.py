@@ -21,7 +21,7 @@ from tests.sim.network import Network, Stream
 from tests.sim.operator import SimOperator
 from tests.sim.replica import Kind, SimReplica
 from tests.sim.trainer import Push, SimTrainer
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
     InvalidNameError,
@@ -30,9 +30,9 @@ from weft.contract.errors import (
     PolicyOwnedError,
     WeftError,
 )
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.pool import Settings
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.pool import Settings
 
 POLICIES = ["base", "math", "code"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 #: fp32, vLLM against transformers on the same weights.
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 5e-5, 5e-6

@@ -13,8 +13,8 @@ from pathlib import Path
 from tests.e2e.replicas import LORA_ARGS, serving_url, start_replica
 from tests.processes import is_running, members
 from tests.soak.traffic import Router
-from weft.v1 import inspect_pb2 as pb
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.v1 import inspect_pb2 as pb
 
 # vLLM's token endpoint is a scale-out one; its answers name the base versions.
 _ARGS = (*LORA_ARGS, "--enable-scale-out")
@@ -89,7 +89,7 @@ class Replicas:
             self._model,
             *_ARGS,
             log_name=f"{name}-{self._starts[name]}",
-            entry=("-m", "weft_cli") if env is None else ("-m", "tests.fault.victims", "weft_cli"),
+            entry=("-m", "weft_rl") if env is None else ("-m", "tests.fault.victims", "weft_rl"),
             env=env,
         )
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.doubles.replica_weights import base_weights
 from tests.soak.weights import RANKS
 from trainer_side import Publisher
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 #: Its base: 8 MiB and a projection. A version that leaked would show at once.
 NUM_TENSORS, ELEMENTS = 8, 2**18

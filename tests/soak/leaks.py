@@ -32,7 +32,7 @@ from tests.soak.double_models import ELEMENTS, NUM_TENSORS
 from tests.soak.traffic import request
 from tests.soak.trainers import POLICIES
 from tests.soak.weights import FIRST_SEED
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _LOOKS, _BETWEEN_SECONDS = 10, 0.1
 _PUSH_SECONDS = 150.0

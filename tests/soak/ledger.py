@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tests.soak.weights import FIRST_SEED
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 
 @dataclass(frozen=True)

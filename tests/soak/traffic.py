@@ -16,10 +16,10 @@ from tests.e2e.replicas import MODEL_NAME
 from tests.soak.checks import Answer
 from tests.soak.ledger import Ledger
 from tests.soak.weights import RANKS
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.rpc.channel import open_channel
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.rpc.channel import open_channel
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 # Of an adapter's versions that are kept (`--retain`, 4); clients ask for the newest.
 RETAINED, ASKED_FOR = 4, 2

@@ -24,8 +24,8 @@ from tests.soak.double_models import DoubleModels
 from tests.soak.ledger import Ledger
 from tests.soak.weights import RANKS, adapter_model
 from trainer_side import Publisher
-from weft.contract.errors import WeftError
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 POLICIES = (BASE_POLICY, *RANKS)
 _PUSH_SECONDS = 120.0

@@ -25,8 +25,8 @@ from tests.soak.ledger import Ledger
 from tests.soak.traffic import Clients, Router
 from tests.soak.trainers import POLICIES, push_at_random
 from tests.soak.weights import FIRST_SEED, Referee
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.v1 import inspect_pb2 as pb
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.v1 import inspect_pb2 as pb
 
 REPLICAS = ("replica-0", "replica-1")
 _NUM_CLIENTS = 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.e2e.logprobs import MAX_ERROR, MEAN_ERROR
 from tests.tenants.models import Tenant
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 #: Two versions' greedy answers to one prompt differ at least so much in some log-probability,
 #: if not in a token: far more than an answer may differ from the referee's.

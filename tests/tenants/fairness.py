@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 #: How often one tenant may complete a push while another waits for its own: of the one that
 #: stood in the queue already, and of the one that began while this one's call was on its way.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.models import TARGETS, draw_adapter, load_hf
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 #: vLLM's slots have the largest; a smaller one must leave nothing of what was there before.
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)

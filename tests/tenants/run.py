@@ -29,10 +29,10 @@ from tests.tenants.answers import MIN_APART, Answer, Judge, least_apart
 from tests.tenants.fairness import MAX_OVERTAKEN, Push, largest_lead, most_overtaken
 from tests.tenants.models import Tenant
 from trainer_side import Publisher, RolloutClient, Sampling
-from weft.contract.errors import NotFoundError
-from weft.contract.names import PolicyVersion
-from weft.v1 import inspect_pb2 as pb
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
+from weft_rl.contract.errors import NotFoundError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.v1 import inspect_pb2 as pb
 
 #: vLLM's slots; its cache of adapters on the host has as many places.
 SLOTS = 4

@@ -17,7 +17,7 @@ from tests.tenants.fairness import (
     percentile,
 )
 from tests.tenants.models import Tenant
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 PROMPT = [5, 9, 33, 70]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _KILLED_SECONDS = 8.0
 

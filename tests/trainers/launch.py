@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainers.forked import ForkedRank
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _START_SECONDS = 120.0
 #: Of a rank.

@@ -31,8 +31,8 @@ from trainer_side.pool.shards import push as shard_push
 from trainer_side.pool.shards.peer import Peer
 from trainer_side.pool.shards.plan import Handed
 from trainer_side.pool.shards.push import ShardPush
-from weft.contract.errors import CapacityError, PeerUnavailableError, WeftError
-from weft.contract.layout.runs import Run
+from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
+from weft_rl.contract.layout.runs import Run
 
 #: Where a saved model is trained: of several GPUs, each rank has its own.
 DEVICE = torch.device(os.environ.get("WEFT_TEST_DEVICE", "cpu"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft.interrupts import Doorbell, Flag, OwnThread, on_own_thread
+from weft_rl.interrupts import Doorbell, Flag, OwnThread, on_own_thread
 
 
 def _until(ready: Callable[[], object]) -> None:

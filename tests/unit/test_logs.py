@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from weft import logs
-from weft.rpc.security.guard import audit
+from weft_rl import logs
+from weft_rl.rpc.security.guard import audit
 
-_NAMES = ("weft", "rollout_side", "trainer_side", "weft.audit")
+_NAMES = ("weft_rl", "rollout_side", "trainer_side", "weft_rl.audit")
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def _as_before() -> Iterator[None]:
 
 def test_text(capfd: pytest.CaptureFixture[str]) -> None:
     logs.configure("info")
-    logging.getLogger("weft.x").info("%d of %s", 1, "two")
-    logging.getLogger("weft.x").debug("not this")
-    assert capfd.readouterr().err.endswith(" INFO weft.x: 1 of two\n")
+    logging.getLogger("weft_rl.x").info("%d of %s", 1, "two")
+    logging.getLogger("weft_rl.x").debug("not this")
+    assert capfd.readouterr().err.endswith(" INFO weft_rl.x: 1 of two\n")
 
 
 def test_json_is_one_object_a_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_json_is_one_object_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     try:
         raise ValueError("twice")
     except ValueError:
-        logging.getLogger("weft").exception("failed")
+        logging.getLogger("weft_rl").exception("failed")
     first, second = map(json.loads, capfd.readouterr().err.splitlines())
     assert first.pop("time").endswith("Z")
     assert first == {
@@ -86,10 +86,10 @@ def test_what_there_is_not(level: str, log_format: str) -> None:
 
 _PRINTS = r"""
 import logging, os, subprocess, sys, warnings
-from weft import logs
+from weft_rl import logs
 logs.configure("info", "json")
 logs.write_json_only()
-logging.getLogger("weft.x").info("ours")
+logging.getLogger("weft_rl.x").info("ours")
 print("printed", flush=True)
 os.write(2, b"by a library in C\n\n")
 warnings.warn("beware", stacklevel=1)
@@ -159,7 +159,7 @@ def test_a_thread_that_ends_by_an_error_is_said(
     assert "nobody expected this" in json.loads(line)["exception"]
 
 
-@pytest.mark.parametrize("module", ["trainer_side", "weft_cli"])
+@pytest.mark.parametrize("module", ["trainer_side", "weft_rl.cli"])
 def test_a_line_of_bitsandbytes_that_says_nothing_is_left_out(module: str) -> None:
     said = (
         f"import logging, {module}\n"

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from weft import tracing
-from weft.contract.errors import NotReadyError
-from weft.tracing import ProviderTracer, call_metadata, parent_in
+from weft_rl import tracing
+from weft_rl.contract.errors import NotReadyError
+from weft_rl.tracing import ProviderTracer, call_metadata, parent_in
 
 _PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -40,7 +40,7 @@ def _hex(span: ReadableSpan) -> tuple[str, str]:
 def test_a_trainer_without_opentelemetry_never_imports_it() -> None:
     code = (
         "import sys, trainer_side\n"
-        "from weft import tracing\n"
+        "from weft_rl import tracing\n"
         "with tracing.of_process().span('weft.push', policy='math') as span:\n"
         "    span.set(version=1)\n"
         "    assert span.traceparent == tracing.of_process().current() == ''\n"

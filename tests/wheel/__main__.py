@@ -23,7 +23,7 @@ from tests.wheel.environment import Environment, run
 from tests.wheel.running import Running
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rollout_side", "trainer_side", "weft", "weft_cli")
+PACKAGES = ("rollout_side", "trainer_side", "weft_rl")
 
 #: What an environment of the trainer's extra holds beside torch and what torch itself needs.
 TRAINERS = {
@@ -37,6 +37,9 @@ with Publisher("127.0.0.1:50051", trainer_id="a") as publisher:
     version: PolicyVersion = publisher.push_adapter("adapter", policy="math")
 """
 MISUSE = 'from trainer_side import Publisher\nPublisher("127.0.0.1:50051", trainer_id=7)\n'
+
+#: A package of others: its module and its script have the name of our script.
+NAMESAKE = "weft==0.9.118"
 
 #: The pushes of a trainer; its model has the names and shapes of the double that serves it.
 TRAINER = """\
@@ -55,8 +58,8 @@ with Publisher(sys.argv[1], trainer_id="a", timeout_seconds=60, progress=None) a
 
 PROTOS = """\
 from importlib.resources import files
-import weft.v1
-root = files("weft") / "protos"
+import weft_rl.v1
+root = files("weft_rl") / "protos"
 for proto in sorted((root / "weft/v1").iterdir(), key=lambda p: p.name):
     print(proto.name, proto.read_bytes().hex())
 """
@@ -84,8 +87,12 @@ def check_contents(wheel: Path) -> None:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         said = email.message_from_bytes(archive.read(metadata))
     tracked = run("git", "-C", ROOT, "ls-files", "-co", "--exclude-standard", "--", *PACKAGES)
-    wanted = {name for name in tracked.split() if name != "weft/protos" and (ROOT / name).exists()}
-    wanted |= {f"weft/protos/weft/v1/{p.name}" for p in (ROOT / "protos/weft/v1").glob("*.proto")}
+    wanted = {
+        name for name in tracked.split() if name != "weft_rl/protos" and (ROOT / name).exists()
+    }
+    wanted |= {
+        f"weft_rl/protos/weft/v1/{p.name}" for p in (ROOT / "protos/weft/v1").glob("*.proto")
+    }
     assert {f"{package}/py.typed" for package in PACKAGES} < wanted
     found = {name for name in names if ".dist-info/" not in name}
     assert found == wanted, f"the wheel differs from the tree: {sorted(found ^ wanted)}"
@@ -117,6 +124,15 @@ def check_coordinator(environment: Environment, coordinator: Running) -> None:
         f"{proto.name} {proto.read_bytes().hex()}\n"
         for proto in sorted((ROOT / "protos/weft/v1").iterdir())
     )
+
+
+def check_beside_namesake(environment: Environment, coordinator: Running) -> None:
+    """Install the other package that is named weft; ours works by its own names."""
+    environment.install(NAMESAKE, "--no-deps", "--ignore-requires-python")
+    assert environment.has("weft")
+    for command in (["weft-rl"], ["python", "-m", "weft_rl"]):
+        status = environment.call(*command, "status", "-c", coordinator.said)
+        assert "0 of 0 replicas ready" in status, status
 
 
 def check_trainer(environment: Environment, coordinator: Running, work: Path) -> None:
@@ -170,12 +186,14 @@ def main() -> int:
         with start_coordinator(server, outside) as coordinator:
             check_coordinator(server, coordinator)
             done("a coordinator and the command line run without torch")
+            check_beside_namesake(server, coordinator)
+            done("so they do beside another package that is named weft")
             if options.only != "coordinator":
                 trainer = Environment(work / "trainer", cwd=outside)
                 trainer.install(options.torch, otherwise=options.torch_index)
                 trainer.install(f"{wheel}[trainer]")
                 check_trainer(trainer, coordinator, outside)
-                status = server.call("weft", "status", "-c", coordinator.said)
+                status = server.call("weft-rl", "status", "-c", coordinator.said)
                 assert "base@1" in status, status
                 done("a trainer without vLLM pushed, and mypy sees its types")
     return 0

@@ -48,9 +48,9 @@ class Environment:
         """A script that is installed there."""
         return self._bin / name
 
-    def install(self, package: str, *, otherwise: str | None = None) -> None:
+    def install(self, package: str, *options: str, otherwise: str | None = None) -> None:
         """Install with pip; from the index ``otherwise``, too, if the usual one lacks it."""
-        install = (self.python, "-m", "pip", "install", "-q", "--no-compile", package)
+        install = (self.python, "-m", "pip", "install", "-q", "--no-compile", *options, package)
         try:
             run(*install, cwd=self._cwd)
         except RuntimeError:

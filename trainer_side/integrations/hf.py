@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
-from weft.contract.errors import InvalidRequestError
-from weft.contract.names import PolicyVersion, check_name
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.names import PolicyVersion, check_name
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 
 from trainer_side.params.choose import unwrap
 from trainer_side.publisher import Publisher
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 
 def push_policy(publisher: Publisher, model: torch.nn.Module, policy: str) -> PolicyVersion:

@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 
 from trainer_side import PolicyVersion, Publisher, RolloutClient, Sample, Sampling
 from trainer_side.integrations.policies import push_policy
-from weft.contract.errors import UnsupportedError
-from weft.contract.names import BASE_POLICY
+from weft_rl.contract.errors import UnsupportedError
+from weft_rl.contract.names import BASE_POLICY
 
 #: What a request may carry beside its messages, and a replica does not take.
 _MEDIA = ("images", "audios", "videos")

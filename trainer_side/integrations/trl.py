@@ -17,9 +17,9 @@ from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
 from trainer_side.rollouts.client import RolloutClient
 from trainer_side.rollouts.sample import SampleGroup
-from weft.contract.errors import InvalidRequestError, UnsupportedError, WeftError
-from weft.contract.names import PolicyVersion, check_name
-from weft.contract.sampling import Sampling
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
+from weft_rl.contract.names import PolicyVersion, check_name
+from weft_rl.contract.sampling import Sampling
 
 #: Of GRPOConfig.generation_kwargs, which names what vLLM's SamplingParams does.
 _NAMED_ALIKE = {field.name for field in fields(Sampling)} - {"num_samples"}

@@ -21,14 +21,14 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, as
 from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
 from trainer_side.rollouts.client import RolloutClient
-from weft.contract.errors import InvalidRequestError, WeftError
-from weft.contract.names import BASE_POLICY, check_name
-from weft.contract.sampling import Sampling
-from weft.rpc.channel import open_channel
-from weft.rpc.security.credentials import Tls, credentials_of
-from weft.rpc.status import error_from_rpc
-from weft.rpc.whole import list_policies
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.errors import InvalidRequestError, WeftError
+from weft_rl.contract.names import BASE_POLICY, check_name
+from weft_rl.contract.sampling import Sampling
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.security.credentials import Tls, credentials_of
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.rpc.whole import list_policies
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _ASK_SECONDS = 10.0
 

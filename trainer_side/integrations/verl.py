@@ -32,8 +32,8 @@ from verl.workers.rollout.replica import (
 )
 
 from trainer_side import Publisher, RolloutClient, Sampling
-from weft.contract.errors import InvalidRequestError, UnsupportedError
-from weft.contract.names import BASE_POLICY
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.contract.names import BASE_POLICY
 
 NAME = "weft"
 #: The branch of verl's workers that hands over the training engine in place of its tensors.

@@ -21,8 +21,8 @@ from trainer_side.params.sharding.zero3 import of_zero3
 from trainer_side.params.walk import walk
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft.containers.lru import Lru
-from weft.contract.errors import InvalidRequestError
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.
 Kind = Literal["auto", "whole", "fsdp1", "fsdp2", "zero3"]

@@ -38,8 +38,8 @@ from trainer_side.params.sharding.elements import (
 )
 from trainer_side.params.sharding.sharded import ShardedParams
 from trainer_side.params.walk import walk
-from weft.contract.adapter_config import MERGE_A_COPY
-from weft.contract.errors import InvalidAdapterError, UnsupportedError
+from weft_rl.contract.adapter_config import MERGE_A_COPY
+from weft_rl.contract.errors import InvalidAdapterError, UnsupportedError
 
 #: Rows that are merged at a time hold at most this much in float32.
 _CHUNK_ELEMENTS = 2**19

@@ -12,7 +12,7 @@ import torch
 from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 
 class HostMemory:

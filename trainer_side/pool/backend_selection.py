@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.contract.capabilities import GLOO, NCCL, ONE_SIDED, BackendChoice
-from weft.contract.errors import NotReadyError
-from weft.transport.backends import available_backends, gpu_uuid
-from weft.transport.group import CPU
-from weft.transport.one_sided import device_memory
-from weft.transport.one_sided.directory import why_unavailable
-from weft.transport.one_sided.trial import Trials
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.capabilities import GLOO, NCCL, ONE_SIDED, BackendChoice
+from weft_rl.contract.errors import NotReadyError
+from weft_rl.transport.backends import available_backends, gpu_uuid
+from weft_rl.transport.group import CPU
+from weft_rl.transport.one_sided import device_memory
+from weft_rl.transport.one_sided.directory import why_unavailable
+from weft_rl.transport.one_sided.trial import Trials
+from weft_rl.v1 import publish_pb2 as pb
 
 
 @dataclass(frozen=True)

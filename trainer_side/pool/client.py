@@ -22,9 +22,9 @@ from trainer_side.ranks.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
-from weft import tracing
-from weft.contract.capabilities import ONE_SIDED
-from weft.contract.errors import (
+from weft_rl import tracing
+from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.errors import (
     InvalidRequestError,
     NotReadyError,
     PeerUnavailableError,
@@ -34,20 +34,20 @@ from weft.contract.errors import (
     lost_weights,
     with_lost_weights,
 )
-from weft.contract.group import GroupTicket
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import BASE_POLICY
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.rpc.codec import (
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import BASE_POLICY
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.codec import (
     duration_to_proto,
     send_plan_to_proto,
     ticket_from_proto,
     version_from_proto,
 )
-from weft.rpc.status import error_from_rpc
-from weft.transport.sender import Progress
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.transport.sender import Progress
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 

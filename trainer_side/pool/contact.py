@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from weft.contract.errors import InvalidRequestError, PeerUnavailableError
-from weft.rpc.channel import local_address_towards, split_target
-from weft.rpc.handshake import why_refused
-from weft.rpc.security.credentials import Credentials
+from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft_rl.rpc.channel import local_address_towards, split_target
+from weft_rl.rpc.handshake import why_refused
+from weft_rl.rpc.security.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 

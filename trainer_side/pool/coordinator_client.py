@@ -14,16 +14,16 @@ import grpc
 
 from trainer_side.pool.contact import Contact
 from trainer_side.pool.leases import Leases
-from weft.contract.errors import LeaseFencedError, TransferTimeoutError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.tensors import Reference
-from weft.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.status import error_from_rpc
-from weft.rpc.threaded_channel import open_threaded_channel
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
-from weft.v1.publish_pb2_grpc import PublishServiceStub
+from weft_rl.contract.errors import LeaseFencedError, TransferTimeoutError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.rpc.threaded_channel import open_threaded_channel
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
+from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

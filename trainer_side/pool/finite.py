@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from weft.contract.errors import NotFiniteError
-from weft.contract.layout.manifest import TensorSlot
-from weft.contract.layout.tensors import DataType
+from weft_rl.contract.errors import NotFiniteError
+from weft_rl.contract.layout.manifest import TensorSlot
+from weft_rl.contract.layout.tensors import DataType
 
 #: The smallest magnitude bits of what is no number; E4M3FN has one NaN and no infinity.
 _FP8_LIMITS = {DataType.FLOAT8_E4M3FN: 0x7F, DataType.FLOAT8_E5M2: 0x7C}

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import grpc
 
 from trainer_side.pool.rival import Rival, describe, this_process
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LeaseFencedError,
     PeerUnavailableError,
     PolicyOwnedError,
     TransferTimeoutError,
     WeftError,
 )
-from weft.rpc.codec import duration_from_proto
-from weft.rpc.status import error_from_rpc
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
-from weft.v1.publish_pb2_grpc import PublishServiceStub
+from weft_rl.rpc.codec import duration_from_proto
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
+from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from trainer_side.pool.run_packer import RunPacker
 from trainer_side.pool.shards.packer import ShardPacker
 from trainer_side.pool.shards.push import ShardPush
 from trainer_side.sources.source import Source
-from weft.contract.layout.manifest import Manifest
-from weft.transport.buckets import Sealed, in_manifest_order
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.transport.buckets import Sealed, in_manifest_order
 
 
 class BufferedPacker(Protocol):

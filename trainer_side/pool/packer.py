@@ -8,14 +8,14 @@ import torch
 
 from trainer_side.pool.finite import check_finite
 from trainer_side.sources.source import LyingSource, Source
-from weft.contract.capabilities import GLOO
-from weft.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
-from weft.transport.backends import allocate
-from weft.transport.buckets import Sealed, seal_bucket, whole_parts
-from weft.transport.digests.copied import Place, pack_tensors
-from weft.transport.digests.copied_on_host import PIECE_BYTES, pack_digesting
-from weft.transport.digests.wsum64 import Digests, start_digests
-from weft.transport.group import CPU, window
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
+from weft_rl.transport.backends import allocate
+from weft_rl.transport.buckets import Sealed, seal_bucket, whole_parts
+from weft_rl.transport.digests.copied import Place, pack_tensors
+from weft_rl.transport.digests.copied_on_host import PIECE_BYTES, pack_digesting
+from weft_rl.transport.digests.wsum64 import Digests, start_digests
+from weft_rl.transport.group import CPU, window
 
 
 class Packer:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, Protocol
 
-from weft.transport.sender import Progress
+from weft_rl.transport.sender import Progress
 
 UserProgress = Callable[[str, int, int], None]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from weft.rpc.codec import timestamp_to_proto
-from weft.v1 import publish_pb2 as pb
+from weft_rl.rpc.codec import timestamp_to_proto
+from weft_rl.v1 import publish_pb2 as pb
 
 # Start times are computed from the clock of the boot, which adjustments move a little.
 _SAME_START_SECONDS = 2.0

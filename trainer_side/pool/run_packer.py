@@ -9,12 +9,12 @@ import torch
 from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import made_buffers
 from trainer_side.sources.named_source import Piece, RunSource
-from weft.contract.capabilities import GLOO
-from weft.contract.layout.manifest import Manifest, TensorSlot
-from weft.contract.layout.runs import Run, carried_sizes
-from weft.contract.layout.tensors import TensorMeta
-from weft.transport.buckets import Sealed, seal_bucket, tensor_sums
-from weft.transport.group import CPU
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.layout.runs import Run, carried_sizes
+from weft_rl.contract.layout.tensors import TensorMeta
+from weft_rl.transport.buckets import Sealed, seal_bucket, tensor_sums
+from weft_rl.transport.group import CPU
 
 
 class RunPacker:

@@ -25,14 +25,14 @@ from trainer_side.pool.shards.packer import ShardPacker
 from trainer_side.pool.shards.push import ShardPush
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
-from weft.contract.capabilities import NCCL, ONE_SIDED
-from weft.contract.errors import WeftError
-from weft.contract.group import GroupTicket
-from weft.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
-from weft.interrupts import on_own_thread
-from weft.rpc.security.credentials import Credentials
-from weft.transport.group import same_stream
-from weft.transport.sender import Progress, Reformed, Sending, SendingRank
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
+from weft_rl.interrupts import on_own_thread
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.group import same_stream
+from weft_rl.transport.sender import Progress, Reformed, Sending, SendingRank
 
 #: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
 #: with 512 MiB: a bucket must take longer than the release of the one before it.

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from weft.contract.errors import CapacityError
-from weft.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
-from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.messages import ExportDevice
+from weft_rl.contract.errors import CapacityError
+from weft_rl.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import ExportDevice
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from trainer_side.ranks.link import Channel, LinkError, RankLink
-from weft.rpc.channel import local_address_towards
+from weft_rl.rpc.channel import local_address_towards
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.contract.errors import WeftError, error_from_reason
+from weft_rl.contract.errors import WeftError, error_from_reason
 
 #: Rank that speaks for the trainer.
 SENDER = 0

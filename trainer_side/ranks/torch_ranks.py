@@ -28,7 +28,7 @@ from trainer_side.ranks.ranks import (
     decode_error,
     encode_error,
 )
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
     PeerUnavailableError,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from weft.contract.errors import InvalidRequestError
-from weft.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, check_name
-from weft.contract.sampling import Sampling
-from weft.v1 import generate_pb2 as pb
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, check_name
+from weft_rl.contract.sampling import Sampling
+from weft_rl.v1 import generate_pb2 as pb
 
 #: Text, which the model's own tokenizer makes into tokens, or token ids.
 Prompt = str | Sequence[int]

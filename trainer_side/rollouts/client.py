@@ -25,12 +25,12 @@ from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.sampler import Sampler, SamplerConfig
 from trainer_side.rollouts.stream import RolloutStream
 from trainer_side.rollouts.window import Window
-from weft.contract.errors import InvalidRequestError, WeftError
-from weft.contract.names import BASE_POLICY
-from weft.contract.push_defaults import DEFAULT_CONNECT_SECONDS
-from weft.contract.sampling import Sampling
-from weft.rpc.channel import check_target
-from weft.rpc.security.credentials import Tls, credentials_of
+from weft_rl.contract.errors import InvalidRequestError, WeftError
+from weft_rl.contract.names import BASE_POLICY
+from weft_rl.contract.push_defaults import DEFAULT_CONNECT_SECONDS
+from weft_rl.contract.sampling import Sampling
+from weft_rl.rpc.channel import check_target
+from weft_rl.rpc.security.credentials import Tls, credentials_of
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 DEFAULT_STALL_SECONDS = 60.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trainer_side.rollouts.asked import Wanted
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
 #: How long a replica that failed is left alone, at first and at most.
 _FIRST_AWAY_SECONDS = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
     NotAllowedError,

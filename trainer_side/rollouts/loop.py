@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from weft.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidRequestError
 
 _T = TypeVar("_T")
 _STOP_SECONDS = 10.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_side.rollouts.sample import SampleGroup
-from weft.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

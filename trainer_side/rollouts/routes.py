@@ -10,20 +10,20 @@ import grpc
 
 from trainer_side.rollouts.dispatch import Target
 from trainer_side.rollouts.sample import OverAnotherBase
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     InvalidRequestError,
     NotAllowedError,
     PeerUnavailableError,
     WeftError,
 )
-from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import vector_from_proto, version_from_proto
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.status import error_from_rpc
-from weft.rpc.whole import RouteList
-from weft.v1 import inspect_pb2 as pb
-from weft.v1.inspect_pb2_grpc import InspectServiceStub
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import vector_from_proto, version_from_proto
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.rpc.whole import RouteList
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _RETRY_SECONDS = 0.5
 #: Replicas whose reasons are told at most.

@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
-from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion, provenance
-from weft.rpc.codec import version_from_proto
-from weft.v1 import generate_pb2 as pb
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import PolicyVersion, provenance
+from weft_rl.rpc.codec import version_from_proto
+from weft_rl.v1 import generate_pb2 as pb
 
 _REASONS: Final = {
     pb.FINISH_REASON_STOP: "stop",

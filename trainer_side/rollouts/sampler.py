@@ -16,8 +16,8 @@ from trainer_side.rollouts.dispatch import Dispatch, Place, Target
 from trainer_side.rollouts.failures import Next, after
 from trainer_side.rollouts.routes import Routes
 from trainer_side.rollouts.sample import Draft, Sample, SampleGroup
-from weft.containers.lru import Lru
-from weft.contract.errors import (
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import (
     PeerUnavailableError,
     StalledError,
     TransferTimeoutError,
@@ -25,13 +25,13 @@ from weft.contract.errors import (
     VersionChangedError,
     WeftError,
 )
-from weft.contract.names import PolicyVersion
-from weft.rpc.channel import open_aio_channel
-from weft.rpc.codec import version_from_proto
-from weft.rpc.security.credentials import Credentials
-from weft.rpc.status import error_from_rpc
-from weft.v1 import generate_pb2 as pb
-from weft.v1.generate_pb2_grpc import GenerateServiceStub
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import version_from_proto
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import generate_pb2 as pb
+from weft_rl.v1.generate_pb2_grpc import GenerateServiceStub
 
 _log = logging.getLogger(__name__)
 

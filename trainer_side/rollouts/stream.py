@@ -12,7 +12,7 @@ from trainer_side.rollouts.asked import Number, Prompt, Wanted, checked_prompt, 
 from trainer_side.rollouts.loop import closed_error
 from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.window import Admitted, Window
-from weft.contract.errors import TransferTimeoutError
+from weft_rl.contract.errors import TransferTimeoutError
 
 #: Sends one prompt: (prompt, wanted version, index of its group).
 SampleOne = Callable[[Prompt, Wanted, int], "Future[SampleGroup]"]

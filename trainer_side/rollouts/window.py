@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weft.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidRequestError
 
 
 @dataclass

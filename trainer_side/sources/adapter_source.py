@@ -30,9 +30,14 @@ from trainer_side.params.names import (
 )
 from trainer_side.params.params import Params
 from trainer_side.sources.source import CastRule, ParamsSource, make_metas
-from weft.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, named_value, parse_config
-from weft.contract.errors import InvalidAdapterError
-from weft.contract.layout.tensors import base_fingerprint
+from weft_rl.contract.adapter_config import (
+    MAX_CONFIG_BYTES,
+    check_settings,
+    named_value,
+    parse_config,
+)
+from weft_rl.contract.errors import InvalidAdapterError
+from weft_rl.contract.layout.tensors import base_fingerprint
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, b
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, Source
-from weft.contract.errors import InvalidRequestError, UnsupportedError
-from weft.rpc.codec import dtype_from_proto
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.rpc.codec import dtype_from_proto
+from weft_rl.v1 import publish_pb2 as pb
 
 #: What ``push_base`` and ``push_adapter`` take.
 Model = torch.nn.Module | str | Path

@@ -12,10 +12,10 @@ from trainer_side.params.params import copy_into
 from trainer_side.sources.adapter_source import Adapter, config_in_names
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
-from weft.checkpoints.files import read_json, read_text
-from weft.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
-from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.layout.tensors import DataType
+from weft_rl.checkpoints.files import read_json, read_text
+from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
+from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
+from weft_rl.contract.layout.tensors import DataType
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"

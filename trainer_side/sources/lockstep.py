@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import Source
-from weft.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.manifest import Manifest
 
 
 class LedSource:

@@ -19,7 +19,7 @@ from trainer_side.params.sharding.elements import (
     why_not_held,
 )
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
-from weft.contract.errors import InvalidManifestError
+from weft_rl.contract.errors import InvalidManifestError
 
 
 class ModuleSource:

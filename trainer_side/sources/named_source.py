@@ -17,12 +17,12 @@ from trainer_side.sources.named_tensors import (
 )
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas
-from weft.contract.errors import InvalidManifestError
-from weft.contract.layout.manifest import Manifest, TensorSlot, align_up
-from weft.contract.layout.runs import Run
-from weft.contract.layout.tensors import Reference, TensorMeta, check_base
-from weft.transport.buckets import run_parts
-from weft.transport.digests.wsum64 import part_digests, tensor_digest
+from weft_rl.contract.errors import InvalidManifestError
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.layout.tensors import Reference, TensorMeta, check_base
+from weft_rl.transport.buckets import run_parts
+from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 
 #: What ``last_report.source`` says.
 DESCRIPTION = "named tensors"

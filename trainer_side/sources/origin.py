@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weft.checkpoints.digest_cache import DigestCache
-from weft.checkpoints.files import local_model_dir, weight_files
-from weft.checkpoints.reader import CheckpointReader
-from weft.containers.lru import Lru
-from weft.contract.checkpoint import Checkpoint, CheckpointState
-from weft.contract.names import provenance
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.checkpoints.files import local_model_dir, weight_files
+from weft_rl.checkpoints.reader import CheckpointReader
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.checkpoint import Checkpoint, CheckpointState
+from weft_rl.contract.names import provenance
 
 # Checkpoints that are being read or known; a trainer has one, rarely two.
 _MAX_CHECKPOINTS = 4

@@ -14,7 +14,7 @@ from trainer_side.params.sharding.elements import Elements
 from trainer_side.params.sharding.sharded import HeldRun
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.source import Source, torch_dtypes
-from weft.contract.layout.runs import Run, why_not
+from weft_rl.contract.layout.runs import Run, why_not
 
 #: Tensors that must be brought together are brought to one rank before anything is sent: more
 #: of them than this, and all are gathered bucket by bucket.

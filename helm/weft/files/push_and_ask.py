@@ -62,7 +62,7 @@ def make_adapter(path: Path, model: str) -> None:
 
 def push(adapter: Path, timeout: float) -> str:
     """Push it as any trainer would; returns the version, for example ``helm-test@3``."""
-    command = [sys.executable, "-m", "weft_cli", "push", str(adapter), f"--policy={POLICY}"]
+    command = [sys.executable, "-m", "weft_rl", "push", str(adapter), f"--policy={POLICY}"]
     command += [f"--trainer-id={POLICY}", f"--timeout={timeout}", f"--connect-seconds={timeout}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="", flush=True)
@@ -74,7 +74,7 @@ def push(adapter: Path, timeout: float) -> str:
 
 def forget() -> None:
     """End the policy: a test leaves nothing that replicas must have to be ready."""
-    command = [sys.executable, "-m", "weft_cli", "forget", POLICY]
+    command = [sys.executable, "-m", "weft_rl", "forget", POLICY]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="", flush=True)
     if done.returncode:

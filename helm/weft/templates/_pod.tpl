@@ -208,7 +208,7 @@ initContainers:
       - -c
       - |
         from pathlib import Path
-        from weft_cli.demo.tiny_model import make_model
+        from weft_rl.cli.demo.tiny_model import make_model
         make_model(Path("/models/tiny"))
     env:
       {{- include "weft.modelEnv" . | nindent 6 }}

@@ -22,9 +22,9 @@ import weakref
 from typing import Final, TypeVar
 
 from rollout_side.memory.ranks.messages import HEAD, Failed, Message, pack, read_head, unpack
-from weft.contract.errors import PeerUnavailableError, WeftError
-from weft.transport.forked import close_in_children
-from weft.transport.unix_connect import connect_unix
+from weft_rl.contract.errors import PeerUnavailableError, WeftError
+from weft_rl.transport.forked import close_in_children
+from weft_rl.transport.unix_connect import connect_unix
 
 _CREDENTIALS: Final = struct.Struct("3i")
 _PROOF_BYTES: Final = 32

@@ -41,13 +41,13 @@ from rollout_side.memory.ranks.messages import (
     Working,
 )
 from rollout_side.memory.segment import Segment
-from weft.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import PolicyVersion
-from weft.transport.buckets import in_manifest_order
-from weft.transport.digests.wsum64 import content_digest
-from weft.transport.forked import close_in_children
-from weft.transport.speaking import SPEAK_SECONDS
+from weft_rl.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.buckets import in_manifest_order
+from weft_rl.transport.digests.wsum64 import content_digest
+from weft_rl.transport.forked import close_in_children
+from weft_rl.transport.speaking import SPEAK_SECONDS
 
 _M = TypeVar("_M")
 _log = logging.getLogger(__name__)

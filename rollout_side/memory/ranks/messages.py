@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from rollout_side.memory.segment import DeviceRef, HostRef, SegmentRef
-from weft.contract.errors import PeerUnavailableError, WeftError, error_from_reason
-from weft.contract.layout.manifest import MAX_TENSORS, Manifest
-from weft.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
-from weft.v1 import types_pb2
+from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
+from weft_rl.contract.layout.manifest import MAX_TENSORS, Manifest
+from weft_rl.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
+from weft_rl.v1 import types_pb2
 
 #: Grows with each change that another rank would not understand: ranks are of one release.
 VERSION: Final = 1

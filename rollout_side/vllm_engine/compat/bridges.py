@@ -17,14 +17,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
     PeerUnavailableError,
     UnsupportedError,
     WeftError,
 )
-from weft.contract.sampling import Sampling
+from weft_rl.contract.sampling import Sampling
 
 #: First release that works, and first that has not been tried.
 OLDEST = (0, 26)

@@ -15,14 +15,14 @@ from typing import Any
 
 from rollout_side.engine import AbsentPolicy, AliasRefusals
 from rollout_side.vllm_engine.loading import lora_hook
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidNameError,
     NotFoundError,
     NotReadyError,
     UnsupportedError,
 )
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 #: Range of our adapters' integer ids, far from those that vLLM counts up from 1.
 FIRST_LORA_ID = 2**20

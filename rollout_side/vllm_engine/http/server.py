@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from rollout_side.ticks import seconds_to_tick
-from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 
 _POLL_SECONDS = 0.01
 #: Connections that wait to be taken, as uvicorn has it.

@@ -23,7 +23,7 @@ from typing import Any
 
 from rollout_side.vllm_engine.http.request_tracker import App, Receive, Scope, Send, refuse
 from rollout_side.vllm_engine.http.served_models import Refusal, ServedModels
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 #: A stream's last chunk for a sample, and those behind it, whatever API it is of. In a text of
 #: the model these would have backslashes.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rollout_side.memory.versions import bucket_starts, tensors_in
-from weft.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, accepted, make_plan
 from rollout_side.vllm_engine.loading.reload import can_learn
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, Reference
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ import torch
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import AdapterEntry
 from rollout_side.vllm_engine.compat import bridges
-from weft.contract.errors import InvalidNameError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import InvalidNameError
+from weft_rl.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 

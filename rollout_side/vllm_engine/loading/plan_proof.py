@@ -13,7 +13,7 @@ import torch
 
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, accepted, make_plan
 from rollout_side.vllm_engine.loading.copy_trace import storage_of
-from weft.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.manifest import Manifest
 
 
 class PlanProof:

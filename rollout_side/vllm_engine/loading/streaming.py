@@ -19,10 +19,10 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, wait_for_copies
 from rollout_side.vllm_engine.loading.plan_proof import PlanProof
 from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
-from weft.contract.errors import LoadFailedError
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.tensors import Reference, check_base
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import Reference, check_base
+from weft_rl.contract.names import PolicyVersion
 
 _Bucket = tuple[int, torch.Tensor]
 

@@ -12,8 +12,8 @@ from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, Sampl
 from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from weft.contract.errors import PeerUnavailableError, VersionChangedError
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.errors import PeerUnavailableError, VersionChangedError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _REASONS = {reason.value: reason for reason in FinishReason}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.contract.capabilities import Capabilities, RunningRequests
-from weft.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.capabilities import Capabilities, RunningRequests
+from weft_rl.contract.layout.tensors import DataType, Reference
 
 
 def data_type(torch_dtype: object) -> DataType:

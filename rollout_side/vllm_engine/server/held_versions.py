@@ -16,16 +16,16 @@ from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft.checkpoints.in_layout import digest_in_layout
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.errors import (
+from weft_rl.checkpoints.in_layout import digest_in_layout
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.errors import (
     InvalidManifestError,
     NotFoundError,
     NotReadyError,
     TransferTimeoutError,
 )
-from weft.contract.layout.manifest import Manifest
-from weft.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import STARTED_WITH, PolicyVersion
 
 _RESTORE_LOOK_SECONDS = 0.05
 # Of what a spilled version is; of the files that the engine was started with, once they are known.

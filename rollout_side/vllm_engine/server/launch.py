@@ -29,11 +29,11 @@ from rollout_side.vllm_engine.server.switching.requests_at_switch import Request
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import check_answers
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft.checkpoints.files import local_model_dir
-from weft.contract.capabilities import BackendChoice, RunningRequests
-from weft.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.checkpoints.files import local_model_dir
+from weft_rl.contract.capabilities import BackendChoice, RunningRequests
+from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.contract.capabilities import NCCL, ONE_SIDED, BackendChoice
-from weft.contract.errors import InvalidRequestError, UnsupportedError, WeftError
-from weft.transport.one_sided.directory import why_unavailable
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED, BackendChoice
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
+from weft_rl.transport.one_sided.directory import why_unavailable
 
 _log = logging.getLogger(__name__)
 

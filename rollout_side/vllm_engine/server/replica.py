@@ -38,16 +38,16 @@ from rollout_side.vllm_engine.server.switching.requests_at_switch import Request
 from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft.contract.capabilities import Capabilities
-from weft.contract.checkpoint import Checkpoint
-from weft.contract.errors import (
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import Checkpoint
+from weft_rl.contract.errors import (
     DigestMismatchError,
     NotReadyError,
     PeerUnavailableError,
     WeftError,
 )
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 from rollout_side.disk import answer_within
-from weft.checkpoints.digest_cache import DigestCache
-from weft.checkpoints.files import local_model_dir, weight_files
-from weft.checkpoints.reader import CheckpointReader, read_tensors
-from weft.contract.checkpoint import (
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.checkpoints.files import local_model_dir, weight_files
+from weft_rl.checkpoints.reader import CheckpointReader, read_tensors
+from weft_rl.contract.checkpoint import (
     DUMMY,
     READING,
     Checkpoint,
@@ -18,7 +18,7 @@ from weft.contract.checkpoint import (
     checkpoint_digest,
     not_compared,
 )
-from weft.contract.errors import NotReadyError, TransferTimeoutError, WeftError
+from weft_rl.contract.errors import NotReadyError, TransferTimeoutError, WeftError
 
 # vLLM's ways to load that read a model's safetensors files as they lie.
 _FORMATS = frozenset(

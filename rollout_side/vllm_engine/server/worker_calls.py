@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from rollout_side.owed_answers import OwedAnswers
 from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, check_answers
-from weft.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
+from weft_rl.contract.names import PolicyVersion
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypedDict
 
-from weft.contract.errors import LoadFailedError, WeftError, error_from_reason
+from weft_rl.contract.errors import LoadFailedError, WeftError, error_from_reason
 
 #: The local rank that receives; the others of its machine map what it has received.
 RECEIVER_RANK = 0
@@ -29,7 +29,7 @@ class Answer(TypedDict):
     rank: int
     seconds: float
     error_reason: str
-    """One of ``weft.contract.errors.REASONS``; empty when ok."""
+    """One of ``weft_rl.contract.errors.REASONS``; empty when ok."""
     error_message: str
     metadata: dict[str, str]
     """The error's metadata."""

@@ -38,11 +38,11 @@ from rollout_side.vllm_engine.worker.state import (
     served_base,
     state_of,
 )
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.errors import NotReadyError, RequestConflictError
-from weft.contract.group import GroupTicket
-from weft.contract.names import PolicyVersion
-from weft.contract.sleep import DISCARDS
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.errors import NotReadyError, RequestConflictError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sleep import DISCARDS
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_side.engine import MemoryUse
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 #: Of one value as JSON: some thousand spilled versions. Untouched memory is not taken.
 SLOT_BYTES = 4 * 2**20

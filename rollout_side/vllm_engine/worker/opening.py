@@ -20,13 +20,13 @@ from rollout_side.vllm_engine.worker.config import OpenConfig, decide_memory, us
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsWriter, ProgressWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
-from weft import logs
-from weft.contract.capabilities import ONE_SIDED
-from weft.contract.layout.tensors import Reference
-from weft.telemetry.traces import open_tracer
-from weft.transport.backends import gpu_uuid
-from weft.transport.digests.wsum64 import warm
-from weft.transport.one_sided.trial import TrialAnswerer
+from weft_rl import logs
+from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.telemetry.traces import open_tracer
+from weft_rl.transport.backends import gpu_uuid
+from weft_rl.transport.digests.wsum64 import warm
+from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 
 def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[str, Any]]:

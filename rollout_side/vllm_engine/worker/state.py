@@ -23,11 +23,11 @@ from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.streaming import load_in_place
 from rollout_side.vllm_engine.worker.holdings_page import ProgressWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
-from weft.contract.errors import LoadFailedError, NotReadyError, WeftError
-from weft.contract.layout.tensors import Reference
-from weft.tracing import NO_TRACER, Tracer
-from weft.transport.group import on_device
-from weft.transport.one_sided.trial import TrialAnswerer
+from weft_rl.contract.errors import LoadFailedError, NotReadyError, WeftError
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.tracing import NO_TRACER, Tracer
+from weft_rl.transport.group import on_device
+from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 
 class ReceiverLike(Protocol):

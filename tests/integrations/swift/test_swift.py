@@ -21,7 +21,7 @@ from tests.integrations.strike_points import check_struck, in_generation, in_pus
 from tests.integrations.swift.train import NUM_STEPS
 from trainer_side import PolicyVersion, Sampling
 from trainer_side.integrations.swift import WeftClient
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 _TRAIN_SECONDS = 240.0
 _ENV = {

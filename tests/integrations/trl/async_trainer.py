@@ -17,7 +17,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 
 from tests.integrations.trl.rank import LORA, even_tokens, load, logprobs_of
-from weft.contract.errors import WeftError
+from weft_rl.contract.errors import WeftError
 
 _NUM_GENERATIONS = 4
 _BATCH = 8

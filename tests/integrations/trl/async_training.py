@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _SECONDS = 240.0
 _RATIO_ERROR = 1e-3

@@ -22,7 +22,7 @@ import torch
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from trainer_side import Publisher, RolloutClient
-from weft.contract.errors import WeftError
+from weft_rl.contract.errors import WeftError
 
 _PROMPTS = [f"w{5 + i} w{60 + 7 * i} " + "w9 " * (i % 4) + f"w{30 + i}" for i in range(16)]
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

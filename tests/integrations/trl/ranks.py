@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 
 _START_SECONDS = 120.0
 _SECONDS = 180.0

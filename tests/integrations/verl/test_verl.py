@@ -37,7 +37,7 @@ from tests.integrations.verl.train import NUM_STEPS, configured
 from tests.models import draw_base, load_hf
 from trainer_side import Sampling
 from trainer_side.integrations.verl import Sender, Settings, WeftRollout, sampling_of, settings_of
-from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
 _TRAIN_SECONDS = 300.0
 

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.transport.digests.reference import by_definition
-from weft.checkpoints import digest_cache, safetensors_file
-from weft.checkpoints.digest_cache import DigestCache, Identity
-from weft.checkpoints.files import local_model_dir, weight_files
-from weft.checkpoints.reader import CheckpointReader, read_checkpoint
-from weft.checkpoints.safetensors_file import Stopped, digest_file
-from weft.contract.checkpoint import Checkpoint, CheckpointState
-from weft.contract.errors import InvalidRequestError
-from weft.transport.digests.wsum64 import tensor_digest
+from weft_rl.checkpoints import digest_cache, safetensors_file
+from weft_rl.checkpoints.digest_cache import DigestCache, Identity
+from weft_rl.checkpoints.files import local_model_dir, weight_files
+from weft_rl.checkpoints.reader import CheckpointReader, read_checkpoint
+from weft_rl.checkpoints.safetensors_file import Stopped, digest_file
+from weft_rl.contract.checkpoint import Checkpoint, CheckpointState
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.transport.digests.wsum64 import tensor_digest
 
 NO_CACHE = DigestCache(None)
 TENSORS = {
@@ -140,7 +140,7 @@ def test_a_file_that_is_known_is_not_read_again(
     known = read(path, cache=DigestCache.of_user())
     link = tmp_path / "link.safetensors"
     link.symlink_to(path)
-    monkeypatch.setattr("weft.checkpoints.reader.digest_file", None)  # would raise
+    monkeypatch.setattr("weft_rl.checkpoints.reader.digest_file", None)  # would raise
     assert read(path, cache=DigestCache.of_user()) == known
     assert read(link, cache=DigestCache.of_user()).digest == known.digest
     monkeypatch.undo()
@@ -179,7 +179,7 @@ def test_a_file_that_changes_while_it_is_read(
         os.utime(file, ns=(1, 1))
         return digest_file(file, stop)
 
-    monkeypatch.setattr("weft.checkpoints.reader.digest_file", touch)
+    monkeypatch.setattr("weft_rl.checkpoints.reader.digest_file", touch)
     with pytest.raises(InvalidRequestError, match="changed while it was read"):
         read(path)
 
@@ -223,7 +223,7 @@ def test_only_what_a_loader_takes_counts(tmp_path: Path) -> None:
 def test_files_that_do_not_answer_are_compared_with_nothing_until_they_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.checkpoints.reader.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("weft_rl.checkpoints.reader.SILENT_SECONDS", 0.2)
     path = save(tmp_path / "model.safetensors")
     go_on = threading.Event()
 

@@ -11,10 +11,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from weft import __version__, logs
-from weft.contract.errors import REASONS, InvalidNameError, WeftError, error_from_reason
-from weft_cli.main import app, run
-from weft_cli.output import exit_code, rate
+from weft_rl import __version__, logs
+from weft_rl.cli.main import app, run
+from weft_rl.cli.output import exit_code, rate
+from weft_rl.contract.errors import REASONS, InvalidNameError, WeftError, error_from_reason
 
 COMMANDS = typer.main.get_command(app).commands
 #: These run until they are stopped; what they say is their log.

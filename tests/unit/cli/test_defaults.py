@@ -9,12 +9,12 @@ import typer.main
 from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.vllm_engine.server.launch import open_engine
 from trainer_side import Publisher
-from weft.coordinator.config import CoordinatorConfig
-from weft.coordinator.decisions.state.pool import Settings
-from weft.rpc.security.credentials import VARIABLES
-from weft.telemetry.config import TelemetryConfig
-from weft_cli.main import app
-from weft_cli.push import parse_require
+from weft_rl.cli.main import app
+from weft_rl.cli.push import parse_require
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.decisions.state.pool import Settings
+from weft_rl.rpc.security.credentials import VARIABLES
+from weft_rl.telemetry.config import TelemetryConfig
 
 COMMANDS = typer.main.get_command(app).commands
 #: Options that have no default in a config: required there, or of the command alone.

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.doubles.certificates import Authority
-from weft import __version__
-from weft.rpc.bounds import PROTOCOL_REVISION
-from weft.v1 import inspect_pb2 as pb
-from weft_cli.doctor import machine, way
-from weft_cli.doctor.certificates import expiry, first_of, validity_of
+from weft_rl import __version__
+from weft_rl.cli.doctor import machine, way
+from weft_rl.cli.doctor.certificates import expiry, first_of, validity_of
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.v1 import inspect_pb2 as pb
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from weft import distribution
-from weft_cli import __main__ as script
-from weft_cli.__main__ import install_hint
+from weft_rl import __main__ as script
+from weft_rl import distribution
+from weft_rl.__main__ import install_hint
 
 WITHOUT = """\
 import sys
 sys.modules[sys.argv.pop(1)] = None
-from weft_cli.__main__ import main
+from weft_rl.__main__ import main
 main()
 """
 

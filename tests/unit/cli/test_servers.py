@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 import rollout_side.main
-import weft.coordinator.server
-from weft.contract.errors import WeftError
-from weft_cli.main import app
-from weft_cli.servers import coordinator, rollout
-from weft_cli.servers.descriptors import WANTED
+import weft_rl.coordinator.server
+from weft_rl.cli.main import app
+from weft_rl.cli.servers import coordinator, rollout
+from weft_rl.cli.servers.descriptors import WANTED
+from weft_rl.contract.errors import WeftError
 
 FEW = 512
 
@@ -38,7 +38,7 @@ def test_a_server_may_open_as_many_files_as_the_system_lets_it(args, limits, mon
 
     for module in (coordinator, rollout):
         monkeypatch.setattr(module, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(weft.coordinator.server, "serve", serve)
+    monkeypatch.setattr(weft_rl.coordinator.server, "serve", serve)
     monkeypatch.setattr(rollout_side.main, "run", run)
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
@@ -66,7 +66,7 @@ def test_no_number_is_too_long_for_a_typed_error(name, option, given, monkeypatc
     for module in (coordinator, rollout):
         monkeypatch.setattr(module, "configure_logging", lambda *_: None)
         monkeypatch.setattr(module, "allow_descriptors", lambda: None)
-    monkeypatch.setattr(weft.coordinator.server, "serve", serve)
+    monkeypatch.setattr(weft_rl.coordinator.server, "serve", serve)
     monkeypatch.setattr(rollout_side.main, "run", lambda config, **_: served.append(config))
     result = CliRunner().invoke(app, [name, option, given, *["--", "MODEL"] * (name == "rollout")])
     assert isinstance(result.exception, SystemExit | WeftError), repr(result.exception)

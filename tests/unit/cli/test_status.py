@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from weft.v1 import inspect_pb2 as pb
-from weft.v1 import types_pb2
-from weft_cli.status import render, vector_text
+from weft_rl.cli.status import render, vector_text
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 
 def vector(base: int, **adapters: int) -> types_pb2.VersionVector:

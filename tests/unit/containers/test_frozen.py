@@ -7,8 +7,8 @@ from functools import cached_property
 
 import pytest
 
-from weft.containers import frozen
-from weft.contract.names import PolicyVersion
+from weft_rl.containers import frozen
+from weft_rl.contract.names import PolicyVersion
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from weft.containers.lru import Lru
+from weft_rl.containers.lru import Lru
 
 
 def test_the_least_recently_used_is_dropped():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.contract.adapter_config import check_settings, parse_config, shown
-from weft.contract.errors import InvalidAdapterError
+from weft_rl.contract.adapter_config import check_settings, parse_config, shown
+from weft_rl.contract.errors import InvalidAdapterError
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.errors import REASONS, InvalidNameError, error_from_reason
-from weft.contract.names import PolicyVersion, check_adapter_name, check_name
+from weft_rl.contract.errors import REASONS, InvalidNameError, error_from_reason
+from weft_rl.contract.names import PolicyVersion, check_adapter_name, check_name
 
 
 @pytest.mark.parametrize("name", ["math", "a", "A-b_c.9", "x" * 63, "0"])

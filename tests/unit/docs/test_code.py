@@ -10,7 +10,7 @@ from tests.unit.docs.pages import pages
 
 #: Packages that an environment may lack for a good reason: there is no GPU, or no engine.
 MAY_LACK = {"vllm"}
-OURS = {"rollout_side", "trainer_side", "weft", "weft_cli"}
+OURS = {"rollout_side", "trainer_side", "weft_rl"}
 CASES = [
     pytest.param(block.text, id=f"{page.name}-{number}")
     for page in pages()

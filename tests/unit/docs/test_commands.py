@@ -11,7 +11,8 @@ import typer.main
 
 from tests.unit.docs.pages import ROOT, Page, page, pages
 from trainer_side import Publisher
-from weft.v1 import (
+from weft_rl.cli.main import app
+from weft_rl.v1 import (
     admin_pb2,
     generate_pb2,
     inspect_pb2,
@@ -20,7 +21,6 @@ from weft.v1 import (
     rendezvous_pb2,
     replica_pb2,
 )
-from weft_cli.main import app
 
 GROUP = typer.main.get_command(app)
 COMMANDS = GROUP.commands

@@ -102,13 +102,14 @@ def test_what_is_wrong_is_found():
     page = Page(
         ROOT / "docs/none.md",
         "# A b, `c`\n[x](#b) [x](none.md) [x](../README.md#nowhere) [x](../LICENSE)\n"
-        "https://example.org/x http://nowhere `weft/none.py` `weft/rpc/{codec,none}.py`\n"
-        "`weft/rpc/codec.py:nothing_of_it` `weft/rpc/*_codec.py` `none.py` `Makefile`",
-        (Block("", "`weft/none.py`"),),
+        "https://example.org/x http://nowhere `weft_rl/none.py` `weft_rl/rpc/{codec,none}.py`\n"
+        "`weft_rl/rpc/codec.py:nothing_of_it` `weft_rl/rpc/*_codec.py` `none.py` `Makefile`",
+        (Block("", "`weft_rl/none.py`"),),
     )
     assert page.anchors == {"a-b-c"}
     wrong = {"#b", "none.md", "../README.md#nowhere", "http://nowhere"}
     assert set(dead_links(page)) == wrong
     assert missing_files(page) == [
-        "weft/none.py", "weft/rpc/{codec,none}.py", "weft/rpc/codec.py:nothing_of_it", "none.py",
+        "weft_rl/none.py", "weft_rl/rpc/{codec,none}.py", "weft_rl/rpc/codec.py:nothing_of_it",
+        "none.py",
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from rollout_side import disk
 from rollout_side.disk import answer_within, read_within
-from weft.contract.errors import TransferTimeoutError
+from weft_rl.contract.errors import TransferTimeoutError
 
 
 def _fail() -> None:

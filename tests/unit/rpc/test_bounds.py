@@ -9,11 +9,11 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from weft.contract.errors import InvalidRequestError, WeftError
-from weft.rpc import bounds, codec
-from weft.rpc.bounds import check
-from weft.rpc.inbound import Refused, parser
-from weft.v1 import (
+from weft_rl.contract.errors import InvalidRequestError, WeftError
+from weft_rl.rpc import bounds, codec
+from weft_rl.rpc.bounds import check
+from weft_rl.rpc.inbound import Refused, parser
+from weft_rl.v1 import (
     admin_pb2,
     generate_pb2,
     inspect_pb2,

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.capabilities import Capabilities
-from weft.contract.errors import InvalidManifestError, InvalidRequestError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.rpc import codec
-from weft.rpc.channel import MAX_MESSAGE_BYTES
-from weft.rpc.manifest_codec import (
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.rpc import codec
+from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
+from weft_rl.rpc.manifest_codec import (
     manifest_from_chunks,
     manifest_to_chunks,
     reference_from_chunks,
     reference_to_chunks,
 )
-from weft.v1 import registry_pb2, types_pb2
+from weft_rl.v1 import registry_pb2, types_pb2
 
 _metas = st.lists(
     st.builds(

@@ -7,10 +7,10 @@ import asyncio
 import grpc
 import pytest
 
-from weft.contract.errors import PeerUnavailableError, WeftError
-from weft.rpc.channel import open_channel
-from weft.rpc.status import abort_with_error, error_from_rpc
-from weft.v1 import inspect_pb2, inspect_pb2_grpc
+from weft_rl.contract.errors import PeerUnavailableError, WeftError
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.status import abort_with_error, error_from_rpc
+from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc
 
 
 def test_a_refused_connection_is_named_without_grpcs_layers() -> None:

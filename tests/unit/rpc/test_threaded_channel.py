@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from weft.rpc import threaded_channel
-from weft.rpc.threaded_channel import open_threaded_channel
+from weft_rl.rpc import threaded_channel
+from weft_rl.rpc.threaded_channel import open_threaded_channel
 
 
 class _Channel:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from weft.contract.errors import InvalidRequestError
-from weft.rpc.security.guard import AccessFile
-from weft.rpc.server import Security
-from weft.telemetry.config import TelemetryConfig
-from weft.telemetry.http_server import Request, Response
-from weft.telemetry.process import process_registry, refusal_counter
-from weft.telemetry.site import SAME_TEXT_SECONDS, MetricsText, Page, Site
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security
+from weft_rl.telemetry.config import TelemetryConfig
+from weft_rl.telemetry.http_server import Request, Response
+from weft_rl.telemetry.process import process_registry, refusal_counter
+from weft_rl.telemetry.site import SAME_TEXT_SECONDS, MetricsText, Page, Site
 
 TOKEN = "a-token-of-32-characters-or-more"
 ACCESS = f"""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.doubles.collector import Collector
-from weft.contract.errors import UnsupportedError
-from weft.telemetry.traces import open_tracer
+from weft_rl.contract.errors import UnsupportedError
+from weft_rl.telemetry.traces import open_tracer
 
 
 def test_without_the_extra_it_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

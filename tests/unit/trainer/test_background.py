@@ -11,8 +11,8 @@ from trainer_side.background import Background
 from trainer_side.push_request import PushRequest
 from trainer_side.pushing import Turn
 from trainer_side.ranks.ranks import OneRank
-from weft.contract.errors import InvalidRequestError, TransferAbortedError, TransferTimeoutError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import InvalidRequestError, TransferAbortedError, TransferTimeoutError
+from weft_rl.contract.names import PolicyVersion
 
 
 class Content:

@@ -11,7 +11,7 @@ import torch
 
 from trainer_side import Publisher
 from trainer_side.push_request import BaseOptions
-from weft.contract.errors import InvalidNameError, InvalidRequestError
+from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 
 # Nobody listens there, and nothing of this connects.
 NOWHERE = "127.0.0.1:1"

@@ -20,9 +20,9 @@ from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
-from weft.contract.errors import CapacityError, InvalidManifestError
-from weft.contract.layout.manifest import plan_buckets
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import CapacityError, InvalidManifestError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.v1 import publish_pb2 as pb
 
 
 class _Ranks(OneRank):

@@ -11,9 +11,9 @@ import torch
 
 from trainer_side import sleeping
 from trainer_side.ranks.ranks import OneRank
-from weft.contract.errors import InvalidRequestError
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import registry_pb2, types_pb2
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import registry_pb2, types_pb2
 
 
 class _Ranks(OneRank):

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferAbortedError,
     TransferTimeoutError,
     UnsupportedError,
 )
-from weft.transport import backends
-from weft.transport.group import CPU, SideGroup, num_parked_groups, window
+from weft_rl.transport import backends
+from weft_rl.transport.group import CPU, SideGroup, num_parked_groups, window
 
 
 class FakeNccl:

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from tests.doubles.wire import seal_wire
-from weft.contract.errors import DigestMismatchError, InvalidManifestError
-from weft.contract.layout.manifest import TRAILER_BYTES, Manifest, align_up, plan_buckets
-from weft.contract.layout.runs import Run, wire_size
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.transport.buckets import (
+from weft_rl.contract.errors import DigestMismatchError, InvalidManifestError
+from weft_rl.contract.layout.manifest import TRAILER_BYTES, Manifest, align_up, plan_buckets
+from weft_rl.contract.layout.runs import Run, wire_size
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.transport.buckets import (
     run_parts,
     tensor_sums,
     verify_bucket,
     verify_runs,
     whole_parts,
 )
-from weft.transport.digests.wsum64 import part_digests, tensor_digest
+from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 
 METAS = [
     TensorMeta("a.0.w", DataType.UINT8, (700,)),

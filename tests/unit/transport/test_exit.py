@@ -14,8 +14,8 @@ _BEGIN = """
 import threading, time
 import torch
 import torch.distributed as dist
-from weft.contract.errors import TransferAbortedError
-from weft.transport.group import SideGroup, num_parked_groups
+from weft_rl.contract.errors import TransferAbortedError
+from weft_rl.transport.group import SideGroup, num_parked_groups
 
 store = dist.HashStore()
 

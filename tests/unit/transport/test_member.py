@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from weft.contract.errors import TransferAbortedError, TransferTimeoutError
-from weft.transport import member, speaking
-from weft.transport.arrived import WHOLE, BucketOptions
-from weft.transport.group import CPU, Operation, SideGroup
-from weft.transport.member import Progress
-from weft.v1 import rendezvous_pb2 as pb
+from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
+from weft_rl.transport import member, speaking
+from weft_rl.transport.arrived import WHOLE, BucketOptions
+from weft_rl.transport.group import CPU, Operation, SideGroup
+from weft_rl.transport.member import Progress
+from weft_rl.v1 import rendezvous_pb2 as pb
 
 
 class Stream:
@@ -143,7 +143,7 @@ def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.Monke
         def abort(self) -> None:
             pass
 
-    monkeypatch.setattr("weft.transport.group.open_backend", lambda *args, **kw: Backend())
+    monkeypatch.setattr("weft_rl.transport.group.open_backend", lambda *args, **kw: Backend())
     group = SideGroup(None, 1, 2, host="127.0.0.1", device=CPU)  # type: ignore[arg-type]
 
     def forming() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from weft.transport import backends
-from weft.transport.group import CPU, Operation, SideGroup
+from weft_rl.transport import backends
+from weft_rl.transport.group import CPU, Operation, SideGroup
 
 SIZE = 3 * 2**20
 Join = Callable[[int], list[SideGroup]]

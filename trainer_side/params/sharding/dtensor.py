@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded
 from trainer_side.params.sharding.slices import Cell, Split, cells_of
 from trainer_side.ranks.ranks import SENDER
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 _Key = tuple[DeviceMesh, tuple[Placement, ...], torch.Size]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainer_side.params.sharding.sharded import HeldRun, Sharded
 from trainer_side.ranks.ranks import SENDER
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 
 def units_of(model: torch.nn.Module, rank_of: Mapping[int, int]) -> Iterator[tuple[str, Sharded]]:

@@ -27,7 +27,7 @@ _ALIGN_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class HeldRun:
     """Elements of a parameter that one rank holds: contiguous, or a regular slice. As
-    ``weft.contract.layout.runs.Run`` of a tensor that travels, which nobody holds."""
+    ``weft_rl.contract.layout.runs.Run`` of a tensor that travels, which nobody holds."""
 
     rank: int
     """Who holds them, as the trainer counts its ranks."""

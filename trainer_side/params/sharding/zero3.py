@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 
 def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:

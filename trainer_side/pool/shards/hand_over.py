@@ -16,8 +16,8 @@ import torch
 from trainer_side.params.params import copy_into
 from trainer_side.pool.shards.plan import Handed
 from trainer_side.ranks.ranks import Ranks, decode_error, encode_error
-from weft.contract.errors import WeftError
-from weft.contract.layout.runs import Run
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.runs import Run
 
 _log = logging.getLogger(__name__)
 

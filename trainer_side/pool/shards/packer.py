@@ -10,16 +10,16 @@ import torch
 from trainer_side.pool.finite import check_finite
 from trainer_side.pool.packer import is_worth_it, lying, made_buffers
 from trainer_side.pool.shards.hand_over import Filling
-from weft.contract.capabilities import GLOO
-from weft.contract.layout.manifest import Manifest, TensorSlot
-from weft.contract.layout.runs import Run
-from weft.contract.layout.send_plan import SendPlan
-from weft.contract.layout.tensors import TensorMeta
-from weft.transport.buckets import Sealed, run_parts, seal_bucket
-from weft.transport.digests.copied import Place, pack_tensors
-from weft.transport.digests.copied_on_host import pack_digesting
-from weft.transport.digests.wsum64 import Digests, Part, start_digests
-from weft.transport.group import CPU
+from weft_rl.contract.capabilities import GLOO
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.layout.tensors import TensorMeta
+from weft_rl.transport.buckets import Sealed, run_parts, seal_bucket
+from weft_rl.transport.digests.copied import Place, pack_tensors
+from weft_rl.transport.digests.copied_on_host import pack_digesting
+from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
+from weft_rl.transport.group import CPU
 
 
 @dataclass(frozen=True)

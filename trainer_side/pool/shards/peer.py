@@ -14,12 +14,12 @@ from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.contact import data_address
 from trainer_side.pool.sender import Sender
 from trainer_side.pool.shards.push import ShardPush
-from weft.contract.errors import NotReadyError, TransferAbortedError, WeftError
-from weft.contract.layout.manifest import Manifest
-from weft.rpc.codec import ticket_from_proto
-from weft.rpc.security.credentials import Credentials
-from weft.transport.group import same_stream
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.rpc.codec import ticket_from_proto
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.group import same_stream
+from weft_rl.v1 import publish_pb2 as pb
 
 _log = logging.getLogger(__name__)
 

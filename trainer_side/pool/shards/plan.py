@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.containers.lru import Lru
-from weft.contract.errors import InvalidRequestError
-from weft.contract.group import MAX_SENDERS
-from weft.contract.layout.manifest import Manifest
-from weft.contract.layout.runs import Run
-from weft.contract.layout.send_plan import (
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.group import MAX_SENDERS
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.layout.send_plan import (
     MAX_WIRE_BUCKETS,
     SendPlan,
     WireBucket,

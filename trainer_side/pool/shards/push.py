@@ -13,8 +13,8 @@ from trainer_side.pool.shards.plan import ShardPlan
 from trainer_side.ranks.ranks import Ranks, Sum
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import torch_dtypes
-from weft.contract.layout.runs import Run
-from weft.interrupts import Flag
+from weft_rl.contract.layout.runs import Run
+from weft_rl.interrupts import Flag
 
 _SIGN = 2**63
 

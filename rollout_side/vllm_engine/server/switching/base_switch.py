@@ -14,7 +14,7 @@ from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 

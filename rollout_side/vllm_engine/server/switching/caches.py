@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_side.vllm_engine.compat import requests
-from weft.contract.errors import LoadFailedError
+from weft_rl.contract.errors import LoadFailedError
 
 
 class EngineCaches:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.errors import WeftError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.errors import WeftError
+from weft_rl.contract.errors import WeftError
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.errors import TransferTimeoutError, WeftError
+from weft_rl.contract.errors import TransferTimeoutError, WeftError
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from rollout_side.vllm_engine.http import version_headers
 from rollout_side.vllm_engine.http.served_models import Refusal
 from rollout_side.vllm_engine.http.version_headers import Notes
 from rollout_side.vllm_engine.server.switching.caches import EngineCaches
-from weft.contract.capabilities import RunningRequests
-from weft.contract.errors import VersionChangedError
-from weft.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.capabilities import RunningRequests
+from weft_rl.contract.errors import VersionChangedError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _ABORTED = (
     f"{VersionChangedError.default_reason}: the base changed while this request ran, and this "

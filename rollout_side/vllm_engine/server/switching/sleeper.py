@@ -20,12 +20,12 @@ from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
     TransferTimeoutError,
 )
-from weft.contract.sleep import DISCARDS
+from weft_rl.contract.sleep import DISCARDS
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import time
 _PARENT = """
 import sys, time
 from pathlib import Path
-from weft_cli.demo.processes import Process
+from weft_rl.cli.demo.processes import Process
 child = Process("child", ["-c", "import time; print('up', flush=True); time.sleep(60)"],
                 Path(sys.argv[1]), {})
 child.line(lambda text: text == "up", 20)
@@ -39,7 +39,7 @@ def test_a_demo_that_is_killed_leaves_no_process(tmp_path) -> None:
 _STOPPING = """
 import signal, sys, time
 from pathlib import Path
-from weft_cli.demo.processes import interrupt_once
+from weft_rl.cli.demo.processes import interrupt_once
 signal.signal(signal.SIGTERM, interrupt_once)
 try:
     print("up", flush=True)

@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 
 from trainer_side.sources.file_source import CheckpointSource
 from trainer_side.sources.source import CastRule
-from weft.contract.errors import InvalidRequestError
-from weft.contract.layout.tensors import DataType
-from weft.transport.digests.wsum64 import tensor_digest
-from weft_cli.verify.local import (
+from weft_rl.cli.verify.local import (
     base_dir_of,
     differing_settings,
     read_adapter,
     read_checkpoint,
 )
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.transport.digests.wsum64 import tensor_digest
 
 TENSORS = {"a": torch.linspace(-3, 3, 77).view(7, 11), "lm_head.weight": torch.ones(2, 2)}
 CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.models import Referee, make_adapter, make_model
-from weft.contract.errors import InvalidRequestError
-from weft.contract.layout.tensors import DataType
-from weft_cli.verify.parity import LocalModel, Sampled, bound_of, compared, default_prompts
+from weft_rl.cli.verify.parity import LocalModel, Sampled, bound_of, compared, default_prompts
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.layout.tensors import DataType
 
 
 def sampled(logprobs: list[float], prompt: int = 5) -> Sampled:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.layout.tensors import DataType
-from weft_cli.verify.tensors import FINE, Compared, Verdict, compare, counts
+from weft_rl.cli.verify.tensors import FINE, Compared, Verdict, compare, counts
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.layout.tensors import DataType
 
 
 def tensor(

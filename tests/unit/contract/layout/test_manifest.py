@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
-from weft.contract.layout.manifest import (
+from weft_rl.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
+from weft_rl.contract.layout.manifest import (
     ALIGN_BYTES,
     MAX_TENSORS,
     Bucket,
@@ -21,7 +21,7 @@ from weft.contract.layout.manifest import (
     pack_trailer,
     plan_buckets,
 )
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 F32 = DataType.FLOAT32
 

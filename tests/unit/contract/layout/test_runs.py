@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.errors import DigestMismatchError, InvalidManifestError
-from weft.contract.layout.manifest import (
+from weft_rl.contract.errors import DigestMismatchError, InvalidManifestError
+from weft_rl.contract.layout.manifest import (
     ALIGN_BYTES,
     TRAILER_BYTES,
     Bucket,
@@ -18,7 +18,7 @@ from weft.contract.layout.manifest import (
     make_manifest,
     plan_buckets,
 )
-from weft.contract.layout.runs import (
+from weft_rl.contract.layout.runs import (
     Run,
     carried_sizes,
     check_coverage,
@@ -28,7 +28,7 @@ from weft.contract.layout.runs import (
     why_not,
     wire_size,
 )
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 
 def matrix(rows: int, columns: int, name: str = "w", dtype: DataType = DataType.INT64):

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.contract.errors import InvalidRequestError
-from weft.contract.group import MAX_SENDERS
-from weft.contract.layout.manifest import Manifest, align_up, plan_buckets
-from weft.contract.layout.send_plan import (
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.group import MAX_SENDERS
+from weft_rl.contract.layout.manifest import Manifest, align_up, plan_buckets
+from weft_rl.contract.layout.send_plan import (
     MAX_WIRE_BUCKETS,
     SendPlan,
     WireBucket,
     check_send_plan,
     make_send_plan,
 )
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.rpc.codec import send_plan_from_proto, send_plan_to_proto
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.rpc.codec import send_plan_from_proto, send_plan_to_proto
 
 
 def layout(sizes: list[int]) -> Manifest:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from weft.contract.errors import InvalidManifestError
-from weft.contract.layout.tensors import (
+from weft_rl.contract.errors import InvalidManifestError
+from weft_rl.contract.layout.tensors import (
     DataType,
     Reference,
     TensorMeta,
     base_fingerprint,
     check_base,
 )
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
 BF16, F32 = DataType.BFLOAT16, DataType.FLOAT32
 METAS = (TensorMeta("a.weight", BF16, (4, 2)), TensorMeta("b.weight", BF16, (3,)))

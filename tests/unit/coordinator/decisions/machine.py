@@ -6,18 +6,18 @@ import dataclasses
 import itertools
 from typing import Any, TypeVar
 
-from weft.contract.capabilities import Capabilities
-from weft.contract.errors import WeftError
-from weft.contract.layout.manifest import WSUM64, plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
-from weft.coordinator.decisions.state.pool import PoolState, Settings
-from weft.coordinator.decisions.state.progress import Work
-from weft.coordinator.decisions.state.replica import NOT_TOLD
-from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
-from weft.coordinator.decisions.state.values import (
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
+from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
+from weft_rl.coordinator.decisions.state.progress import Work
+from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
@@ -28,7 +28,7 @@ from weft.coordinator.decisions.state.values import (
     VersionFacts,
     VersionRecord,
 )
-from weft.coordinator.decisions.step import step
+from weft_rl.coordinator.decisions.step import step
 
 E = TypeVar("E")
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
-from weft.contract.layout.manifest import WSUM64
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.progress import Activity, Word, Work
-from weft.coordinator.decisions.state.values import ContentDigest, Failure, Phase
+from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.progress import Activity, Word, Work
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 
 LATE = Failure("DEADLINE", "the deadline of JoinGroup passed", {})
 BUCKETS = dataclasses.replace(LAYOUT, num_buckets=4)

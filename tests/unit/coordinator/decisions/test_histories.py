@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.state.pool import PoolState, Settings
-from weft.coordinator.decisions.state.values import Phase, VersionState
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
+from weft_rl.coordinator.decisions.state.values import Phase, VersionState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 _POLICIES = st.sampled_from(["math", "code", "base"])
 _TRAINERS = st.sampled_from(["t1", "t2"])

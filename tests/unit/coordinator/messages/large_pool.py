@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
-from weft.contract.names import AdapterVersions, VersionVector
-from weft.coordinator.decisions.state.pool import Policy, PoolState
-from weft.coordinator.decisions.state.replica import Replica
-from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState
+from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
 
 
 def large_pool(num_replicas: int, num_adapters: int) -> PoolState:

@@ -8,20 +8,20 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.coordinator.messages.large_pool import large_pool
-from weft.contract.names import PolicyVersion, VersionVector
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import ReplicaState
-from weft.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
-from weft.coordinator.messages.route_list import route_messages
-from weft.coordinator.runtime.catalog.database import Catalog
-from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.live_groups import LiveGroups
-from weft.coordinator.runtime.watchers import Feed, RouteFeed
-from weft.coordinator.services.inspect import InspectServicer
-from weft.rpc.codec import vector_from_proto
-from weft.rpc.whole import RouteList, get_pool
-from weft.v1 import inspect_pb2 as pb
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
+from weft_rl.coordinator.messages.route_list import route_messages
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.live_groups import LiveGroups
+from weft_rl.coordinator.runtime.watchers import Feed, RouteFeed
+from weft_rl.coordinator.services.inspect import InspectServicer
+from weft_rl.rpc.codec import vector_from_proto
+from weft_rl.rpc.whole import RouteList, get_pool
+from weft_rl.v1 import inspect_pb2 as pb
 
 MIB = 2**20
 

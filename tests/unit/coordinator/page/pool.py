@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.step import step
-from weft.coordinator.page.history import History
-from weft.coordinator.runtime.watchers import Feed
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.step import step
+from weft_rl.coordinator.page.history import History
+from weft_rl.coordinator.runtime.watchers import Feed
 
 COORDINATOR = "c0ffee"
 

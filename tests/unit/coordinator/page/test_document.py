@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED
 from tests.unit.coordinator.page.pool import COORDINATOR, Watched, watched
-from weft.contract.names import VersionVector
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.values import Phase
-from weft.coordinator.page import document, entries
-from weft.coordinator.page.document import Document
-from weft.telemetry.http_server import Request
+from weft_rl.contract.names import VersionVector
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.values import Phase
+from weft_rl.coordinator.page import document, entries
+from weft_rl.coordinator.page.document import Document
+from weft_rl.telemetry.http_server import Request
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import GONE, LAYOUT, LOAD_FAILED
 from tests.unit.coordinator.page.pool import Watched, watched
-from weft.contract.names import VersionVector
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.values import Failure, Phase
-from weft.coordinator.page import history
-from weft.coordinator.page.history import Mark, PastTransfer
-from weft.coordinator.runtime.log import Log
+from weft_rl.contract.names import VersionVector
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.values import Failure, Phase
+from weft_rl.coordinator.page import history
+from weft_rl.coordinator.page.history import Mark, PastTransfer
+from weft_rl.coordinator.runtime.log import Log
 
 
 def _last(m: Watched) -> PastTransfer:

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.errors import PeerUnavailableError, WeftError
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.values import PolicyKind
-from weft.coordinator.runtime import driver as driver_module
-from weft.coordinator.runtime.catalog.database import Catalog
-from weft.coordinator.runtime.driver import Driver
-from weft.coordinator.runtime.manifests import ReferenceCache
-from weft.coordinator.runtime.replica_client import ReplicaCaller
-from weft.coordinator.runtime.watchers import Feed
+from weft_rl.contract.errors import PeerUnavailableError, WeftError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.values import PolicyKind
+from weft_rl.coordinator.runtime import driver as driver_module
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.manifests import ReferenceCache
+from weft_rl.coordinator.runtime.replica_client import ReplicaCaller
+from weft_rl.coordinator.runtime.watchers import Feed
 
 
 class _Watched(Catalog):

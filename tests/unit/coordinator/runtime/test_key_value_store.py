@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
     StaleEpochError,
     TransferTimeoutError,
 )
-from weft.coordinator.runtime import key_value_store
-from weft.coordinator.runtime.key_value_store import KeyValueStore
+from weft_rl.coordinator.runtime import key_value_store
+from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
 
 
 async def test_values() -> None:

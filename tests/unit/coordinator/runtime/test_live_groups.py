@@ -8,23 +8,23 @@ import dataclasses
 
 import pytest
 
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
     NotAllowedError,
     RequestConflictError,
     StaleEpochError,
 )
-from weft.contract.layout.send_plan import WireBucket, make_send_plan
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.state.group import Group, Member
-from weft.coordinator.decisions.state.transfer import FreshIds, Transfer
-from weft.coordinator.decisions.state.values import Failure, PolicyKind
-from weft.coordinator.messages.wire import group_to_proto
-from weft.coordinator.runtime.live_groups import LiveGroups, RankLink, Watermark
-from weft.rpc.codec import send_plan_from_proto
-from weft.v1 import rendezvous_pb2
+from weft_rl.contract.layout.send_plan import WireBucket, make_send_plan
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.state.group import Group, Member
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
+from weft_rl.coordinator.messages.wire import group_to_proto
+from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankLink, Watermark
+from weft_rl.rpc.codec import send_plan_from_proto
+from weft_rl.v1 import rendezvous_pb2
 
 
 def test_the_watermark_is_the_slowest_receiver() -> None:

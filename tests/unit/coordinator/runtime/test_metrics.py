@@ -16,12 +16,12 @@ from tests.unit.coordinator.decisions.machine import (
     SPEC,
     Machine,
 )
-from weft.contract.layout.manifest import WSUM64
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
-from weft.coordinator.decisions.step import step
-from weft.coordinator.runtime.metrics import PoolMetrics, pool_registry
+from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
+from weft_rl.coordinator.decisions.step import step
+from weft_rl.coordinator.runtime.metrics import PoolMetrics, pool_registry
 
 
 class Counted(Machine):

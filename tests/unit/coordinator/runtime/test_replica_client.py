@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.runtime.replica_client import ReplicaCaller
-from weft.v1 import replica_pb2
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.runtime.replica_client import ReplicaCaller
+from weft_rl.v1 import replica_pb2
 
 
 @pytest.mark.parametrize(("stall_seconds", "longest"), [(10.0, 30.0), (60.0, 62.0)])

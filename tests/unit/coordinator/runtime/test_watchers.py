@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from weft.contract.errors import PeerUnavailableError
-from weft.coordinator.decisions.effects import EventKind
-from weft.coordinator.runtime.watchers import MAX_KEPT, MAX_REMEMBERED, Feed, RouteFeed
+from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.runtime.watchers import MAX_KEPT, MAX_REMEMBERED, Feed, RouteFeed
 
 
 def test_the_last_events_are_kept_and_since_when() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_side.agent.known_versions import KnownVersions
 from rollout_side.version_facts import VersionFacts
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 ONE, TWO = PolicyVersion("math", 1), PolicyVersion("math", 2)
 

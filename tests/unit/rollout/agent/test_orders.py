@@ -7,7 +7,7 @@ import contextlib
 
 from rollout_side.agent.orders import ProbeOrders, Turns
 from rollout_side.engine import JoinOrder
-from weft.contract.group import GroupTicket
+from weft_rl.contract.group import GroupTicket
 
 
 class HungEngine:

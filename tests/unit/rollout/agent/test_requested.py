@@ -9,8 +9,8 @@ import pytest
 from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
 from rollout_side.engine import AbsentPolicy, AliasRefusals
-from weft.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
 _SERVED = VersionVector(
     base=3,

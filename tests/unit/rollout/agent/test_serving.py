@@ -14,10 +14,10 @@ from rollout_side.engine import SwitchTimes
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
 from tests.doubles.engine import EngineDouble
-from weft.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
+from weft_rl.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (4,))])
 BASE = PolicyVersion("base", 1)

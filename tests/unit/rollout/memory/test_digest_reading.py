@@ -19,12 +19,12 @@ from rollout_side.memory import digest_reading
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, StagedVersion, tensors_in
-from weft.checkpoints.safetensors_file import digest_file
-from weft.contract.checkpoint import StoredTensor, checkpoint_digest
-from weft.contract.errors import LoadFailedError, NotFoundError
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
+from weft_rl.checkpoints.safetensors_file import digest_file
+from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.errors import LoadFailedError, NotFoundError
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
 
 MATH = PolicyVersion("math", 1)
 DTYPES = (DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)

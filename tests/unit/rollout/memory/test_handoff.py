@@ -15,7 +15,7 @@ from rollout_side.memory import handoff as handoff_module
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.receive.in_place import InPlaceLoad
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,
     LoadFailedError,
@@ -24,10 +24,10 @@ from weft.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.transport.digests.wsum64 import content_digest
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.digests.wsum64 import content_digest
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)
 COUNT = len(MANIFEST.buckets)

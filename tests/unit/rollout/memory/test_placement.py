@@ -14,12 +14,12 @@ from rollout_side.memory.versions import PartialTransfer, StagedVersion
 from rollout_side.receive.staging import StagingBuffers
 from rollout_side.receive.transfer import ReceiveBuffers
 from tests.doubles.wire import seal_wire
-from weft.contract.errors import DigestMismatchError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.transport.buckets import whole_parts
-from weft.transport.digests.wsum64 import part_digests
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.buckets import whole_parts
+from weft_rl.transport.digests.wsum64 import part_digests
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], 4096)
 SIZE = MANIFEST.wire_bytes

@@ -13,8 +13,8 @@ from rollout_side.memory.segment import DeviceSegment, HostSegment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, ServedBase, StagedVersion
 from tests.unit.rollout.memory.test_retained import MANIFEST, SIZE
-from weft.contract.errors import CapacityError, NotFoundError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import CapacityError, NotFoundError
+from weft_rl.contract.names import PolicyVersion
 
 
 def _on_device(store: WorkerStore, number: int) -> None:

@@ -12,11 +12,11 @@ from rollout_side.memory.placement import MARGIN_BYTES, Memory
 from rollout_side.receive.in_place_buffers import PAUSE_SECONDS, InPlaceBuffers, is_load_due
 from rollout_side.receive.transfer import make_buffers
 from tests.doubles.wire import seal_wire
-from weft.contract.errors import CapacityError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.transport.group import CPU
+from weft_rl.contract.errors import CapacityError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.group import CPU
 
 METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]
 MANIFEST = plan_buckets(METAS, 256)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout_side.receive.incoming_buckets import receive_buckets
-from weft.contract.errors import DigestMismatchError, PeerUnavailableError, WeftError
-from weft.transport.arrived import IN_ITS_BUFFER
+from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError, WeftError
+from weft_rl.transport.arrived import IN_ITS_BUFFER
 
 
 class _Lent:

@@ -13,15 +13,15 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
 from rollout_side.receive.wire_buckets import LaneBuffers, PlannedBuffers
 from tests.doubles.wire import seal_wire
-from weft.contract.errors import DigestMismatchError
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.runs import Run
-from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.transport.arrived import Arrived
-from weft.transport.buckets import Assembly, run_parts, tensor_sums
-from weft.transport.digests.wsum64 import part_digests, tensor_digest
-from weft.transport.group import CPU
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.transport.arrived import Arrived
+from weft_rl.transport.buckets import Assembly, run_parts, tensor_sums
+from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
+from weft_rl.transport.group import CPU
 
 NONCE = 7
 SHAPES = ((13, 24), (100,), (7, 16), (3,))

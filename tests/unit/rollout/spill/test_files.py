@@ -23,8 +23,8 @@ from rollout_side.spill.files import (
     write_version,
 )
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
-from weft.contract.errors import InvalidManifestError, TransferAbortedError
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 
 def write(directory: Path, copy: StagedVersion, **options: int) -> Path:

@@ -21,8 +21,8 @@ from rollout_side.spill import spiller
 from rollout_side.spill.folder import SpillFolder, SpillSettings, superseded
 from rollout_side.spill.spiller import Spiller
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
-from weft.contract.errors import CapacityError, DigestMismatchError, NotReadyError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import CapacityError, DigestMismatchError, NotReadyError
+from weft_rl.contract.names import PolicyVersion
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 
-from weft.contract.errors import InvalidRequestError, NotAllowedError, UnauthenticatedError
-from weft.rpc.security.access import ANYBODY, Access, Role, check_call, parse_access
+from weft_rl.contract.errors import InvalidRequestError, NotAllowedError, UnauthenticatedError
+from weft_rl.rpc.security.access import ANYBODY, Access, Role, check_call, parse_access
 
 SECRET = "0123456789abcdef"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.doubles.audit_log import audit_lines
-from weft.rpc.security import guard
-from weft.rpc.security.guard import audit
+from weft_rl.rpc.security import guard
+from weft_rl.rpc.security.guard import audit
 
 
 class Clock:

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trainer_side.integrations.hf import PushCallback
-from weft.contract.errors import InvalidNameError, InvalidRequestError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
+from weft_rl.contract.names import PolicyVersion
 
 
 class Model(nn.Module):

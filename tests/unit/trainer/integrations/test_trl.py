@@ -7,9 +7,9 @@ import torch
 
 from trainer_side.integrations.trl import PoolGeneration, sampling_of
 from trainer_side.rollouts.sample import Sample, SampleGroup
-from weft.contract.errors import PeerUnavailableError, UnsupportedError
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
+from weft_rl.contract.errors import PeerUnavailableError, UnsupportedError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
 
 
 def trainer(generation_kwargs=None, regex=None, **settings):

@@ -12,8 +12,8 @@ from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.content import adapter_content, base_content
-from weft.contract.errors import InvalidAdapterError, InvalidRequestError, UnsupportedError
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError, UnsupportedError
+from weft_rl.v1 import publish_pb2 as pb
 
 
 class Tiny(nn.Module):

@@ -18,8 +18,8 @@ from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, Sha
 from trainer_side.params.snapshot import HostMemory, snapshot
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.content import ModelAdapter, ModelBase
-from weft.contract.errors import UnsupportedError
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import UnsupportedError
+from weft_rl.v1 import publish_pb2 as pb
 
 
 def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> None:

@@ -7,9 +7,9 @@ import torch
 
 from trainer_side.pool import backend_selection as module
 from trainer_side.pool.backend_selection import BackendSelection
-from weft.contract.errors import NotReadyError
-from weft.transport.one_sided import trial
-from weft.v1.publish_pb2 import DescribeTargetResponse
+from weft_rl.contract.errors import NotReadyError
+from weft_rl.transport.one_sided import trial
+from weft_rl.v1.publish_pb2 import DescribeTargetResponse
 
 ALL = ("nccl", "one-sided", "gloo")
 

@@ -15,11 +15,11 @@ from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.progress import reporter_for
 from trainer_side.pool.shards.push import ShardPush
-from weft.contract.errors import PeerUnavailableError
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 MANIFEST: Manifest = plan_buckets([TensorMeta("w", DataType.FLOAT32, (8,))], 1024)
 BEGUN = pb.BeginTransferResponse(

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from trainer_side.pool.contact import Contact, data_address, why_unreachable
-from weft.contract.errors import InvalidRequestError, PeerUnavailableError
-from weft.rpc.channel import open_channel
+from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft_rl.rpc.channel import open_channel
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from trainer_side.pool.coordinator_client import CoordinatorClient
-from weft.contract.errors import LeaseFencedError, TransferTimeoutError
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.contract.errors import LeaseFencedError, TransferTimeoutError
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 
 class _Leases:

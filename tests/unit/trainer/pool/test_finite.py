@@ -7,9 +7,9 @@ import torch
 
 from trainer_side.pool.packer import Packer
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
-from weft.contract.errors import NotFiniteError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType
+from weft_rl.contract.errors import NotFiniteError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType
 
 KEEP = CastRule(enabled=False)
 NAN, INF = float("nan"), float("inf")

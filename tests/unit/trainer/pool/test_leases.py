@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from trainer_side.pool.leases import Leases, Notices
-from weft.rpc.codec import duration_to_proto
-from weft.v1 import publish_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 ADAPTER = types_pb2.POLICY_KIND_ADAPTER
 

@@ -13,7 +13,7 @@ import torch
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from trainer_side.ranks import mapped_exchange
 from trainer_side.ranks.mapped_exchange import MappedExchange
-from weft.transport.one_sided import device_memory
+from weft_rl.transport.one_sided import device_memory
 
 CPU = torch.device("cpu")
 

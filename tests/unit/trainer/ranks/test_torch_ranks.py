@@ -12,7 +12,7 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidManifestError,
     NotFiniteError,

@@ -16,7 +16,7 @@ from trainer_side.rollouts.asked import (
 )
 from trainer_side.rollouts.failures import Next, after
 from trainer_side.rollouts.sample import Draft
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidNameError,
     InvalidRequestError,
@@ -25,10 +25,10 @@ from weft.contract.errors import (
     VersionChangedError,
     WeftError,
 )
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
-from weft.v1 import generate_pb2 as pb
-from weft.v1 import types_pb2
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
+from weft_rl.v1 import generate_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from trainer_side.rollouts.asked import Wanted
 from trainer_side.rollouts.dispatch import Dispatch, Place, Target
-from weft.contract.names import AdapterVersions, VersionVector
+from weft_rl.contract.names import AdapterVersions, VersionVector
 
 BASE = Place(Wanted("base"))
 

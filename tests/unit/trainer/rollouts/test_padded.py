@@ -7,7 +7,7 @@ import torch
 
 from trainer_side.rollouts.padded import pad
 from trainer_side.rollouts.sample import Sample, SampleGroup
-from weft.contract.errors import InvalidRequestError, NotFoundError
+from weft_rl.contract.errors import InvalidRequestError, NotFoundError
 
 
 def _sample(tokens: list[int], version: int, error: NotFoundError | None = None) -> Sample:

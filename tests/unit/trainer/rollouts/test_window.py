@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_side.rollouts.window import Admitted, Window
-from weft.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidRequestError
 
 
 @given(

@@ -16,11 +16,11 @@ from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model, config_in_names, named_config
 from trainer_side.sources.file_source import adapter_of_dir
 from trainer_side.sources.source import CastRule
-from weft.contract.adapter import check_adapter
-from weft.contract.adapter_config import MAX_CONFIG_BYTES, named_value
-from weft.contract.capabilities import Capabilities
-from weft.contract.errors import InvalidAdapterError
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.adapter import check_adapter
+from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, named_value
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.errors import InvalidAdapterError
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 
 KEEP = CastRule(enabled=False)
 

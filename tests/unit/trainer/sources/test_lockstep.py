@@ -12,8 +12,8 @@ from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, tensor_source
-from weft.contract.errors import CapacityError
-from weft.contract.layout.manifest import plan_buckets
+from weft_rl.contract.errors import CapacityError
+from weft_rl.contract.layout.manifest import plan_buckets
 
 _SIZE = 3
 

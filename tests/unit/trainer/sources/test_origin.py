@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from trainer_side.sources.file_source import base_of_dir
 from trainer_side.sources.origin import BaseOf, Origin, Origins
-from weft.checkpoints import reader
-from weft.checkpoints.digest_cache import DigestCache
-from weft.checkpoints.reader import read_checkpoint
+from weft_rl.checkpoints import reader
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.checkpoints.reader import read_checkpoint
 
 
 @pytest.fixture

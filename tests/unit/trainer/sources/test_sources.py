@@ -17,10 +17,10 @@ from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
-from weft.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
-from weft.contract.layout.manifest import ALIGN_BYTES, plan_buckets
-from weft.contract.layout.tensors import DataType
-from weft.transport.buckets import verify_bucket
+from weft_rl.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
+from weft_rl.contract.layout.manifest import ALIGN_BYTES, plan_buckets
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.transport.buckets import verify_bucket
 
 KEEP = CastRule(enabled=False)
 

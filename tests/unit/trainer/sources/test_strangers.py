@@ -32,8 +32,8 @@ from trainer_side.sources.adapter_source import adapter_of_model, config_in_name
 from trainer_side.sources.content import FileAdapter
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.source import CastRule, make_metas
-from weft.checkpoints.files import MAX_JSON_BYTES, weight_files
-from weft.contract.errors import (
+from weft_rl.checkpoints.files import MAX_JSON_BYTES, weight_files
+from weft_rl.contract.errors import (
     InvalidAdapterError,
     InvalidManifestError,
     InvalidRequestError,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.transport.digests.reference import ROW
-from weft.transport.digests import copied_on_host as module
-from weft.transport.digests.copied_on_host import PIECE_BYTES, copy_digesting, pack_digesting
-from weft.transport.digests.wsum64 import Part, part_digests
+from weft_rl.transport.digests import copied_on_host as module
+from weft_rl.transport.digests.copied_on_host import PIECE_BYTES, copy_digesting, pack_digesting
+from weft_rl.transport.digests.wsum64 import Part, part_digests
 
 #: Bytes of parts: of a block, within a piece, of some pieces and a rest.
 SIZES = st.sampled_from([32, 4096, 8 * ROW, PIECE_BYTES, PIECE_BYTES + 32, 5 * 2**19 + 8 * ROW])

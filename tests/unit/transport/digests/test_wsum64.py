@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.transport.digests.reference import MASK, ROW, by_definition
-from weft.transport.digests import wsum64 as module
-from weft.transport.digests.wsum64 import Part, content_digest, part_digests, tensor_digest
+from weft_rl.transport.digests import wsum64 as module
+from weft_rl.transport.digests.wsum64 import Part, content_digest, part_digests, tensor_digest
 
 BLOCK = 32
 MANY_ROWS = 2**30 // 8

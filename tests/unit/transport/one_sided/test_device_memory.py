@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
-from weft.contract.errors import CapacityError
-from weft.transport.arrived import BucketOptions
-from weft.transport.one_sided import device_memory, receiving
-from weft.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
-from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.messages import ExportDevice
-from weft.transport.one_sided.receiving import Receiving
-from weft.transport.one_sided.sending import Sending
-from weft.transport.one_sided.trial import TrialAnswerer, why_not_readable
-from weft.transport.one_sided.works import OneSidedWork
+from weft_rl.contract.errors import CapacityError
+from weft_rl.transport.arrived import BucketOptions
+from weft_rl.transport.one_sided import device_memory, receiving
+from weft_rl.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import ExportDevice
+from weft_rl.transport.one_sided.receiving import Receiving
+from weft_rl.transport.one_sided.sending import Sending
+from weft_rl.transport.one_sided.trial import TrialAnswerer, why_not_readable
+from weft_rl.transport.one_sided.works import OneSidedWork
 
 CPU = torch.device("cpu")
 SIZE = 2**20
@@ -232,7 +232,9 @@ def test_no_more_is_read_than_there_is(cudart: CudartDouble) -> None:
 def test_a_trial_reads_from_the_device(
     cudart: CudartDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.transport.one_sided.trial.allocate", lambda size: allocate(size, CPU))
+    monkeypatch.setattr(
+        "weft_rl.transport.one_sided.trial.allocate", lambda size: allocate(size, CPU)
+    )
     answerer = TrialAnswerer()
     try:
         assert why_not_readable([answerer.name, answerer.name]) == ""

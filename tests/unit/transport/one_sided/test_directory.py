@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.transport.one_sided import directory as sockets
-from weft.transport.one_sided.directory import connect, listen, unlink, why_unavailable
-from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.trial import TrialAnswerer
+from weft_rl.transport.one_sided import directory as sockets
+from weft_rl.transport.one_sided.directory import connect, listen, unlink, why_unavailable
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 DEAD, STARTING = "d" * 32, "." + "5" * 32
 OLD_SECONDS = 120.0

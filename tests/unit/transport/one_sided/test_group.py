@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from tests.doubles.rendezvous import StoreDouble
-from weft.contract.errors import UnsupportedError
-from weft.transport.arrived import BucketOptions
-from weft.transport.one_sided.directory import connect, listen, unlink
-from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.memory_file import Mapping, allocate, file_of
-from weft.transport.one_sided.messages import (
+from weft_rl.contract.errors import UnsupportedError
+from weft_rl.transport.arrived import BucketOptions
+from weft_rl.transport.one_sided.directory import connect, listen, unlink
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
+from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     Channel,
     Export,
@@ -34,8 +34,8 @@ from weft.transport.one_sided.messages import (
     Welcome,
     Withdraw,
 )
-from weft.transport.one_sided.receiving import Receiving
-from weft.transport.one_sided.sending import Sending
+from weft_rl.transport.one_sided.receiving import Receiving
+from weft_rl.transport.one_sided.sending import Sending
 
 SIZE = 2**20
 Join = Callable[..., tuple[Sending, list[Receiving]]]
@@ -165,7 +165,7 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
             assert left.wait(10.0)
         return connect(name, timeout_seconds)
 
-    monkeypatch.setattr("weft.transport.one_sided.receiving.connect", slowly)
+    monkeypatch.setattr("weft_rl.transport.one_sided.receiving.connect", slowly)
     # The sender comes last: receivers look for it meanwhile.
     second = Receiving(store, 2, torch.device("cpu"))
     wait(lambda: "one-sided/2" in store.values)
@@ -218,7 +218,7 @@ def test_a_copy_that_the_sender_did_not_wait_for_is_none(
         assert copied.wait(10.0)
         into[:] = source
 
-    monkeypatch.setattr("weft.transport.one_sided.memory_file.np.copyto", slowly)
+    monkeypatch.setattr("weft_rl.transport.one_sided.memory_file.np.copyto", slowly)
     work = receiver.broadcast(empty(), 10.0)
     sender.broadcast(filled(1), 10.0)
     assert copying.wait(10.0)
@@ -240,8 +240,8 @@ def test_settled_memory_is_written_no_more(join: Join, monkeypatch: pytest.Monke
         assert go_on.wait(10.0)
         into[:] = source
 
-    monkeypatch.setattr("weft.transport.one_sided.memory_file.np.copyto", slowly)
-    monkeypatch.setattr("weft.transport.one_sided.memory_file._COPIED_BYTES", SIZE // 4)
+    monkeypatch.setattr("weft_rl.transport.one_sided.memory_file.np.copyto", slowly)
+    monkeypatch.setattr("weft_rl.transport.one_sided.memory_file._COPIED_BYTES", SIZE // 4)
     into = empty()
     receiver.broadcast(into, 10.0)
     sender.broadcast(filled(1), 10.0)
@@ -312,7 +312,7 @@ def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatc
     try:
         connected = connect(name, 5.0)
         uid = os.geteuid()
-        monkeypatch.setattr("weft.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
+        monkeypatch.setattr("weft_rl.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
         with pytest.raises(OneSidedError, match=f"of uid {uid}, this process of {uid + 1}"):
             Channel(connected)
         assert connected.fileno() == -1
@@ -442,8 +442,8 @@ _SENDER = """
 import os, sys, time
 import torch
 from tests.doubles.rendezvous import StoreDouble
-from weft.transport.one_sided.memory_file import allocate
-from weft.transport.one_sided.sending import Sending
+from weft_rl.transport.one_sided.memory_file import allocate
+from weft_rl.transport.one_sided.sending import Sending
 
 store = StoreDouble()
 store.set("one-sided/1", sys.argv[1] + " ")

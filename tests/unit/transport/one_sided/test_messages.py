@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.messages import Channel, Taken
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import Channel, Taken
 
 
 @pytest.mark.parametrize("num_unread", [0, 1])

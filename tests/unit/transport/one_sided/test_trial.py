@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.transport.one_sided import memory_file, trial
-from weft.transport.one_sided.directory import connect, listen, unlink
-from weft.transport.one_sided.errors import OneSidedError
-from weft.transport.one_sided.messages import (
+from weft_rl.transport.one_sided import memory_file, trial
+from weft_rl.transport.one_sided.directory import connect, listen, unlink
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     VERSION,
     Channel,
@@ -34,7 +34,7 @@ from weft.transport.one_sided.messages import (
     pack,
     unpack,
 )
-from weft.transport.one_sided.trial import TrialAnswerer, Trials, why_not_readable
+from weft_rl.transport.one_sided.trial import TrialAnswerer, Trials, why_not_readable
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_another_users_process_is_not_answered(
     asker = connect(answerer.name, 5.0)
     uid = os.geteuid()
     answerer.close()
-    monkeypatch.setattr("weft.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
+    monkeypatch.setattr("weft_rl.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
     with pytest.raises(OneSidedError, match="uid"):
         Channel(asker)
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
-from weft.contract.errors import LeaseFencedError, PolicyOwnedError, WeftError
-from weft.contract.names import BASE_POLICY, PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import PoolState, Settings
-from weft.coordinator.decisions.state.values import VersionState
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.contract.errors import LeaseFencedError, PolicyOwnedError, WeftError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
+from weft_rl.coordinator.decisions.state.values import VersionState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 LEASE_SECONDS = 5.0
 _POLICIES = st.sampled_from(["base", "math"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES, Machine
-from weft.containers.frozen import replace
-from weft.contract.errors import WeftError
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.pool import TrainerProcess
-from weft.coordinator.decisions.state.values import Phase, PolicyKind
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import WeftError
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.pool import TrainerProcess
+from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind
 
 
 def _lease(machine: Machine, ticket: int) -> effects.LeaseAnswer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
-from weft.contract.names import PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.transfer import FreshIds
-from weft.coordinator.decisions.state.values import Phase
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.values import Phase
 
 
 def _pushed(times: int, *replica_ids: str) -> Machine:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, Machine
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import replica_state
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import replica_state
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def _v(name: str) -> PolicyVersion:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Phase
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.values import Phase
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
 def _after(pushes: int, **settings: int) -> Machine:

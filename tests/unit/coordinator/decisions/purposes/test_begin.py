@@ -12,9 +12,9 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import (
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     Failure,
     Phase,

@@ -11,13 +11,13 @@ from tests.unit.coordinator.decisions.machine import (
     LOAD_FAILED,
     Machine,
 )
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
 
 LARGE = replace(LAYOUT, num_buckets=8)
 

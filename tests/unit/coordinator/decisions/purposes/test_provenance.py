@@ -16,13 +16,13 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
-from weft.contract.errors import InvalidAdapterError
-from weft.contract.names import PolicyVersion, provenance
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state import pool
-from weft.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
+from weft_rl.contract.errors import InvalidAdapterError
+from weft_rl.contract.names import PolicyVersion, provenance
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import pool
+from weft_rl.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
 def _spec(trained_on: int | None) -> AdapterSpec:

@@ -9,12 +9,12 @@ from typing import ClassVar
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.change import Change
-from weft.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
-from weft.coordinator.decisions.state.values import Failure, Phase, PolicyKind
-from weft.coordinator.decisions.transfers.course import at_commit_point, call_to_commit
-from weft.coordinator.decisions.transfers.turns import Turns
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
+from weft_rl.coordinator.decisions.transfers.course import at_commit_point, call_to_commit
+from weft_rl.coordinator.decisions.transfers.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)

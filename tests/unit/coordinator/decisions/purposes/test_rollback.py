@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.restore import Restore
-from weft.coordinator.decisions.purposes.rollback import Rollback
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.pool import PoolState
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
 def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Machine:

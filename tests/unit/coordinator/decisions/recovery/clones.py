@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 BASE_1 = PolicyVersion("base", 1)
 GONE_FOR_GOOD = "which no replica in contact holds: its owner t1 is asked to publish it again"

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
-from weft.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.policies.numbering import LEAP
-from weft.coordinator.decisions.recovery.adoption import ADOPTED
-from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.replicas.holdings import counted, undecided
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.pool import Policy, PoolState
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import (
+from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.policies.numbering import LEAP
+from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
+from weft_rl.coordinator.decisions.recovery.republish import publish_again_version
+from weft_rl.coordinator.decisions.replicas.holdings import counted, undecided
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import (
     Failure,
     HeldVersion,
     Phase,

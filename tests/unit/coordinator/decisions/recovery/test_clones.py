@@ -21,10 +21,10 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     serving_pool,
     standing_of,
 )
-from weft.contract.names import AdapterVersions, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 
 
 def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:

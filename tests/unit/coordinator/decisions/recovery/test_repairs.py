@@ -10,10 +10,10 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     serving_pool,
     standing_of,
 )
-from weft.contract.names import AdapterVersions, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.restore import Restore
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def test_a_dirty_replica_is_repaired_by_a_clone() -> None:

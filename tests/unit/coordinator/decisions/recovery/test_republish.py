@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.names import AdapterVersions, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.recovery.republish import publish_again_version
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.recovery.republish import publish_again_version
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 AFTER_SECONDS = 5.0
 

@@ -6,9 +6,9 @@ import itertools
 from dataclasses import replace
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine, saved_versions
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.transfer import FreshIds
-from weft.coordinator.decisions.state.values import Phase, VersionRecord, VersionState
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.values import Phase, VersionRecord, VersionState
 
 
 def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.purposes.restore import Restore
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 
 MISMATCH = Failure("DIGEST_MISMATCH", "these are not its files", {})
 ALL = ("base@1", "math@1", "math@2")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.values import Phase
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.values import Phase
 
 WRONG, RIGHT = "0" * 64, "f" * 64
 

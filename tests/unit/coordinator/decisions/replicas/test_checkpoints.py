@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.coordinator.decisions.machine import CAPABILITIES, Machine
-from weft.contract.checkpoint import (
+from weft_rl.contract.checkpoint import (
     DUMMY,
     READING,
     Checkpoint,
@@ -16,18 +16,18 @@ from weft.contract.checkpoint import (
     FileDigest,
     not_compared,
 )
-from weft.contract.layout.tensors import DataType
-from weft.contract.names import VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import (
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.names import VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import (
     cause,
     eligible_targets,
     explain_state,
     is_ready,
     replica_state,
 )
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
 def checkpoint(*files: str) -> Checkpoint:

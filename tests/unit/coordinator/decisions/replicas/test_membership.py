@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
-from weft.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import (
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import (
     CAUSES,
     cause,
     eligible_targets,
     explain_state,
     shared_backends,
 )
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.names import VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.purposes.clone import Clone
-from weft.coordinator.decisions.replicas.out_of_service import refuse_reason
-from weft.coordinator.decisions.replicas.replica_state import explain_state, routes
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.runtime.catalog.database import Catalog
+from weft_rl.contract.names import VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state, routes
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 
 def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.unit.coordinator.decisions.machine import DIRTY, Machine
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import routes
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import routes
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 def _pool(*replica_ids: str) -> Machine:

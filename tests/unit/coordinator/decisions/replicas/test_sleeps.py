@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import GONE, Machine
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LeaseFencedError,
     NotFoundError,
     NotReadyError,
     RequestConflictError,
     TransferTimeoutError,
 )
-from weft.contract.names import VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import (
+from weft_rl.contract.names import VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import (
     CAUSES,
     base_targets,
     cause,
     explain_state,
     wants,
 )
-from weft.coordinator.decisions.state.sleep import Asleep
-from weft.coordinator.decisions.state.values import Failure, ReplicaState
+from weft_rl.coordinator.decisions.state.sleep import Asleep
+from weft_rl.coordinator.decisions.state.values import Failure, ReplicaState
 
 
 def _pool() -> Machine:

@@ -12,11 +12,11 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.contract.layout.manifest import WSUM64
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import (
+from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
     Phase,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, Machine
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import eligible_targets, explain_state
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
-from weft.coordinator.messages.wire import group_to_proto, transfer_to_proto
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import eligible_targets, explain_state
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.coordinator.messages.wire import group_to_proto, transfer_to_proto
 
 
 def _staging(**changes: int) -> tuple[Machine, int]:

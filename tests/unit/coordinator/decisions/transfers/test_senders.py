@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import BF16, Machine
-from weft.contract.group import MAX_GROUP_SIZE
-from weft.contract.layout.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
-from weft.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
-from weft.contract.layout.tensors import TensorMeta
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.state.group import Group
-from weft.coordinator.decisions.state.progress import Activity, Word
-from weft.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
-from weft.coordinator.decisions.transfers import stalls
+from weft_rl.contract.group import MAX_GROUP_SIZE
+from weft_rl.contract.layout.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.layout.tensors import TensorMeta
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.progress import Activity, Word
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
+from weft_rl.coordinator.decisions.transfers import stalls
 
 LAYOUT = Layout.of(plan_buckets([TensorMeta(f"w{i}.w", BF16, (16, 16)) for i in range(2)], 512))
 #: Wire buckets 0 and 2 are sender 0's, 1 and 3 sender 1's.

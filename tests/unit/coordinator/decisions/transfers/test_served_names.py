@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft.contract.names import name_in_the_way
-from weft.coordinator.decisions import events
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import Phase, ReplicaState
+from weft_rl.contract.names import name_in_the_way
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,15 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.effects import SendAbort
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState, VersionState
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.effects import SendAbort
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.values import (
+    ContentDigest,
+    Phase,
+    ReplicaState,
+    VersionState,
+)
 
 
 def _pushing(phase: Phase, *replica_ids: str, **settings: float) -> tuple[Machine, int, int]:

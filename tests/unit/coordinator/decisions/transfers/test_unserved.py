@@ -13,10 +13,10 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
-from weft.contract.names import PolicyVersion, VersionVector
-from weft.coordinator.decisions import effects, events
-from weft.coordinator.decisions.replicas.replica_state import explain_state
-from weft.coordinator.decisions.state.values import Failure, Phase, ReplicaState, VersionState
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState, VersionState
 
 REFUSALS = [
     LOAD_FAILED,

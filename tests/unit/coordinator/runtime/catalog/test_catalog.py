@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.effects import (
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.effects import (
     SaveEpoch,
     SavePolicy,
     SavePolicyDropped,
@@ -21,8 +21,8 @@ from weft.coordinator.decisions.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.values import (
+from weft_rl.coordinator.decisions.state.pool import Policy
+from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
@@ -30,7 +30,7 @@ from weft.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 
 def _record(version: int, state: VersionState, policy: str = "math") -> VersionRecord:
@@ -124,10 +124,10 @@ def test_an_older_base_is_retired_at_open(catalog_path: Path) -> None:
 
 _WRITER = """
 import sys
-from weft.coordinator.runtime.catalog.database import Catalog
-from weft.coordinator.decisions.effects import SavePolicy
-from weft.coordinator.decisions.state.pool import (Policy)
-from weft.coordinator.decisions.state.values import (PolicyKind)
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.decisions.effects import SavePolicy
+from weft_rl.coordinator.decisions.state.pool import (Policy)
+from weft_rl.coordinator.decisions.state.values import (PolicyKind)
 catalog = Catalog.open(sys.argv[1])
 version = max((p.last_version for p in catalog.snapshot().policies), default=0)
 while True:

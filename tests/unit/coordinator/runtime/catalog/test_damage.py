@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from tests.unit.coordinator.runtime.catalog.kept import write_kept
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.effects import SaveEpoch, SaveOutOfService, SavePolicy
-from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import PolicyKind, ReplicaState
-from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
-from weft.coordinator.runtime.catalog.wal import Dropped, find_dropped
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.effects import SaveEpoch, SaveOutOfService, SavePolicy
+from weft_rl.coordinator.decisions.state.pool import Policy
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.runtime.catalog.wal import Dropped, find_dropped
 
 _PAGE_BYTES = 4096
 
@@ -192,7 +192,7 @@ def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
 
 _FULL = """
 import resource, sys
-from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     Catalog.open(sys.argv[1])

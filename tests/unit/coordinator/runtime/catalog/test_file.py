@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.coordinator.decisions.effects import SaveEpoch
-from weft.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.decisions.effects import SaveEpoch
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 _HOLDER = """
 import sys
-from weft.coordinator.runtime.catalog.database import Catalog
-from weft.contract.errors import WeftError
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.contract.errors import WeftError
 try:
     catalog = Catalog.open(sys.argv[1])
 except WeftError as error:

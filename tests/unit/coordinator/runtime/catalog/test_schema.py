@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.runtime.catalog.kept import write_kept
-from weft.contract.checkpoint import FileDigest
-from weft.contract.layout.tensors import DataType
-from weft.contract.names import PolicyVersion
-from weft.coordinator.decisions.effects import (
+from weft_rl.contract.checkpoint import FileDigest
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.effects import (
     SaveOutOfService,
     SavePin,
     SavePolicy,
 )
-from weft.coordinator.decisions.state.pool import Policy
-from weft.coordinator.decisions.state.replica import OutOfService
-from weft.coordinator.decisions.state.values import (
+from weft_rl.coordinator.decisions.state.pool import Policy
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,
     ContentDigest,
@@ -30,8 +30,8 @@ from weft.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft.coordinator.runtime.catalog import schema
-from weft.coordinator.runtime.catalog.database import (
+from weft_rl.coordinator.runtime.catalog import schema
+from weft_rl.coordinator.runtime.catalog.database import (
     APPLICATION_ID,
     Catalog,
     CatalogError,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.rollout.memory.ranks.members import Replica
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     TransferAbortedError,
 )
 

@@ -13,16 +13,16 @@ from rollout_side.memory.handoff import Handoff, HandoffQueue
 from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
 from rollout_side.receive.in_place_buffers import InPlaceBuffers
 from tests.doubles.wire import seal_wire
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LoadFailedError,
     WeftError,
 )
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
-from weft.transport.buckets import whole_parts
-from weft.transport.digests.wsum64 import part_digests
-from weft.transport.group import CPU
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.transport.buckets import whole_parts
+from weft_rl.transport.digests.wsum64 import part_digests
+from weft_rl.transport.group import CPU
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(4)], 2048)
 COUNT = len(MANIFEST.buckets)

@@ -26,7 +26,7 @@ from tests.unit.rollout.memory.ranks.members import (
     nothing,
     soon,
 )
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
     PeerUnavailableError,

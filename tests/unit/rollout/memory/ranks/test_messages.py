@@ -27,9 +27,9 @@ from rollout_side.memory.ranks.messages import (
     unpack,
 )
 from rollout_side.memory.segment import DeviceRef, HostRef
-from weft.contract.errors import InvalidManifestError, NotReadyError, PeerUnavailableError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.errors import InvalidManifestError, NotReadyError, PeerUnavailableError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
 DEVICE_REF = DeviceRef(

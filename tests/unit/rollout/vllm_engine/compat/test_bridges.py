@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_side.vllm_engine.compat import bridges
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.32.0", "0.32.0+cpu", "0.30.0rc1"])

@@ -9,8 +9,13 @@ import pytest
 
 from rollout_side.engine import AbsentPolicy, AliasRefusals
 from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels
-from weft.contract.errors import DigestMismatchError, InvalidNameError, NotFoundError, NotReadyError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import (
+    DigestMismatchError,
+    InvalidNameError,
+    NotFoundError,
+    NotReadyError,
+)
+from weft_rl.contract.names import PolicyVersion
 
 
 class _Serving:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from rollout_side.vllm_engine.http.server import HttpServer, listen
-from weft.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:

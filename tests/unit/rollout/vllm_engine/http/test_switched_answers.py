@@ -14,8 +14,8 @@ from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.compat import requests
 from rollout_side.vllm_engine.http.version_headers import name_versions
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
-from weft.contract.capabilities import RunningRequests
-from weft.contract.sampling import Sampling
+from weft_rl.contract.capabilities import RunningRequests
+from weft_rl.contract.sampling import Sampling
 
 
 class _Failed(Exception):

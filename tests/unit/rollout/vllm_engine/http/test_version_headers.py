@@ -14,7 +14,7 @@ from rollout_side.vllm_engine.http.version_headers import (
     name_versions,
     note_reason,
 )
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 
 class _App:

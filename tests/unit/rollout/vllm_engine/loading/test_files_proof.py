@@ -31,10 +31,10 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     rename,
     staged,
 )
-from weft.contract.checkpoint import StoredTensor
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, Reference
-from weft.transport.digests.wsum64 import tensor_digest
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.transport.digests.wsum64 import tensor_digest
 
 METAS = [slot.meta for slot in MANIFEST.tensors]
 #: As a trainer may lay it out that has other buckets, and another order.

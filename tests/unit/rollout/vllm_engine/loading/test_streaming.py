@@ -30,10 +30,10 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     rename,
     staged,
 )
-from weft.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import Reference
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.names import PolicyVersion
 
 REFERENCE = Reference("Toy", tuple(slot.meta for slot in MANIFEST.tensors))
 NUM_BUCKETS = len(MANIFEST.buckets)

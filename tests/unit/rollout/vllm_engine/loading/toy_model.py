@@ -12,9 +12,9 @@ from torch import nn
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, TensorMeta
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.names import PolicyVersion
 
 Loader = Callable[[torch.Tensor, torch.Tensor], object]
 Change = Callable[["Model"], object]

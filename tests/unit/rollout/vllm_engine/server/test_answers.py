@@ -21,15 +21,15 @@ from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.server.replica import GRACE_SECONDS, VllmReplica
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
     NotFoundError,
     PeerUnavailableError,
     VersionChangedError,
 )
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
 
 MATH_1 = PolicyVersion("math", 1)
 _ID = "weft-1"

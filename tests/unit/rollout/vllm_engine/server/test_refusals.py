@@ -23,7 +23,7 @@ from rollout_side.vllm_engine.server.refusals import (
     refuse_sleep_without_gpu,
     sentences,
 )
-from weft.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
 
 @pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])

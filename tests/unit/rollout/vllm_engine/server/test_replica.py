@@ -15,13 +15,13 @@ from rollout_side.vllm_engine.server.replica import GRACE_SECONDS
 from rollout_side.vllm_engine.worker.answers import Answer
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage, HoldingsWriter
 from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     DigestMismatchError,
     LoadFailedError,
     NotReadyError,
     TransferTimeoutError,
 )
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 
 async def test_a_restore_is_waited_for() -> None:

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.server.started_with import StartedWith
-from weft.checkpoints.digest_cache import DigestCache
-from weft.checkpoints.reader import CheckpointReader
-from weft.contract.checkpoint import (
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.checkpoints.reader import CheckpointReader
+from weft_rl.contract.checkpoint import (
     DUMMY,
     READING,
     Checkpoint,
     CheckpointState,
     checkpoint_digest,
 )
-from weft.contract.errors import NotReadyError
+from weft_rl.contract.errors import NotReadyError
 
 
 def settled(started_with: StartedWith) -> Checkpoint:

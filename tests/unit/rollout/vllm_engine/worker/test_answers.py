@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.worker.answers import Answer, check_answers, guarded
-from weft.contract.errors import CapacityError, LoadFailedError, NotReadyError
+from weft_rl.contract.errors import CapacityError, LoadFailedError, NotReadyError
 
 
 class _Worker:

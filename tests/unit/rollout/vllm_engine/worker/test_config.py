@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout_side.vllm_engine.worker.config import usable_backends
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 
 def test_a_worker_without_the_backend_that_was_chosen_says_what_it_has() -> None:

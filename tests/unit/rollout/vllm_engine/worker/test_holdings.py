@@ -25,9 +25,9 @@ from rollout_side.vllm_engine.worker.holdings_page import (
 )
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.names import PolicyVersion
 
 MANIFEST = plan_buckets((TensorMeta("w", DataType.FLOAT32, (4,)),))
 EMPTY: dict[str, Any] = {

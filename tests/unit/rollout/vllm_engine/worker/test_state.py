@@ -15,10 +15,10 @@ from rollout_side.memory.versions import ServedBase
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.worker import state as worker_state
 from rollout_side.vllm_engine.worker.state import WorkerState, loader
-from weft.contract.errors import LoadFailedError, TransferAbortedError, WeftError
-from weft.contract.layout.manifest import plan_buckets
-from weft.contract.layout.tensors import DataType, Reference, TensorMeta
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import LoadFailedError, TransferAbortedError, WeftError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.names import PolicyVersion
 
 METAS = (TensorMeta("w", DataType.FLOAT32, (4,)),)
 MANIFEST = plan_buckets(METAS)

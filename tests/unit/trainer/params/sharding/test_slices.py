@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trainer_side.params.sharding import slices
 from trainer_side.params.sharding.slices import Cell, Slice, Split, cells_of
-from weft.contract.layout.runs import Run, check_coverage, why_not
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.layout.runs import Run, check_coverage, why_not
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 
 @st.composite

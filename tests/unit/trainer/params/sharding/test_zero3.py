@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer_side.params.sharding.sharded import Gathered, Sharded
 from trainer_side.params.sharding.zero3 import of_zero3
-from weft.contract.errors import UnsupportedError
+from weft_rl.contract.errors import UnsupportedError
 
 
 def param(shape: list[int], size: int, **further: Any) -> Any:

@@ -15,8 +15,8 @@ from trainer_side.pool.shards import hand_over as module
 from trainer_side.pool.shards.hand_over import Givers, hand_over
 from trainer_side.pool.shards.plan import Handed
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft.contract.errors import NotFiniteError, PeerUnavailableError, WeftError
-from weft.contract.layout.runs import Run
+from weft_rl.contract.errors import NotFiniteError, PeerUnavailableError, WeftError
+from weft_rl.contract.layout.runs import Run
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 _NUM_RANKS = 3

@@ -17,12 +17,12 @@ from trainer_side.pool.shards.packer import ShardPacker
 from trainer_side.pool.shards.plan import ShardPlan, plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, Source, tensor_source
-from weft.contract.errors import NotFiniteError
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.runs import Run, check_coverage
-from weft.contract.layout.tensors import DataType
-from weft.transport.buckets import tensor_sums, verify_runs
-from weft.transport.digests.wsum64 import tensor_digest
+from weft_rl.contract.errors import NotFiniteError
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.runs import Run, check_coverage
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.transport.buckets import tensor_sums, verify_runs
+from weft_rl.transport.digests.wsum64 import tensor_digest
 
 _NONCE = 77
 

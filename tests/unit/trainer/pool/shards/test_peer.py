@@ -9,10 +9,10 @@ import pytest
 
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.shards.peer import Peer
-from weft.contract.errors import StaleEpochError
-from weft.rpc.security.credentials import Credentials
-from weft.transport import sender as module
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import StaleEpochError
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport import sender as module
+from weft_rl.v1 import publish_pb2 as pb
 
 
 class Attendance:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_side.pool.shards.plan import Held, ShardPlan, ShardPlans, plan_shards, senders_of
-from weft.contract.layout.manifest import Manifest, plan_buckets
-from weft.contract.layout.runs import Run, check_coverage
-from weft.contract.layout.send_plan import check_send_plan
-from weft.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.runs import Run, check_coverage
+from weft_rl.contract.layout.send_plan import check_send_plan
+from weft_rl.contract.layout.tensors import DataType, TensorMeta
 
 
 def _metas(*sizes: int) -> list[TensorMeta]:

@@ -22,10 +22,10 @@ from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import OneRank, Sum
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
-from weft.contract.errors import PeerUnavailableError, TransferAbortedError
-from weft.contract.layout.manifest import plan_buckets
-from weft.rpc.security.credentials import credentials_of
-from weft.v1 import publish_pb2 as pb
+from weft_rl.contract.errors import PeerUnavailableError, TransferAbortedError
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.rpc.security.credentials import credentials_of
+from weft_rl.v1 import publish_pb2 as pb
 
 
 class _Unlinked(OneRank):

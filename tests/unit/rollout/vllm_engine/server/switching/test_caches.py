@@ -11,9 +11,9 @@ from rollout_side.vllm_engine.server.replica import VllmReplica
 from rollout_side.vllm_engine.server.switching import request_gate
 from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from tests.doubles.vllm import BASE, FakeEngine, make_replica
-from weft.contract.capabilities import RunningRequests
-from weft.contract.errors import LoadFailedError, TransferTimeoutError
-from weft.contract.names import STARTED_WITH
+from weft_rl.contract.capabilities import RunningRequests
+from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError
+from weft_rl.contract.names import STARTED_WITH
 
 REMOTE = RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
 

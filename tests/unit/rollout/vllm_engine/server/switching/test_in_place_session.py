@@ -12,8 +12,8 @@ import pytest
 
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
-from weft.contract.errors import LoadFailedError, NotReadyError
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.errors import LoadFailedError, NotReadyError
+from weft_rl.contract.names import PolicyVersion
 
 LONG = 60.0
 BEGUN = ["pause", "weft_load_arriving"]

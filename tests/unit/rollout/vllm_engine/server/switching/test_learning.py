@@ -16,8 +16,8 @@ from rollout_side.vllm_engine.server.switching.learning import learn_copies
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from tests.doubles.vllm import FakeEngine, failed
-from weft.checkpoints.digest_cache import DigestCache
-from weft.transport.digests.wsum64 import tensor_digest
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.transport.digests.wsum64 import tensor_digest
 
 _WEIGHT = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
 

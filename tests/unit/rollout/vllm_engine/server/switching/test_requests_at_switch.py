@@ -14,9 +14,9 @@ from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
-from weft.contract.errors import LoadFailedError, VersionChangedError
-from weft.contract.names import PolicyVersion
-from weft.contract.sampling import Sampling
+from weft_rl.contract.errors import LoadFailedError, VersionChangedError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
 
 
 class Again(Exception):

@@ -12,13 +12,13 @@ from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import sleep_mode
 from rollout_side.vllm_engine.server.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
-from weft.contract.errors import (
+from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
     StaleEpochError,
     TransferTimeoutError,
 )
-from weft.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion
 
 SLEPT = ["weft_sleep", "sleep 1"]
 LOADED = ["pause", "weft_apply_base", "base@3", "reset", "weft_keep_base"]

@@ -1,3 +1,0 @@
-from weft.logs import leave_out_noise
-
-leave_out_noise()

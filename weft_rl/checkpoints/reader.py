@@ -1,0 +1,162 @@
+"""What a checkpoint on disk holds: read once, on a thread of its own, and remembered.
+
+A replica compares base@0 so, a trainer finds out which base an adapter was trained on.
+Nothing that is in memory is read for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+from weft_rl.checkpoints.digest_cache import DigestCache, Identity
+from weft_rl.checkpoints.safetensors_file import Stopped, digest_file
+from weft_rl.contract.checkpoint import (
+    MAX_FILES,
+    READING,
+    Checkpoint,
+    CheckpointState,
+    FileDigest,
+    StoredTensor,
+    checkpoint_digest,
+    not_compared,
+)
+from weft_rl.contract.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+_LOWEST_PRIORITY = 19
+_STOP_SECONDS = 5.0
+#: Without anything from the disk, after which nobody waits for it; the reading goes on.
+SILENT_SECONDS = 120.0
+
+
+def read_checkpoint(files: Sequence[Path], cache: DigestCache, stop: threading.Event) -> Checkpoint:
+    """Digest safetensors files, but for those that the cache knows; blocks for the disk.
+
+    Raises:
+        InvalidRequestError: A file is no safetensors file, or changed while it was read.
+        OSError: A file cannot be read.
+        Stopped: ``stop`` was set.
+    """
+    return _checkpoint_of(dict(read_tensors(files, cache, stop)))
+
+
+def _checkpoint_of(found: Mapping[Path, tuple[StoredTensor, ...]]) -> Checkpoint:
+    digests = [FileDigest(path.name, checkpoint_digest(own)) for path, own in found.items()]
+    digests.sort(key=lambda file: file.name)
+    whole = checkpoint_digest(chain.from_iterable(found.values()))
+    return Checkpoint(CheckpointState.DIGESTED, whole, tuple(digests[:MAX_FILES]))
+
+
+def read_tensors(
+    files: Iterable[Path], cache: DigestCache, stop: threading.Event | None = None
+) -> Iterator[tuple[Path, tuple[StoredTensor, ...]]]:
+    """What each file holds; blocks, and raises, as ``read_checkpoint``."""
+    stop = stop or threading.Event()
+    for path in files:
+        yield path, _digest_cached(path, cache, stop)
+
+
+def _digest_cached(
+    path: Path, cache: DigestCache, stop: threading.Event
+) -> tuple[StoredTensor, ...]:
+    before = Identity.of(path)
+    known = cache.get(before)
+    if known is not None:
+        return known
+    found = digest_file(path, stop)
+    if Identity.of(path) != before:
+        raise InvalidRequestError(f"{path} changed while it was read")
+    cache.put(before, found)
+    return found
+
+
+class _Stop(threading.Event):
+    """An order to stop reading, asked for between reads: so it shows that they go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_at = time.monotonic()
+
+    def is_set(self) -> bool:
+        self.asked_at = time.monotonic()
+        return super().is_set()
+
+
+class CheckpointReader:
+    """Reads a checkpoint beside everything else that a process does.
+
+    Args:
+        find: Says which files; called on the reader's thread. ``LookupError`` says that
+            there are none that could be compared, and why.
+        cache: Of digests; by default the user's own.
+    """
+
+    def __init__(
+        self, find: Callable[[], Sequence[Path]], cache: DigestCache | None = None
+    ) -> None:
+        self._find, self._cache = find, cache or DigestCache.of_user()
+        self._stop, self._done = _Stop(), threading.Event()
+        self._checkpoint = READING
+        self._tensors: tuple[StoredTensor, ...] = ()
+        self._thread = threading.Thread(target=self._run, name="weft-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is known now; does not block. Files of which the disk gives nothing are compared
+        with nothing until it does."""
+        silent_seconds = time.monotonic() - self._stop.asked_at
+        if self._checkpoint == READING and silent_seconds >= SILENT_SECONDS:
+            return not_compared(
+                f"its files do not answer: the disk gave nothing for {SILENT_SECONDS:g} s"
+            )
+        return self._checkpoint
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """What its files hold, once ``checkpoint`` is DIGESTED."""
+        return self._tensors
+
+    def wait(self, timeout_seconds: float) -> Checkpoint:
+        """Block until it is known, or the time is up."""
+        self._done.wait(max(0.0, timeout_seconds))
+        return self.checkpoint
+
+    def close(self) -> None:
+        """Stop reading; blocks for the read that is under way."""
+        self._stop.set()
+        self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        # Of this thread alone: the engine that warms up meanwhile, or the training, goes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        began = time.monotonic()
+        try:
+            files = self._find()
+            tensors = dict(read_tensors(files, self._cache, self._stop))
+            self._tensors = tuple(chain.from_iterable(tensors.values()))
+            found = _checkpoint_of(tensors)
+            num_bytes = sum(path.stat().st_size for path in files)
+            _log.info(
+                "checkpoint %s of %d files, %d bytes, known in %.3f s",
+                found.digest.hex()[:12],
+                len(files),
+                num_bytes,
+                time.monotonic() - began,
+            )
+        except LookupError as why:
+            found = not_compared(str(why.args[0]) if why.args else "no files")
+        except Stopped:
+            found = not_compared("its reading was stopped")
+        except Exception as error:  # noqa: BLE001 (whatever is wrong with files, serving continues)
+            _log.warning("the checkpoint cannot be compared: %s", error)
+            found = not_compared(f"its files cannot be read: {error}"[:500])
+        self._checkpoint = found
+        self._done.set()

@@ -1,0 +1,144 @@
+"""The demo's processes: each with a log file, each ended by its pid."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft_rl.contract.errors import TransferTimeoutError, WeftError
+
+_STOP_SECONDS = 8.0
+#: What a child does first: it asks to be told to stop (SIGTERM, by PR_SET_PDEATHSIG of prctl(2))
+#: once the thread that started it has ended, and ends if that has happened already. It asks
+#: itself, because Python code between fork and exec may hang, or crash, where gRPC has threads.
+_LAUNCH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+def interrupt_once(signum: int, frame: object) -> None:
+    """Handle a signal as Ctrl-C, and ignore it from then on: Linux sends that of a parent's end
+    once for each of the parent's threads that ends, and the second would cut the stopping of
+    children short."""
+    signal.signal(signum, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+class Process:
+    """A child whose output goes to a log file and, line by line, to ``lines``.
+
+    It is told to stop when the thread that made it ends, be it by SIGKILL.
+    """
+
+    def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
+        self.name = name
+        self.log_path = log_dir / f"{name}.log"
+        self._log = self.log_path.open("w")
+        self._process = self._start(args, env)
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
+        """The next line of its output that is wanted.
+
+        Raises:
+            WeftError: It ended first; shows the end of its log.
+            TransferTimeoutError: It said nothing of the kind in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            try:
+                line = self._lines.get(timeout=0.1)
+            except queue.Empty:
+                if self._process.poll() is not None:
+                    raise WeftError(f"{self.name} ended early:\n{self.tail()}") from None
+                continue
+            if wanted(line):
+                return line
+        raise TransferTimeoutError(
+            f"{self.name} was not ready in {timeout_seconds:.0f} s:\n{self.tail()}"
+        )
+
+    def answer(self, timeout_seconds: float) -> dict[str, Any]:
+        """Its next line of JSON."""
+        line = self.line(lambda text: text.startswith("{"), timeout_seconds)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def tail(self, num_lines: int = 15) -> str:
+        """The end of its log."""
+        self._log.flush()
+        return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code once it has ended: less than 0 if a signal ended it."""
+        return self._process.poll()
+
+    def signal_quietly(self, signum: int) -> None:
+        """Send a signal if it still runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(signum)
+
+    def signal(self, signum: int, timeout_seconds: float) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        self._process.send_signal(signum)
+        return self._process.wait(timeout_seconds)
+
+    def wait(self, timeout_seconds: float) -> int:
+        """Wait for its end; returns the exit code."""
+        return self._process.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """End it by SIGKILL, without a chance to say goodbye."""
+        self.signal(signal.SIGKILL, _STOP_SECONDS)
+        self.stop()
+
+    def stop(self) -> None:
+        """End it and, if need be, what it started: TERM first, KILL after 8 s."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                stream.close()
+
+    def _start(self, args: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, **env}, start_new_session=True,
+        )  # fmt: skip
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._log.write(line)
+            self._lines.put(line.rstrip("\n"))

@@ -1,0 +1,74 @@
+"""``weft doctor``: all that is looked at, in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from weft_rl.cli.doctor.finding import Finding, Level, fail
+from weft_rl.cli.doctor.machine import check_addresses, check_engine, check_room
+from weft_rl.cli.doctor.way import check_own, check_way
+from weft_rl.cli.output import plural, print_json
+from weft_rl.contract.errors import WeftError
+from weft_rl.rpc.security.credentials import Credentials
+
+_COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+def examine(
+    coordinator: str, *, data_host: str, catalog: Path | None, spill_dir: Path | None
+) -> Iterator[Finding]:
+    """Every finding, as it is made."""
+    try:
+        credentials = Credentials.from_environment()
+    except WeftError as error:
+        yield fail("credentials", error.message, "look at the options and the environment")
+        return
+    yield from check_own(credentials)
+    yield from check_way(coordinator, credentials)
+    yield from check_addresses(coordinator, data_host)
+    yield from check_engine()
+    yield from check_room(catalog, spill_dir)
+
+
+def run_doctor(
+    coordinator: str,
+    *,
+    data_host: str,
+    catalog: Path | None,
+    spill_dir: Path | None,
+    json_output: bool,
+) -> bool:
+    """Print what is found; returns whether nothing fails."""
+    console = Console()
+    found = []
+    for finding in examine(coordinator, data_host=data_host, catalog=catalog, spill_dir=spill_dir):
+        found.append(finding)
+        if not json_output:
+            show(finding, console)
+    fails, warns = (
+        sum(finding.level == level for finding in found) for level in (Level.FAIL, Level.WARN)
+    )
+    if json_output:
+        print_json({"ok": not fails, "findings": [dataclasses.asdict(f) for f in found]})
+    else:
+        console.print(f"{plural(fails, 'failure')}, {plural(warns, 'warning')}")
+    return not fails
+
+
+def show(finding: Finding, console: Console) -> None:
+    """Print one for people: a line, and a second that says what to do."""
+    name = finding.check.replace("_", " ")
+    colour = _COLOURS[finding.level]
+    console.print(
+        f"[{colour}]{finding.level.value:<4}[/]  {name:<18} {escape(finding.says)}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if finding.advice:
+        text = f"{'':24} -> {escape(finding.advice)}"
+        console.print(text, soft_wrap=True, highlight=False)

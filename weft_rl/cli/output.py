@@ -1,0 +1,91 @@
+"""What commands print, for people or for programs, and the codes that they end with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.markup import escape
+
+from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
+from weft_rl.rpc.message_json import as_dict
+
+#: The coordinator did not answer: nothing was done, the same command may be tried again.
+NO_ANSWER: Final = 3
+#: A deadline passed: what was asked for may happen yet.
+NOT_KNOWN: Final = 4
+#: An option or an argument is wrong: nothing was asked of anybody. Typer's own, too.
+MISUSED: Final = 2
+_REFUSED: Final = 1
+_AWAY: Final = ("COORDINATOR_AWAY", "COORDINATOR_UNREACHABLE")
+
+
+def print_json(facts: Message | Mapping[str, Any]) -> None:
+    """Print one object as one line."""
+    known = as_dict(facts) if isinstance(facts, Message) else facts
+    print(json.dumps(known), flush=True)
+
+
+def report(json_output: bool, text: str, *messages: Message) -> None:
+    """Say that an order was carried out.
+
+    Args:
+        text: For people, with markup.
+        messages: The request and its answer, whose fields are one object for programs.
+    """
+    if json_output:
+        print_json({name: value for m in messages for name, value in as_dict(m).items()})
+    else:
+        Console().print(text, soft_wrap=True)
+
+
+def print_error(error: WeftError, *, json_output: bool) -> None:
+    """Say on standard error what failed: one line, and what to do about it."""
+    if json_output:
+        facts = {"reason": error.reason, "status": error.status, "message": error.message}
+        print(json.dumps({"error": {**facts, "metadata": error.metadata}}), file=sys.stderr)
+        return
+    hint = ". Check that `weft coordinator` runs there, and --coordinator (or WEFT_COORDINATOR); "
+    hint = f"{hint}`weft doctor` looks closer" if error.reason == "COORDINATOR_AWAY" else ""
+    Console(stderr=True).print(
+        f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
+    )
+
+
+def exit_code(error: WeftError) -> int:
+    """The code that a command ends with that failed so."""
+    if error.reason in _AWAY:
+        return NO_ANSWER
+    if isinstance(error, InvalidRequestError) and not _was_answered(error):
+        return MISUSED
+    return NOT_KNOWN if isinstance(error, TransferTimeoutError) else _REFUSED
+
+
+def _was_answered(error: BaseException | None) -> bool:
+    """Whether a failure is what a server said."""
+    while error is not None:
+        if isinstance(error, grpc.RpcError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 replica``, ``2 replicas``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def rate(num_bytes: int, seconds: float) -> str:
+    """Bytes a second for people, in the unit that has digits to show; empty if none can be told."""
+    if num_bytes <= 0 or seconds <= 0:
+        return ""
+    a_second = num_bytes / seconds
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if a_second >= size:
+            return f"{a_second / size:.3g} {unit}"
+    return f"{a_second / 1e3:.3g} kB/s"

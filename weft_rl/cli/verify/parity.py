@@ -1,0 +1,193 @@
+"""Log-probabilities of tokens that replicas sampled, beside those that transformers computes of the
+model that lies here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import generate_pb2 as pb
+from weft_rl.v1.generate_pb2_grpc import GenerateServiceStub
+
+#: Modes in which replicas tell the logarithms of probabilities, not logits.
+MODES = ("processed_logprobs", "raw_logprobs")
+_CALL_SECONDS = 300.0
+_NUM_PROMPTS, _PROMPT_TOKENS, _MAX_TOKENS = 3, 8, 16
+#: Of float32: kernels that add in another order differ by some 1e-6 a layer stack.
+_FLOAT32_BOUND = 5e-5
+# Two computations in one short type each differ from the exact one by its rounding; of a few
+# tokens the largest difference of one may well be twice that of the other.
+_ROUNDINGS = 4.0
+_EPSILON = {DataType.BFLOAT16: 2.0**-8, DataType.FLOAT16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens that a replica sampled after a prompt, and what it says of them."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    mode: str
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far a replica's log-probabilities are from those of the model that lies here."""
+
+    num_tokens: int
+    largest: float
+    mean: float
+    bound: float
+    """What ``largest`` may be; 0 where nobody can say: see ``bound_of``."""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether it is within the bound, or there is none."""
+        return not self.bound or self.largest <= self.bound
+
+
+def bound_of(dtype: DataType, rounding: float) -> float:
+    """How far log-probabilities may be apart that are computed in ``dtype`` on either side.
+
+    Args:
+        dtype: What the replicas compute in.
+        rounding: How far, at these very tokens, the model that lies here is in that type from
+            itself in float32, with the same weights.
+    """
+    if dtype == DataType.FLOAT32:
+        return _FLOAT32_BOUND
+    return max(_ROUNDINGS * rounding, _EPSILON.get(dtype, 0.0))
+
+
+def compared(sampled: Sequence[Sampled], exact: Sequence[Sequence[float]], bound: float) -> Parity:
+    """What a replica said beside the log-probabilities here, token by token."""
+    apart = [
+        abs(theirs - ours)
+        for one, of_one in zip(sampled, exact, strict=True)
+        for theirs, ours in zip(one.logprobs, of_one, strict=True)
+    ]
+    return Parity(len(apart), max(apart), sum(apart) / len(apart), bound)
+
+
+def default_prompts(vocab_size: int) -> list[pb.TokenIds]:
+    """Prompts of token ids, spread over the vocabulary; the same at each call."""
+    return [
+        pb.TokenIds(ids=[(7919 * k + 104_729 * i) % vocab_size for i in range(_PROMPT_TOKENS)])
+        for k in range(1, _NUM_PROMPTS + 1)
+    ]
+
+
+def sample(
+    address: str, version: PolicyVersion, prompts: Sequence[str | pb.TokenIds]
+) -> list[Sampled]:
+    """Have a replica complete each prompt twice: greedily, and at temperature 1. Either way its
+    log-probabilities are of the model's own distribution.
+
+    Raises:
+        WeftError: It does not serve that version, refuses, or does not answer.
+    """
+    ways = [pb.Sampling(temperature=0), pb.Sampling(temperature=1, seed=7)]
+    with open_channel(address) as channel:
+        stub = GenerateServiceStub(channel)
+        try:
+            return [_sample(stub, version, prompt, way) for prompt in prompts for way in ways]
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+
+
+def _sample(
+    stub: GenerateServiceStub,
+    version: PolicyVersion,
+    prompt: str | pb.TokenIds,
+    sampling: pb.Sampling,
+) -> Sampled:
+    sampling.max_tokens, sampling.ignore_eos = _MAX_TOKENS, True
+    request = pb.GenerateRequest(policy=str(version), strict=True, sampling=sampling)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(prompt)
+    admission, tokens, logprobs = pb.Admission(), list[int](), list[float]()
+    for response in stub.Generate(request, timeout=_CALL_SECONDS):
+        admission.MergeFrom(response.admission)
+        for chunk in response.chunks:
+            tokens += chunk.token_ids
+            logprobs += chunk.logprobs
+    ids = list(admission.prompt_token_ids) or list(request.token_ids.ids)
+    return Sampled(tuple(ids), tuple(tokens), tuple(logprobs), admission.logprobs_mode)
+
+
+class LocalModel:
+    """The model that lies here, on the CPU, in the element type that replicas compute in.
+
+    Args:
+        base: Directory of the base model.
+        adapter: Directory of an adapter on it.
+        dtype: Of the replicas.
+
+    Raises:
+        ModuleNotFoundError: transformers, or PEFT for an adapter, is not here.
+        InvalidRequestError: They cannot load it.
+    """
+
+    def __init__(self, base: Path, adapter: Path | None, dtype: DataType) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        kind = getattr(torch, dtype.torch_name)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base, dtype=kind, local_files_only=True
+            )
+            if adapter is not None:
+                import peft
+
+                model = peft.PeftModel.from_pretrained(model, str(adapter)).to(kind)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise InvalidRequestError(
+                f"transformers cannot load {adapter or base}: {str(error)[:300]}"
+            ) from error
+        self._model: Any = model.eval()
+        self._is_exact = dtype == DataType.FLOAT32
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows."""
+        return int(self._model.config.get_text_config().vocab_size)
+
+    def score(self, sequences: Sequence[Sampled]) -> tuple[list[list[float]], float]:
+        """Log-probabilities of the tokens of each, computed in float32 of the weights in the
+        replicas' type; and the largest difference from the same computed in that type. Once:
+        the model is in float32 afterwards."""
+        rounded = [] if self._is_exact else self._logprobs(sequences)
+        self._model.float()
+        exact = self._logprobs(sequences)
+        pairs = zip(rounded, exact, strict=False)
+        apart = [abs(a - b) for of, ex in pairs for a, b in zip(of, ex, strict=True)]
+        return exact, max(apart, default=0.0)
+
+    def _logprobs(self, sequences: Sequence[Sampled]) -> list[list[float]]:
+        known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
+        with torch.no_grad():
+            for one in sequences:
+                key = (one.prompt, one.tokens)
+                if key in known:  # another replica's, of the same tokens
+                    continue
+                ids = torch.tensor([[*one.prompt, *one.tokens]])
+                logits = self._model(input_ids=ids).logits[0, len(one.prompt) - 1 : -1]
+                logprobs = torch.log_softmax(logits.float(), dim=-1)
+                picked = logprobs.gather(1, torch.tensor(one.tokens).unsqueeze(1))
+                known[key] = picked.squeeze(1).tolist()
+        return [known[one.prompt, one.tokens] for one in sequences]

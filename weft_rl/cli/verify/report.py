@@ -1,0 +1,166 @@
+"""What ``weft verify`` has found, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft_rl.cli.output import plural
+from weft_rl.cli.verify.parity import Parity
+from weft_rl.cli.verify.tensors import FINE, Compared, Verdict
+from weft_rl.contract.names import PolicyVersion
+
+_DIGEST_CHARS = 12
+_MAX_SHOWN = 20
+
+
+@dataclass
+class Row:
+    """One replica."""
+
+    replica_id: str
+    digest: bytes = b""
+    error: str = ""
+    """Why it is not known what it holds."""
+    tensors: dict[str, int] = field(default_factory=dict)
+    """How many of each verdict."""
+    parity: Parity | None = None
+    parity_error: str = ""
+
+
+@dataclass
+class Part:
+    """A version, as its replicas hold it, beside what lies here: what was asked for, or the base
+    below it."""
+
+    version: PolicyVersion
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    differences: dict[bytes, list[Compared]] = field(default_factory=dict)
+    """By the digest of those that hold them: tensors, and settings."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is not as it lies here; empty where every replica holds that and answers like
+        it."""
+        is_other = any(self.differences.values()) or any(row.error for row in self.rows)
+        answers_otherwise = any(
+            row.parity_error or (row.parity and not row.parity.is_fine) for row in self.rows
+        )
+        return [f"{self.version} is not what {self.path} holds"] * is_other + [
+            f"{self.version} does not answer as {self.path} does"
+        ] * answers_otherwise
+
+
+@dataclass
+class Report:
+    """All of it."""
+
+    parts: list[Part]
+    failures: list[str] = field(default_factory=list)
+    """What else is not as it should be."""
+    remarks: list[str] = field(default_factory=list)
+    """What was not compared, or not as it lies."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is not as it should be; empty where what is served is what lies here."""
+        return [*(text for part in self.parts for text in part.wrong), *self.failures]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "ok": not self.wrong,
+            "wrong": self.wrong,
+            "parts": [_part_dict(part) for part in self.parts],
+            "remarks": self.remarks,
+        }
+
+    def show(self, console: Console) -> None:
+        """For people."""
+        for part in self.parts:
+            console.print(_table(part))
+            for text in _differences(part):
+                console.print(text, soft_wrap=True)
+        for remark in self.remarks:
+            console.print(Text(remark, "dim"), soft_wrap=True)
+        for why in self.wrong:
+            console.print(Text(f"differs: {why}", "bold red"), soft_wrap=True)
+        if not self.wrong:
+            what = f"equal: {self.parts[0].version} is what {self.parts[0].path} holds"
+            console.print(Text(what, "bold green"), soft_wrap=True)
+
+
+def _part_dict(part: Part) -> dict[str, Any]:
+    replicas = []
+    for row in part.rows:
+        known: dict[str, Any] = {"replica_id": row.replica_id, "tensors": row.tensors}
+        known |= {"digest": row.digest.hex()} if row.digest else {}
+        known |= {"error": row.error} if row.error else {}
+        known |= {"parity_error": row.parity_error} if row.parity_error else {}
+        if row.parity is not None:
+            known["parity"] = {**dataclasses.asdict(row.parity), "ok": row.parity.is_fine}
+        replicas.append(known)
+    return {
+        "version": str(part.version),
+        "path": str(part.path),
+        "ok": not part.wrong,
+        "replicas": replicas,
+        "differences": [
+            {"digest": digest.hex(), "name": c.name, "verdict": c.verdict.value, "says": c.says}
+            for digest, found in part.differences.items()
+            for c in found
+        ],
+    }
+
+
+def _table(part: Part) -> Table:
+    has_parity = any(row.parity or row.parity_error for row in part.rows)
+    table = Table(title=f"{part.version} beside {part.path}", title_justify="left")
+    columns = ["replica", "holds", "tensors", *(["log-probabilities"] if has_parity else [])]
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in part.rows:
+        cells = [Text(row.replica_id), Text(row.digest.hex()[:_DIGEST_CHARS] or "-"), _tensors(row)]
+        table.add_row(*cells, *([_parity(row)] if has_parity else []))
+    return table
+
+
+def _tensors(row: Row) -> Text:
+    if row.error:
+        return Text(row.error, "red")
+    return Text(", ").join(
+        Text(f"{count} {verdict}", "green" if Verdict(verdict) in FINE else "red")
+        for verdict, count in row.tensors.items()
+    )
+
+
+def _parity(row: Row) -> Text:
+    if row.parity is None:
+        return Text(row.parity_error or "-", "red" if row.parity_error else "")
+    found = row.parity
+    bound = f"bound {found.bound:.2g}" if found.bound else "no bound is known"
+    return Text(
+        f"of {plural(found.num_tokens, 'token')} at most {found.largest:.2g} apart, mean "
+        f"{found.mean:.2g} ({bound})",
+        "green" if found.is_fine else "red",
+    )
+
+
+def _differences(part: Part) -> Iterator[Text]:
+    several = len([found for found in part.differences.values() if found]) > 1
+    for digest, found in part.differences.items():
+        for compared in found[:_MAX_SHOWN]:
+            where = f" at {digest.hex()[:_DIGEST_CHARS]}" if several else ""
+            yield Text(
+                f"  {compared.verdict.value}{where}: {compared.name}: {compared.says}", "red"
+            )
+        if (more := len(found) - _MAX_SHOWN) > 0:
+            yield Text(f"  and {more} more: --json lists all", "red")

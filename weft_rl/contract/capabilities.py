@@ -1,0 +1,79 @@
+"""What a replica's engine can take, as it declares at registration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft_rl.contract.layout.tensors import DataType
+
+#: Side-group backends: between hosts' memories, between accelerators', and within one host.
+GLOO = "gloo"
+NCCL = "nccl"
+ONE_SIDED = "one-sided"
+#: What one end may be told to use: the best that both have, or this one and no other.
+BackendChoice = Literal["auto", "nccl", "one-sided", "gloo"]
+#: What becomes of requests that run when the base changes: their cache is computed anew, they
+#: go on over the one that they have, or they end.
+RunningRequests = Literal["recompute", "keep", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a replica's engine can do, and has room for; sizes in bytes."""
+
+    engine_version: str
+    """vLLM's version."""
+    base_fingerprint: str
+    """``Reference.fingerprint`` of the served model."""
+    architecture: str
+    """First entry of the model's ``architectures``."""
+    base_dtype: DataType
+    """What floats of the base are served in."""
+    adapter_dtype: DataType
+    """What adapters are served in."""
+    backends: tuple[str, ...] = (GLOO,)
+    """Side-group backends, best first."""
+    num_receivers: int = 1
+    """Members this replica adds to a side group."""
+    tensor_parallel_size: int = 1
+    """Workers of the engine."""
+    lora_enabled: bool = False
+    """Whether adapters can be served at all."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter."""
+    lora_modules: tuple[str, ...] = ()
+    """Last name components of the modules that can carry a LoRA."""
+    lora_unapplied: tuple[str, ...] = ()
+    """What names of modules begin with to which its engine applies no LoRA all the same, as those
+    of an encoder; whole components (``model.vision_model``)."""
+    lora_on_experts: bool = False
+    """Whether LoRA on expert parameters can be served."""
+    staging_capacity_bytes: int = 0
+    """Bound of staged base weights."""
+    adapter_capacity_bytes: int = 0
+    """Bound of the adapter store."""
+    loads_in_place: bool = False
+    """Whether bases that come over a side group are loaded as they arrive, not staged."""
+    takes_runs: bool = True
+    """Whether it takes buckets that list what they carry."""
+    trial_name: str = field(default="", compare=False)
+    """Where its receiving worker answers trials of one-sided reading; empty: nowhere."""
+    gpu_uuids: tuple[str, ...] = field(default=(), compare=False)
+    """Of its workers; empty on CPUs."""
+    can_sleep: bool = field(default=False, compare=False)
+    """Whether its engine can give the GPU's memory back for a while."""
+    base_refusal: str = field(default="", compare=False)
+    """Why no base can be loaded into its engine while it runs, a sentence without its end; empty
+    where one can."""
+    quantization: str = field(default="", compare=False)
+    """How the engine quantises the base as it loads it; empty where it does not."""
+    logprobs_mode: str = field(default="", compare=False)
+    """What its log-probabilities are, as vLLM names it; empty where it is not told."""
+    logprobs_truncated: bool = field(default=False, compare=False)
+    """Whether they are of the distribution that is left after top-k, top-p and min-p."""
+    running_requests: str = field(default="recompute", compare=False)
+    """A ``RunningRequests``, or what a later version of Weft calls so."""
+    served_names: tuple[str, ...] = field(default=(), compare=False)
+    """Names that its server has by its own arguments, for the base model and for adapters
+    from files. Not compared: whether a layout fits does not depend on them."""

@@ -1,0 +1,87 @@
+"""What base@0 is: the checkpoint that an engine was started with, as a value."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weft_rl.contract.layout.tensors import shape_text
+
+#: Files of a checkpoint that are told; one of more is compared all the same.
+MAX_FILES = 256
+
+
+class CheckpointState(enum.IntEnum):
+    """Numbers are those of ``weft.v1.CheckpointState``."""
+
+    READING = 1
+    """Its files are being read: what they hold is not known yet."""
+    DIGESTED = 2
+    NOT_COMPARED = 3
+    """There are no files that could be; ``Checkpoint.reason`` says why."""
+    DUMMY = 4
+    """The engine was started with weights that mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a safetensors file holds it."""
+
+    name: str
+    dtype: str
+    """The element type as safetensors names it (``BF16``)."""
+    shape: tuple[int, ...]
+    digest: int
+    """What ``weft_rl.transport.digests.wsum64.tensor_digest`` gives of its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """One file of a checkpoint, for messages: what counts is the digest over all tensors."""
+
+    name: str
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of the checkpoint that an engine was started with."""
+
+    state: CheckpointState
+    digest: bytes = b""
+    """Over all tensors, whichever files they lie in; empty unless DIGESTED."""
+    files: tuple[FileDigest, ...] = ()
+    """Its files, in the order of their names."""
+    reason: str = ""
+    """Why it is not compared, for people."""
+
+
+def not_compared(reason: str) -> Checkpoint:
+    """A checkpoint that nobody can compare."""
+    return Checkpoint(CheckpointState.NOT_COMPARED, reason=reason)
+
+
+READING = Checkpoint(CheckpointState.READING)
+DUMMY = Checkpoint(CheckpointState.DUMMY)
+
+
+def checkpoint_digest(tensors: Iterable[StoredTensor]) -> bytes:
+    """SHA-256 over tensors, whatever their order and however they are cut into files.
+
+    Source: protos/weft/v1/registry.proto, Checkpoint.digest.
+    """
+    lines = sorted(
+        f"{tensor.name} {tensor.dtype} {shape_text(tensor.shape)} {tensor.digest:016x}\n"
+        for tensor in tensors
+    )
+    return hashlib.sha256("".join(lines).encode()).digest()
+
+
+def differing_files(ours: Checkpoint, theirs: tuple[FileDigest, ...]) -> list[str]:
+    """Names of our files that the others lack or hold something else in, and of theirs that
+    we lack; sorted. Empty where the same files hold the same."""
+    mine = {file.name: file.digest for file in ours.files}
+    other = {file.name: file.digest for file in theirs}
+    return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))

@@ -1,0 +1,140 @@
+"""Send plans: who sends which part of each bucket, where a transfer has several senders.
+
+A manifest lays a version out, whoever sends it. Where several senders hold it, each packs what
+it holds of a layout's bucket into a *wire bucket* of its own, which lists its runs. The plan
+says how large they are before the first byte; what they carry only their senders know. Wire
+buckets have one order for all: receivers verify and report them in it, and a transfer that
+resumes counts in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.group import MAX_SENDERS
+from weft_rl.contract.layout.manifest import ALIGN_BYTES, Manifest
+from weft_rl.contract.layout.runs import wire_size
+
+#: Wire buckets of one transfer.
+MAX_WIRE_BUCKETS: Final = 65_536
+# What a run's first and last block may hold beside it.
+_MAX_LOST_BYTES: Final = 2 * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class WireBucket:
+    """What one sender holds of one bucket of the layout."""
+
+    sender: int
+    """Its rank."""
+    bucket: int
+    """Of the layout."""
+    payload_bytes: int
+    """Of its runs and their padding, a multiple of ``ALIGN_BYTES``."""
+    num_runs: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire: payload, trailer and list of runs, up to ``ALIGN_BYTES``."""
+        return wire_size(self.payload_bytes, self.num_runs).wire_bytes
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """The wire buckets of a transfer in their order: by bucket of the layout, then by sender."""
+
+    num_senders: int
+    """Ranks 0 and up of the side group; each sends something."""
+    buckets: tuple[WireBucket, ...]
+
+    def wire_bytes(self, index: int) -> int:
+        """Bytes on the wire of a wire bucket, by its place in the order."""
+        return self.buckets[index].wire_bytes
+
+    def begin_of(self, bucket: int) -> int:
+        """The first wire bucket of a bucket of the layout; how many there are before it."""
+        return bisect_left(self.buckets, bucket, key=lambda wire: wire.bucket)
+
+    def sent_by(self, sender: int) -> tuple[int, ...]:
+        """The wire buckets of one sender, ascending."""
+        return self._by_sender[sender]
+
+    @cached_property
+    def _by_sender(self) -> tuple[tuple[int, ...], ...]:
+        indices: list[list[int]] = [[] for _ in range(self.num_senders)]
+        for index, wire in enumerate(self.buckets):
+            indices[wire.sender].append(index)
+        return tuple(map(tuple, indices))
+
+
+def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
+    """A plan whose wire buckets may be anybody's claim, if they can be one.
+
+    Raises:
+        InvalidRequestError: Names the first that is out of bounds or out of order.
+    """
+    buckets = tuple(buckets)
+    if not 1 <= num_senders <= MAX_SENDERS:
+        raise InvalidRequestError(
+            f"a send plan of {num_senders} senders; there are 1 to {MAX_SENDERS}"
+        )
+    if len(buckets) > MAX_WIRE_BUCKETS:
+        raise InvalidRequestError(
+            f"a send plan of {len(buckets)} wire buckets; at most {MAX_WIRE_BUCKETS} are taken"
+        )
+    last = (-1, -1)
+    for index, wire in enumerate(buckets):
+        if not 0 <= wire.sender < num_senders:
+            raise InvalidRequestError(
+                f"wire bucket {index} is sent by rank {wire.sender}; there are {num_senders} "
+                "senders"
+            )
+        if (wire.bucket, wire.sender) <= last:
+            raise InvalidRequestError(
+                f"wire bucket {index} comes after one of a later bucket or sender; they are "
+                "listed by bucket of the layout, then by sender"
+            )
+        last = (wire.bucket, wire.sender)
+        if wire.payload_bytes <= 0 or wire.payload_bytes % ALIGN_BYTES:
+            raise InvalidRequestError(
+                f"wire bucket {index} has {wire.payload_bytes} payload bytes; it has a multiple "
+                f"of {ALIGN_BYTES}"
+            )
+        if not 1 <= wire.num_runs <= wire.payload_bytes // ALIGN_BYTES:
+            raise InvalidRequestError(
+                f"wire bucket {index} of {wire.payload_bytes} payload bytes cannot list "
+                f"{wire.num_runs} runs: each has at least one block of {ALIGN_BYTES} bytes"
+            )
+    idle = set(range(num_senders)) - {wire.sender for wire in buckets}
+    if idle:
+        raise InvalidRequestError(f"sender {min(idle)} of a send plan has nothing to send")
+    return SendPlan(num_senders, buckets)
+
+
+def check_send_plan(plan: SendPlan, manifest: Manifest) -> None:
+    """Refuse a plan whose wire buckets cannot hold a layout; O(buckets).
+
+    Raises:
+        InvalidRequestError: Names the first bucket of the layout that they cannot hold.
+    """
+    payloads = [0] * len(manifest.buckets)
+    runs = [0] * len(manifest.buckets)
+    for wire in plan.buckets:
+        if wire.bucket >= len(manifest.buckets):
+            raise InvalidRequestError(
+                f"the send plan names bucket {wire.bucket}; the layout has {len(manifest.buckets)}"
+            )
+        payloads[wire.bucket] += wire.payload_bytes
+        runs[wire.bucket] += wire.num_runs
+    for index, bucket in enumerate(manifest.buckets):
+        most = bucket.payload_bytes + _MAX_LOST_BYTES * runs[index]
+        if not bucket.payload_bytes <= payloads[index] <= most:
+            raise InvalidRequestError(
+                f"bucket {index} has {bucket.payload_bytes} payload bytes; the send plan has "
+                f"{payloads[index]} for it, in {runs[index]} runs"
+            )

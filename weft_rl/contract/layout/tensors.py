@@ -1,0 +1,189 @@
+"""Element types, tensor descriptions, and those that a base model consists of; without torch."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft_rl.contract.errors import InvalidManifestError
+
+
+class DataType(enum.IntEnum):
+    """Element type on the wire; numbers are those of ``weft.v1.DataType``."""
+
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    FLOAT64 = 4
+    FLOAT8_E4M3FN = 5
+    FLOAT8_E5M2 = 6
+    INT8 = 7
+    INT16 = 8
+    INT32 = 9
+    INT64 = 10
+    UINT8 = 11
+    BOOL = 12
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a sender may cast it to another float type."""
+        return self in _FLOATS
+
+    @property
+    def torch_name(self) -> str:
+        """Its name in torch (``bfloat16``)."""
+        return self.name.lower()
+
+    @property
+    def safetensors_name(self) -> str:
+        """Its name in the headers of safetensors files (``BF16``)."""
+        return _SAFETENSORS_NAMES[self]
+
+    @classmethod
+    def of_safetensors(cls, name: str) -> DataType | None:
+        """The type of that ``safetensors_name``; None for one that cannot be sent."""
+        return _OF_SAFETENSORS.get(name)
+
+
+_ITEMSIZE = {
+    DataType.FLOAT32: 4,
+    DataType.FLOAT16: 2,
+    DataType.BFLOAT16: 2,
+    DataType.FLOAT64: 8,
+    DataType.FLOAT8_E4M3FN: 1,
+    DataType.FLOAT8_E5M2: 1,
+    DataType.INT8: 1,
+    DataType.INT16: 2,
+    DataType.INT32: 4,
+    DataType.INT64: 8,
+    DataType.UINT8: 1,
+    DataType.BOOL: 1,
+}
+_SAFETENSORS_NAMES = {
+    DataType.FLOAT32: "F32",
+    DataType.FLOAT16: "F16",
+    DataType.BFLOAT16: "BF16",
+    DataType.FLOAT64: "F64",
+    DataType.FLOAT8_E4M3FN: "F8_E4M3",
+    DataType.FLOAT8_E5M2: "F8_E5M2",
+    DataType.INT8: "I8",
+    DataType.INT16: "I16",
+    DataType.INT32: "I32",
+    DataType.INT64: "I64",
+    DataType.UINT8: "U8",
+    DataType.BOOL: "BOOL",
+}
+_OF_SAFETENSORS = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
+_FLOATS = frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT64})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Name, element type and full (unsharded, row-major) shape of a tensor."""
+
+    name: str
+    dtype: DataType
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize_bytes
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """``(4096, 32)`` as ``4096,32``; empty for a scalar."""
+    return ",".join(map(str, shape))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Every tensor that a push of the base must hold, by checkpoint name.
+
+    ``dtype`` of a tensor is what a sender casts it to.
+    """
+
+    architecture: str
+    tensors: tuple[TensorMeta, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorMeta]:
+        """Tensors by checkpoint name."""
+        return {meta.name: meta for meta in self.tensors}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the base model; see ``base_fingerprint``."""
+        return base_fingerprint(self.architecture, self.tensors)
+
+
+def base_fingerprint(architecture: str, tensors: Sequence[TensorMeta]) -> str:
+    """SHA-256 (hex) over the architecture and every name and shape; not dtypes.
+
+    Source: protos/weft/v1/types.proto, ReferenceChunk.fingerprint.
+    """
+    lines = sorted(f"{meta.name} {shape_text(meta.shape)}\n" for meta in tensors)
+    return hashlib.sha256((architecture + "\n" + "".join(lines)).encode()).hexdigest()
+
+
+def is_output_layer(module: str) -> bool:
+    """Whether it is the layer whose weight may be tied to the embedding's; a reference
+    does not list it then."""
+    return module.rpartition(".")[2] == "lm_head"
+
+
+def _why_unknown(name: str, reference: Reference) -> str:
+    if is_output_layer(name.removesuffix(".weight")):
+        return f"is tied to the embedding in the served {reference.architecture}: leave it out"
+    return f"is not a tensor of {reference.architecture}"
+
+
+def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
+    """Refuse a push of the base that is not exactly what the engine loads.
+
+    Raises:
+        InvalidManifestError: Names the first tensor (in order of the manifest,
+            then of the reference) that is unknown, misshapen, of a dtype that
+            cannot be served, or missing, and how many there are.
+    """
+    want = reference.by_name
+    wrong: list[str] = []
+    for meta in metas:
+        ref = want.get(meta.name)
+        if ref is None:
+            wrong.append(f"{meta.name!r} {_why_unknown(meta.name, reference)}")
+        elif ref.shape != meta.shape:
+            wrong.append(
+                f"{meta.name!r} has shape ({shape_text(meta.shape)}), the served model has "
+                f"({shape_text(ref.shape)})"
+            )
+        elif not _dtype_fits(meta.dtype, ref.dtype):
+            wrong.append(
+                f"{meta.name!r} is {meta.dtype.torch_name}, the served model takes "
+                f"{ref.dtype.torch_name}"
+            )
+    given = {meta.name for meta in metas}
+    wrong += [
+        f"{ref.name!r} is missing: the served model expects it"
+        for ref in reference.tensors
+        if ref.name not in given
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise InvalidManifestError(
+            wrong[0] + more, metadata={"num_problems": str(len(wrong)), "first": wrong[0]}
+        )
+
+
+def _dtype_fits(given: DataType, served: DataType) -> bool:
+    """Floats are cast by the engine's loader; anything else must be equal."""
+    return given == served or (given.is_float and served.is_float)

@@ -1,0 +1,196 @@
+"""Leases: one owner a policy, a fencing token that only grows, expiry."""
+
+from __future__ import annotations
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import (
+    CapacityError,
+    InvalidNameError,
+    InvalidRequestError,
+    PolicyOwnedError,
+    WeftError,
+)
+from weft_rl.contract.names import BASE_POLICY, check_adapter_name, check_name
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import Done, EventKind, LeaseAnswer, SavePolicy
+from weft_rl.coordinator.decisions.policies import numbering
+from weft_rl.coordinator.decisions.recovery.republish import publish_again_version
+from weft_rl.coordinator.decisions.state.pool import (
+    Lease,
+    Policy,
+    PoolState,
+    live_lease,
+    require_lease,
+)
+from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
+from weft_rl.coordinator.decisions.transfers import abort
+
+
+def acquire(change: Change, event: events.AcquirePolicy) -> None:
+    """Take a free policy, or answer the caller's own lease again, renewed."""
+    try:
+        _check_names(event)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    policy = change.state.policies.get(event.policy)
+    policy = policy or numbering.new_policy(change.state, event.policy, event.kind)
+    lease = live_lease(policy, change.now)
+    if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
+        if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
+            change.refuse([event.ticket], _owned(policy, lease, change.now))
+            return
+        lease = None
+    if lease and lease.fencing_token < event.last_token <= numbering.MAX_NUMBER:
+        # Given to an earlier call of this session, which did not know of the token yet that
+        # a catalog gave which is lost: a session's tokens only grow.
+        lease = None
+    if policy.owner != event.owner and (refusal := _too_many(change.state, event.owner)):
+        change.refuse([event.ticket], refusal)
+        return
+    if lease is None:
+        _expire(change, policy, event)
+        policy = numbering.trainer_asks(change, policy, event)
+        token = numbering.next_token(policy, event.last_token)
+        lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
+        policy = replace(policy, fencing_token=token, owner=event.owner)
+        change.emit(SavePolicy(policy))
+        change.announce(
+            EventKind.LEASE_ACQUIRED, event.policy, f"by trainer {event.trainer_id}, token {token}"
+        )
+    _answer(change, event.ticket, policy, lease)
+
+
+def _too_many(state: PoolState, owner: str) -> CapacityError | None:
+    """The refusal of a further policy; None where a trainer may have one."""
+    limit = state.settings.max_policies_per_trainer
+    if sum(policy.owner == owner for policy in state.policies.values()) < limit:
+        return None
+    return CapacityError(
+        f"trainer {owner!r} has {limit} policies, as many as one may have: end those that are not "
+        "pushed any more (weft forget POLICY), or start the coordinator with a larger "
+        "--max-policies-per-trainer",
+        reason="TOO_MANY_POLICIES",
+        metadata={"limit": str(limit)},
+    )
+
+
+def _check_names(event: events.AcquirePolicy) -> None:
+    check_name(event.trainer_id, "trainer")
+    if not 1 <= len(event.session_id) <= 128:
+        raise InvalidRequestError("session_id must have 1 to 128 characters")
+    if event.policy != BASE_POLICY:
+        check_adapter_name(event.policy)
+    if (event.policy == BASE_POLICY) != (event.kind is PolicyKind.BASE):
+        raise InvalidNameError(
+            f"policy {event.policy!r} cannot be of kind {event.kind.name}: 'base', and only it, "
+            "is the base model's weights"
+        )
+
+
+def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
+    left = lease.expires_at - now
+    return PolicyOwnedError(
+        f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}); its "
+        f"lease expires in {left:.1f} s unless renewed",
+        metadata={
+            "holder": lease.trainer_id,
+            "expires_in_seconds": f"{left:.3f}",
+            "fencing_token": str(lease.fencing_token),
+            "num_renewals": str(lease.num_renewals),
+            "host": lease.process.host,
+            "host_key": lease.process.host_key,
+            "pid": str(lease.process.pid),
+            "start_time": f"{lease.process.start_time:.3f}",
+        },
+    )
+
+
+def renew(change: Change, event: events.RenewLease) -> None:
+    """Extend a lease that is still live."""
+    try:
+        policy, lease = require_lease(
+            change.state, event.policy, event.fencing_token, change.now, event.session_id
+        )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    _answer(change, event.ticket, policy, lease)
+
+
+def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
+    seconds = change.state.settings.lease_seconds
+    lease = replace(lease, expires_at=change.now + seconds, num_renewals=lease.num_renewals + 1)
+    change.put_policy(replace(policy, lease=lease))
+    lost = publish_again_version(change.state, policy.name)
+    change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds, lost))
+
+
+def release(change: Change, event: events.ReleasePolicy) -> None:
+    """Give a lease back; one that is not live any more is no error."""
+    policy = change.state.policies.get(event.policy)
+    lease = live_lease(policy, change.now) if policy else None
+    is_own = event.session_id in ("", lease.session_id) if lease else False
+    if policy and lease and is_own and lease.fencing_token == event.fencing_token:
+        _put_free(change, policy)
+        change.announce(EventKind.LEASE_RELEASED, policy.name, f"by trainer {lease.trainer_id}")
+        _abort_transfers(change, policy.name, "its trainer gave the lease back")
+        _drop_unused(change, policy.name)
+    change.reply(event.ticket, Done())
+
+
+def expire_leases(change: Change) -> None:
+    """Drop leases that ran out, and what was being pushed under them."""
+    for policy in list(change.state.policies.values()):
+        if policy.lease and policy.lease.expires_at <= change.now:
+            _expire(change, policy)
+        elif policy.lease is None and policy.last_version <= change.state.number_floor:
+            _drop_unused(change, policy.name)  # of before a restart
+
+
+def _expire(
+    change: Change, policy: Policy, displaced_by: events.AcquirePolicy | None = None
+) -> None:
+    """End a lease that ran out, or that the next process of its trainer takes over."""
+    lease = policy.lease
+    if lease is None:
+        return
+    if displaced_by is not None and change.now < lease.expires_at:
+        why = f"trainer {lease.trainer_id!r} took its lease over: {displaced_by.process}"
+    else:
+        why = f"the lease of trainer {lease.trainer_id!r} expired"
+    end(change, policy, why)
+
+
+def end(change: Change, policy: Policy, why: str) -> None:
+    """End a lease, and what is being pushed under it."""
+    _put_free(change, policy)
+    change.announce(EventKind.LEASE_RELEASED, policy.name, why)
+    _abort_transfers(change, policy.name, why)
+    _drop_unused(change, policy.name)
+
+
+def _drop_unused(change: Change, name: str) -> None:
+    """Forget a policy that never had a version, now that nobody owns it: whoever takes up many
+    names must not slow down everybody for good."""
+    policy = change.state.policies.get(name)
+    if policy is not None and numbering.is_unused(change.state, policy):
+        change.drop_policy(policy)
+
+
+def _put_free(change: Change, policy: Policy) -> None:
+    """A policy without an owner; one that was forgotten, and got no version since, stays so."""
+    free = replace(policy, lease=None)
+    if free.forgotten:
+        change.put_away(free)
+    else:
+        change.put_policy(free)
+
+
+def _abort_transfers(change: Change, policy: str, why: str) -> None:
+    failure = Failure("LEASE_FENCED", f"the push of {policy!r} was given up: {why}")
+    for transfer in list(change.state.transfers.values()):
+        is_leased = transfer.purpose.fencing_token is not None and transfer.policy == policy
+        if is_leased and transfer.uncommitted:
+            abort.abort(change, transfer, failure)

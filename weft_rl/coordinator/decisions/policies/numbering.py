@@ -1,0 +1,172 @@
+"""Numbering: versions, tokens, epochs and generations continue above all that was heard.
+
+The catalog counts them; but it may have been lost, or be an older copy. Replicas and
+trainers say how far they have heard each count go, and what is beyond the catalog's is
+leapt over: by ``LEAP``, for not everybody may have been heard yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import InvalidNameError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import (
+    EventKind,
+    SaveEpoch,
+    SaveGeneration,
+    SaveNumberFloor,
+    SavePolicy,
+)
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, Question
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.values import PolicyKind
+
+#: What is left free above the highest number or token that was heard.
+LEAP: Final = 1000
+#: Nobody counts so far: a larger number is an error of who says it, and is not followed.
+#: What is counted from there is still within the bounds of ``weft.v1``.
+MAX_NUMBER: Final = 2**52
+
+
+def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
+    """A policy that the catalog does not know, or knows as forgotten."""
+    known = state.forgotten.get(name)
+    if known is not None:
+        return known
+    token = max(state.number_floor, state.token_floor)
+    return Policy(name, kind, last_version=state.number_floor, fencing_token=token)
+
+
+def is_unused(state: PoolState, policy: Policy) -> bool:
+    """Whether nothing would be lost with a policy that nobody owns: no number of it was ever
+    used, here or by what anybody has heard, and no operator has said anything of it."""
+    return (
+        policy.lease is None
+        and policy.kind is PolicyKind.ADAPTER
+        and policy.last_version <= state.number_floor
+        and not (policy.versions or policy.served_version or policy.pinned or policy.retain)
+        and not policy.forgotten
+    )
+
+
+def replica_registers(change: Change, event: events.Register) -> None:
+    """Continue above what a replica has heard."""
+    state = change.state
+    generation, epoch = event.last_generation, event.last_epoch
+    # The same, and of another: that one's catalog does not know of us, or ours of it.
+    is_ours = event.last_coordinator_id == state.coordinator_id
+    is_behind = state.generation < generation + (not is_ours) <= MAX_NUMBER
+    is_older = not is_ours and state.epoch < epoch <= MAX_NUMBER
+    if is_behind:
+        change.state = replace(change.state, generation=generation + 1)
+        change.emit(SaveGeneration(generation + 1))
+    if is_behind or is_older:
+        # An order of the former coordinator may be on its way to it yet.
+        epoch += LEAP
+        what, counted = f"generation {generation}", f"to {state.generation}"
+        if not is_behind:
+            what, counted = f"epoch {event.last_epoch}", f"to epoch {state.epoch}"
+        change.announce(
+            EventKind.CATALOG_BEHIND,
+            event.replica_id,
+            f"it has served a coordinator of {what}, this catalog has counted {counted}: it was "
+            f"lost, or is an older copy; what is known of it continues from here, numbers leap by "
+            f"{LEAP:,}. What replicas do not report is lost: pins, retention, what was forgotten",
+        )
+        _leap_all(change)
+        question_all(change)
+    if state.epoch < epoch <= MAX_NUMBER:
+        change.state = replace(change.state, epoch=epoch)
+        change.emit(SaveEpoch(epoch))
+
+
+def knows_more(state: PoolState, event: events.Register) -> bool:
+    """Whether a replica has served a coordinator that had counted further than this catalog
+    when it was opened: what it was told last is newer than what the catalog says."""
+    if event.last_coordinator_id == state.coordinator_id:
+        return False
+    generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
+    return generation or state.opened_epoch < event.last_epoch <= MAX_NUMBER
+
+
+def question_all(change: Change) -> None:
+    """Let replicas say what policies stand for: since this catalog was written, the pool may
+    have gone back to others."""
+    found = {
+        policy.name: Question(policy.served_version, change.now)
+        for policy in change.state.policies.values()
+        if policy.served_version
+    }
+    change.state = replace(change.state, in_question={**found, **change.state.in_question})
+    change.touched_all = True
+
+
+def _leap_all(change: Change) -> None:
+    """Leap in all policies, and in those not heard of yet: others may hold later versions."""
+    floor = max(change.state.number_floor, LEAP)
+    if floor > change.state.number_floor:
+        change.state = replace(change.state, number_floor=floor)
+        change.emit(SaveNumberFloor(floor))
+    for policy in [*change.state.policies.values(), *change.state.forgotten.values()]:
+        _raise(change, policy, policy.last_version + LEAP)
+
+
+def versions_heard(change: Change, replica: Replica, heard: Iterable[events.Heard] = ()) -> None:
+    """Continue above the versions that a replica serves, and those that it holds the bytes of."""
+    vector = replica.vector
+    versions = [PolicyVersion(BASE_POLICY, n) for n in (vector.base, *replica.retained)]
+    for name, entry in vector.adapters.items():
+        versions.append(PolicyVersion(name, max((*entry.versions, entry.alias))))
+    _go_above(change, (*versions, *(one.held.version for one in heard)))
+
+
+def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
+    for version in heard:
+        state = change.state
+        policy = state.policies.get(version.policy) or state.forgotten.get(version.policy)
+        known = policy.last_version if policy else 0
+        if not known < version.version <= MAX_NUMBER:
+            continue
+        if policy is None:
+            try:
+                check_name(version.policy, "policy")
+            except InvalidNameError:
+                continue  # nobody could have pushed it
+            kind = PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER
+            policy = new_policy(change.state, version.policy, kind)
+        elif version.policy in state.forgotten:  # it was pushed again, which is lost
+            change.put_policy(policy)
+        else:
+            question_all(change)
+        _raise(change, policy, version.version + LEAP)
+
+
+def _raise(change: Change, policy: Policy, last_version: int) -> None:
+    """Let a policy's numbers continue above one, and its tokens above those of the
+    coordinators that assigned what is below."""
+    last_version = max(policy.last_version, last_version)
+    policy = replace(policy, last_version=last_version, fencing_token=policy.fencing_token + LEAP)
+    if policy.name in change.state.forgotten:
+        change.put_away(policy)
+    else:
+        change.put_policy(policy)
+    change.emit(SavePolicy(policy))
+
+
+def trainer_asks(change: Change, policy: Policy, event: events.AcquirePolicy) -> Policy:
+    """The policy, its count above what a trainer was told of."""
+    if policy.last_version < event.last_version <= MAX_NUMBER:
+        return replace(policy, last_version=event.last_version + LEAP)
+    return policy
+
+
+def next_token(policy: Policy, last_token: int) -> int:
+    """A policy's next fencing token; above ``last_token``, which its trainer was given."""
+    if policy.fencing_token < last_token <= MAX_NUMBER:
+        return last_token + LEAP
+    return policy.fencing_token + 1

@@ -1,0 +1,382 @@
+"""Retention: which versions of an adapter are kept, what an operator orders of that, and how
+the others leave: first replicas, then the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    UnsupportedError,
+    WeftError,
+)
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import (
+    CallRetire,
+    Done,
+    EventKind,
+    RetentionAnswer,
+    SaveCommitted,
+    SavePin,
+    SavePolicy,
+    SaveRetired,
+)
+from weft_rl.coordinator.decisions.replicas.holdings import counted, mistaken_adapters, undecided
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, Settings, num_retained
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import (
+    PolicyKind,
+    VersionRecord,
+    VersionState,
+)
+
+EVERY_SECONDS = 1.0
+#: Most versions of one adapter that are kept by their number.
+MAX_RETAINED = 1000
+_SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
+
+# -- what is kept --------------------------------------------------------------
+
+
+def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
+    """The newest versions, those that are pinned, and always the one behind the alias."""
+    newest = policy.versions[-num_retained(policy, settings) :]
+    return frozenset((*newest, *policy.pinned, policy.served_version))
+
+
+def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
+    """The versions that are kept, and those that would be if the change under way were undone."""
+    kept = kept_versions(policy, state.settings)
+    for transfer in state.transfers.values():
+        if transfer.policy == policy.name and transfer.may_be_undone:
+            brought = {transfer.version} if transfer.purpose.brings_version else set()
+            versions = tuple(v for v in policy.versions if v not in brought)
+            before = replace(policy, versions=versions, served_version=transfer.served_before)
+            kept |= kept_versions(before, state.settings)
+    for version, case in state.unserved.items():
+        if version.policy == policy.name:
+            others = tuple(v for v in policy.versions if v != version.version)
+            replaced = case.transfer.served_before
+            before = replace(policy, versions=others, served_version=replaced)
+            kept |= kept_versions(before, state.settings)
+    return kept
+
+
+def requestable(state: PoolState, policy: Policy) -> list[int]:
+    """Versions of an adapter that can be requested and will not leave by themselves."""
+    kept = kept_versions(policy, state.settings)
+    return [version for version in policy.versions if version in kept]
+
+
+def ways_back(state: PoolState, policy: Policy) -> list[int]:
+    """Versions of an adapter that it can go back to now."""
+    return [
+        number
+        for number in requestable(state, policy)
+        if number != policy.served_version and PolicyVersion(policy.name, number) in state.copies
+    ]
+
+
+def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord | None) -> Policy:
+    """The policy of a version that was served once.
+
+    Raises:
+        NotFoundError: There is no such policy, or the version was never served.
+    """
+    policy = state.policies.get(version.policy)
+    if policy is None:
+        raise unknown_policy(state, version.policy)
+    started_with = version == PolicyVersion(BASE_POLICY, 0)
+    if not started_with and (record is None or record.state not in _SERVED_ONCE):
+        why = ""
+        if record is not None and record.state is VersionState.FAILED:
+            why = f", every replica refused it: {record.failure.message if record.failure else ''}"
+        raise NotFoundError(f"{version} was never served{why}")
+    return policy
+
+
+def unknown_policy(state: PoolState, policy: str) -> NotFoundError:
+    """The failure of a call that names no policy, or one that was forgotten."""
+    why = f"no policy {policy[:80]!r} is known"
+    if policy in state.forgotten:
+        why = f"the policy {policy!r} was forgotten by an operator: a push begins it anew"
+    return NotFoundError(why, reason="POLICY_UNKNOWN")
+
+
+def serve(change: Change, policy: Policy, version: int) -> None:
+    """The durable part: from now on the policy stands for ``version``."""
+    change.next_epoch()  # replicas hear it: an older copy of the catalog is known by that
+    replaced = policy.served_version
+    policy = replace(policy, served_version=version)
+    if policy.kind is PolicyKind.BASE:
+        policy = replace(policy, versions=(version,) if version else ())
+        change.emit(SaveRetired(PolicyVersion(BASE_POLICY, replaced), durable=True))
+        change.emit(SaveCommitted(PolicyVersion(BASE_POLICY, version)))
+    change.put_policy(policy)
+    change.touched_all = True
+    change.emit(SavePolicy(policy))
+
+
+# -- what an operator orders ----------------------------------------------------
+
+
+def pin(change: Change, event: events.Pin) -> None:
+    """Pin a version or let it go; doing so twice is no error."""
+    version = PolicyVersion(event.policy, event.version)
+    transfers = change.state.transfers.values()
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if event.pinned and policy.kind is PolicyKind.BASE:
+            _check_base_pin(change.state, version)
+        elif event.pinned and any(_may_vanish(t, version) for t in transfers):
+            raise NotReadyError(
+                f"replicas switch to {version}, which is withdrawn if none can: ask again when "
+                "they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
+        elif event.pinned and version.version not in requestable(change.state, policy):
+            raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
+        elif event.pinned and version not in change.state.copies:
+            raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if event.pinned != (version.version in policy.pinned):
+        rest = {v for v in policy.pinned if v != version.version}
+        pinned = tuple(sorted(rest | ({version.version} if event.pinned else set())))
+        change.put_policy(replace(policy, pinned=pinned))
+        change.emit(SavePin(version, event.pinned))
+        kind = EventKind.VERSION_PINNED if event.pinned else EventKind.VERSION_UNPINNED
+        change.announce(kind, str(version), "by an operator")
+    change.reply(event.ticket, Done())
+
+
+def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
+    """Raises:
+    NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
+    """
+    if any(t.policy == version.policy and t.targets for t in state.transfers.values()):
+        raise NotReadyError(
+            f"a base is being brought to replicas, which may drop {version} for it: ask again "
+            "when it is there",
+            reason="TRANSFER_UNDER_WAY",
+        )
+    if version not in state.copies:
+        raise NotReadyError(
+            f"no replica in contact holds a copy of {version}: replicas keep the newest, as many "
+            "as their --retain-base says",
+            reason="NOT_RETAINED",
+        )
+
+
+def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
+    is_new = transfer.purpose.brings_version and transfer.policy_version == version
+    return is_new and transfer.may_be_undone
+
+
+def retire_version(change: Change, event: events.RetireVersion) -> None:
+    """Retire an adapter version at an operator's order; doing so twice is no error."""
+    version = PolicyVersion(event.policy, event.version)
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "versions of the base are not retired: a push replaces the one that is served"
+            )
+        if version.version == policy.served_version:
+            back = ways_back(change.state, policy)
+            advice = f" or roll back to {back[-1]}" if back else ""
+            raise NotReadyError(
+                f"requests for {policy.name!r} get {version}: push a newer version{advice} first, "
+                f"or end the policy: weft forget {policy.name}",
+                reason="VERSION_IN_USE",
+            )
+        if version.version in policy.pinned:
+            raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
+        if _may_return(change.state, version):
+            raise NotReadyError(
+                f"{version} is served again if no replica can switch to what replaces it: ask "
+                "again when they have",
+                reason="TRANSFER_UNDER_WAY",
+            )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if version.version in policy.versions:
+        _retire_all(change, policy, [version.version], "by an operator")
+        retire(change)
+    change.reply(event.ticket, Done())
+
+
+def _may_return(state: PoolState, version: PolicyVersion) -> bool:
+    """Whether a policy may go back to a version, since what replaced it is not served yet."""
+    pending = [t for t in state.transfers.values() if t.may_be_undone]
+    pending += [case.transfer for case in state.unserved.values()]
+    return any(PolicyVersion(t.policy, t.served_before) == version for t in pending)
+
+
+def set_retention(change: Change, event: events.SetRetention) -> None:
+    """Keep more or fewer of an adapter's newest versions from now on."""
+    policy = change.state.policies.get(event.policy)
+    try:
+        if policy is None:
+            raise unknown_policy(change.state, event.policy)
+        if policy.kind is PolicyKind.BASE:
+            raise UnsupportedError(
+                "each replica retains as many copies of the base as its --retain-base says"
+            )
+        if not 0 <= event.num_versions <= MAX_RETAINED:
+            raise InvalidRequestError(
+                f"keep between 1 and {MAX_RETAINED:,} versions, or 0 for the default"
+            )
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    # What is on its way out may be gone at some replicas: it does not come back.
+    kept = may_be_kept(change.state, policy)
+    policy = _retire_all(
+        change, policy, [v for v in policy.versions if v not in kept], "superseded"
+    )
+    policy = replace(policy, retain=event.num_versions)
+    change.put_policy(policy)
+    change.emit(SavePolicy(policy))
+    number = num_retained(policy, change.state.settings)
+    change.announce(EventKind.RETENTION_SET, policy.name, f"{number} versions, by an operator")
+    retire(change)
+    change.reply(event.ticket, RetentionAnswer(number))
+
+
+def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: str) -> Policy:
+    """From now on these cannot be requested; replicas drop them by and by."""
+    left = tuple(version for version in policy.versions if version not in versions)
+    policy = replace(policy, versions=left)
+    change.put_policy(policy)
+    for version in versions:
+        retired = PolicyVersion(policy.name, version)
+        change.emit(SaveRetired(retired, durable=True))
+        change.announce(EventKind.VERSION_RETIRED, str(retired), why)
+    return policy
+
+
+# -- how the others leave ------------------------------------------------------
+
+
+def retire(change: Change) -> None:
+    """Ask replicas to drop what they should not hold, and record what none holds.
+
+    O(replicas x adapters): at the end of a transfer, and once a second.
+    """
+    change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
+    # A commit that no replica can follow is undone: until then nothing leaves for it.
+    unsettled = {t.policy for t in state.transfers.values() if t.may_be_undone}
+    unsettled |= {version.policy for version in state.unserved} | state.in_question.keys()
+    kept = {
+        policy.name: frozenset(policy.versions)
+        if policy.name in unsettled
+        else kept_versions(policy, state.settings)
+        for policy in state.policies.values()
+        if policy.kind is PolicyKind.ADAPTER
+    }
+    held: set[PolicyVersion] = set()
+    for replica in list(state.replicas.values()):
+        if replica.lost:
+            continue
+        # Nothing that the catalog does not know goes before it is decided about.
+        undecided_here = {h.version for h in undecided(state, replica)}
+        ended = {name for name in replica.vector.adapters if name in state.forgotten}
+        unwanted = [v for v in _unwanted(replica, kept, ended) if v not in undecided_here]
+        held.update(unwanted)
+        in_vain = _spilled_in_vain(state, replica, kept, held)
+        unwanted += [v for v in in_vain if v not in undecided_here]
+        mistaken = mistaken_adapters(replica)
+        if (unwanted or mistaken) and change.now >= replica.retire_at and replica.in_contact:
+            retry_at = change.now + state.settings.retire_retry_seconds
+            change.put_replica(replace(replica, retire_at=retry_at))
+            change.emit(
+                CallRetire(
+                    replica.replica_id,
+                    replica.incarnation,
+                    replica.address,
+                    tuple(unwanted),
+                    mistaken,
+                    tuple(sorted(ended)),
+                )
+            )
+    _record(change, kept, held)
+
+
+def _unwanted(
+    replica: Replica, kept: dict[str, frozenset[int]], ended: set[str]
+) -> list[PolicyVersion]:
+    """What a replica serves beyond what is kept; what its alias stands for only where the
+    policy has ended."""
+    return [
+        PolicyVersion(policy, version)
+        for policy, entry in sorted(replica.vector.adapters.items())
+        for version in entry.versions
+        if version not in kept.get(policy, ()) and (version != entry.alias or policy in ended)
+    ]
+
+
+def _spilled_in_vain(
+    state: PoolState, replica: Replica, kept: dict[str, frozenset[int]], held: set[PolicyVersion]
+) -> list[PolicyVersion]:
+    """What lies in a replica's spill directory and is never brought back: a version
+    that this catalog assigned and keeps no more. Others may be another catalog's."""
+
+    def was_assigned(version: PolicyVersion) -> bool:
+        name = version.policy
+        policy = state.policies[name] if name in kept else state.forgotten.get(name)
+        return policy is not None and version.version <= policy.last_version
+
+    return sorted(
+        version
+        for version in replica.spilled
+        if was_assigned(version)
+        and version.version not in kept.get(version.policy, ())
+        and version not in held
+        and not replica.vector.holds(version)
+    )
+
+
+def _record(change: Change, kept: dict[str, frozenset[int]], held: set[PolicyVersion]) -> None:
+    for name, keep in kept.items():
+        policy = change.state.policies[name]
+        gone = [
+            version
+            for version in policy.versions
+            if version not in keep
+            and PolicyVersion(name, version) not in held
+            and not _is_alias_somewhere(change.state, name, version)
+        ]
+        if gone:
+            left = tuple(version for version in policy.versions if version not in gone)
+            change.put_policy(replace(policy, versions=left))
+        for version in gone:
+            retired = PolicyVersion(name, version)
+            change.emit(SaveRetired(retired))
+            change.announce(EventKind.VERSION_RETIRED, str(retired), "no replica holds it any more")
+
+
+def _is_alias_somewhere(state: PoolState, policy: str, version: int) -> bool:
+    return any(
+        entry is not None and entry.alias == version
+        for replica in state.replicas.values()
+        if not replica.lost
+        for entry in [replica.vector.adapters.get(policy)]
+    )
+
+
+def retire_answered(change: Change, event: events.RetireAnswered) -> None:
+    """Note what a replica still holds."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        replica = replace(replica, vector=event.vector, retire_at=change.now)
+        change.put_replica(counted(change.state, replica))
+        change.state = replace(change.state, retire_at=change.now)

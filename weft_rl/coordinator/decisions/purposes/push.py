@@ -1,0 +1,391 @@
+"""Push: a trainer brings a new version to every eligible replica.
+
+It waits until there are enough replicas, preflight has passed, and none of its replicas is
+occupied by another transfer: of those that are ready. One that has still to catch up takes
+part if it is free, else it gets the version afterwards; what gives way (a clone) does not
+keep a replica from a push. A policy changes once at a time, even where the replicas
+concerned differ.
+
+At the commit point one durable write makes the version COMMITTED, and only then are
+replicas told. The push counts as committed if at least one replica serves the version. If
+none does, the trainer is told LOAD_FAILED with the first reason, and the version fails as
+soon as it is certain that nobody serves it (unserved.py): at once where every replica has
+refused definitely. Until then it stays COMMITTED: some replica may hold it, and going back
+could serve two truths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import (
+    BeginAnswer,
+    EventKind,
+    OpenGroup,
+    SavePolicy,
+    SaveVersion,
+)
+from weft_rl.coordinator.decisions.purposes.push_group import kept_group, new_group
+from weft_rl.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, live_lease, require_lease
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.transfer import Purpose, Transfer
+from weft_rl.coordinator.decisions.state.values import (
+    ContentDigest,
+    Failure,
+    Phase,
+    PolicyKind,
+    VersionState,
+)
+from weft_rl.coordinator.decisions.transfers import (
+    abort,
+    course,
+    in_place,
+    preflight,
+    reform,
+    stalls,
+    unserved,
+)
+from weft_rl.coordinator.decisions.transfers.discard import discard
+from weft_rl.coordinator.decisions.transfers.refusals import all_definite, is_dirty
+from weft_rl.coordinator.decisions.transfers.turns import Turns, take_over
+
+_FOR_REPLICAS = "replicas"
+_FOR_JOINING = "replicas that are catching up"
+_FOR_PINS = " to hear what is pinned"
+# What is said of a replica that has not spoken for itself.
+_SILENCE = frozenset({"PEER_GONE", "STALLED", "COORDINATOR_AWAY", "DEADLINE"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(Purpose):
+    """A trainer brings a new version to the pool."""
+
+    name: ClassVar[str] = "push"
+    brings_version: ClassVar[bool] = True
+    request_id: str = field()
+    session_id: str
+    fencing_token: int = field()
+    min_replicas: int
+    require_all: bool
+    """Whether the loss of one of ``required`` fails the push."""
+    refuse_other_base: bool
+    """Whether an adapter is refused over another base than it was trained on."""
+    check_finite: bool
+    """Whether the sender gives up at the first bucket that holds NaN or infinity."""
+    carries_runs: bool = field()
+    wanted_group_id: str
+    """The group of the trainer's former push, which may still be there."""
+    answer_by: float
+    """When BeginTransfer must have been answered, at most the transfer's deadline."""
+    required: frozenset[str] = frozenset()
+    """Replicas that were ready when it took its turn (all that take part, if none was);
+    the others take part as long as they can, and catch up otherwise."""
+    admitted_at: float = 0.0
+    """When it was its turn."""
+    served_over: int | None = None
+    over_another_base: bool = False
+
+    # -- its turn -----------------------------------------------------------------
+
+    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+        replicas = turns.targets(transfer.kind)
+        try:
+            waits_for = self._try(change, transfer, replicas, turns)
+        except WeftError as error:
+            change.refuse(transfer.begin_tickets, error)
+            change.drop_transfer(transfer.transfer_id)
+            return ()
+        if waits_for and waits_for != transfer.waits_for:
+            change.put_transfer(replace(transfer, waits_for=waits_for))
+        if waits_for in (_FOR_REPLICAS, _FOR_JOINING) or waits_for.endswith(_FOR_PINS):
+            return ()
+        return [replica.replica_id for replica in replicas]
+
+    def _try(
+        self, change: Change, transfer: Transfer, replicas: Sequence[Replica], turns: Turns
+    ) -> str:
+        """Start a push if it may; otherwise say what it waits for."""
+        if change.now >= self.answer_by:
+            raise self._too_late(change.state, transfer, len(replicas))
+        require_lease(change.state, transfer.policy, self.fencing_token, change.now)
+        if len(replicas) < self.min_replicas or not change.state.reference_known:
+            return _FOR_REPLICAS
+        fits = preflight.fits(change, transfer, replicas)
+        unheard = _unheard(change.state, transfer, replicas)
+        waited_for = [r.replica_id for r in unheard if not is_joining(change.state, r)]
+        if waited_for or len(unheard) == len(replicas):
+            return ", ".join(waited_for or [r.replica_id for r in unheard]) + _FOR_PINS
+        if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
+            return "its turn"
+        preflight.check_names(change.state, transfer.policy)  # some came while it waited
+        preflight.check_takes_bases(change.state, transfer.policy)
+        passed_over = {replica.replica_id for replica in unheard}
+        free = [r for r in turns.free(replicas) if r.replica_id not in passed_over]
+        if len(free) < self.min_replicas:
+            return _FOR_JOINING
+        full = preflight.without_room(change.state, transfer, free)
+        if full and (self.require_all or len(free) - len(full) < self.min_replicas):
+            raise next(iter(full.values())).error()
+        free = [replica for replica in free if replica.replica_id not in full]
+        preflight.check_group(
+            change.state,
+            transfer,
+            free,
+            check_finite=self.check_finite,
+            carries_runs=self.carries_runs,
+        )
+        if mismatch := self._other_base(change.state, transfer):
+            raise mismatch.error()
+        if not fits:
+            return "preflight"
+        take_over(change, free, transfer)
+        transfer = replace(transfer, lost=tuple(full), losses=full)
+        self._start(change, transfer, free)
+        return ""
+
+    def _too_late(self, state: PoolState, transfer: Transfer, num_replicas: int) -> WeftError:
+        if transfer.waits_for == _FOR_REPLICAS or num_replicas < self.min_replicas:
+            return PeerUnavailableError(
+                f"{num_replicas} replicas are in contact and have described their base, the push "
+                f"needs {self.min_replicas}; its time is up{_and_suspects(state)}",
+                reason="POOL_EMPTY",
+            )
+        waits_for = transfer.waits_for
+        return TransferTimeoutError(f"the push's time was up while it waited for {waits_for}")
+
+    def _other_base(self, state: PoolState, transfer: Transfer) -> Failure | None:
+        """Asked when it begins and at its commit point, between which a base may have come."""
+        if transfer.adapter is None or not self.refuse_other_base:
+            return None
+        return preflight.other_base(state, transfer.policy, transfer.adapter)
+
+    def _start(self, change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> None:
+        tickets = transfer.begin_tickets
+        policy = change.state.policies[transfer.policy]
+        policy = replace(policy, last_version=policy.last_version + 1)
+        change.put_policy(policy)
+        wanted, session_id = self.wanted_group_id, self.session_id
+        kept = kept_group(change.state, transfer, wanted, session_id, replicas)
+        ready = [r.replica_id for r in replicas if not is_joining(change.state, r)]
+        group = kept or new_group(change, transfer, session_id, replicas)
+        longest = change.state.settings.max_transfer_seconds
+        transfer = replace(
+            transfer,
+            phase=Phase.FORMING,
+            version=policy.last_version,
+            create_time=change.state.wall(change.now),
+            group_id=group.group_id,
+            epoch=group.epoch,
+            targets=tuple(member.replica_id for member in group.members),
+            purpose=replace(
+                self,
+                required=frozenset(ready or [replica.replica_id for replica in replicas]),
+                admitted_at=change.now,
+            ),
+            begin_tickets=(),
+            deadline=min(transfer.deadline, change.now + longest),
+        )
+        change.put_transfer(transfer)
+        change.emit(SavePolicy(policy), SaveVersion(transfer.record(VersionState.STAGING)))
+        change.announce(
+            EventKind.TRANSFER_BEGUN,
+            transfer.transfer_id,
+            f"{transfer.policy_version} by trainer {transfer.trainer_id} to "
+            f"{len(transfer.targets)} replicas, epoch {group.epoch}, "
+            f"{transfer.layout.total_bytes} bytes",
+        )
+        if kept is None:
+            change.emit(OpenGroup(group))
+            reform.call_to_join(change, transfer, group)
+        for ticket in tickets:
+            change.reply(ticket, begin_answer(transfer, group))
+        course.prepare_if_complete(change, transfer)
+
+    # -- under way ----------------------------------------------------------------
+
+    def requires(self, replica_id: str) -> bool:
+        return self.require_all and replica_id in self.required
+
+    def may_continue(self, transfer: Transfer, group: Group, lost: Collection[str]) -> bool:
+        # What loads in place already is not given up because of one replica (in_place.py).
+        num_left = sum(member.replica_id not in lost for member in group.members)
+        if transfer.loading:
+            return num_left > 0
+        return num_left >= self.min_replicas and not any(map(self.requires, lost))
+
+    def on_members_lost(
+        self, change: Change, transfer: Transfer, lost: Mapping[str, Failure]
+    ) -> None:
+        group = change.state.groups[transfer.group_id]
+        if all(member.replica_id not in lost for member in group.members):
+            return  # they were lost before
+        for replica_id, why in lost.items():
+            replica = change.state.replicas.get(replica_id)
+            is_silent = replica is not None and replica.suspect is None and why.reason in _SILENCE
+            if is_silent and replica is not None:
+                # Most often its process is dead: no push waits for it until it is heard again.
+                change.put_replica(replace(replica, suspicion=why.message))
+            in_place.abandon(change, transfer, [replica_id], why)
+        if not self.may_continue(transfer, group, lost):
+            abort.abort(change, transfer, next(iter(lost.values())))
+        else:
+            reform.resume_without(change, transfer, lost)
+
+    def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
+        if not transfer.taken_up:  # it was interrupted as it began, say
+            why = f"{transfer.trainer_id} has not come to its push: {failure.message}"
+            abort.abort(change, transfer, Failure("TRANSFER_ABORTED", why, failure.metadata))
+        elif stalls.trainer_delays_others(change, transfer):
+            abort.abort(change, transfer, failure)
+
+    def time_is_up(self, state: PoolState, transfer: Transfer) -> str:
+        longest = state.settings.max_transfer_seconds
+        if transfer.deadline < self.admitted_at + longest:
+            return super().time_is_up(state, transfer)
+        return f"the push took longer than the coordinator's --max-transfer-seconds ({longest:g})"
+
+    def on_aborted(self, change: Change, ended: Transfer) -> None:
+        assert ended.failure is not None
+        # Not at once: a restart ends a version that is STAGING in the same way.
+        change.emit(SaveVersion(ended.record(VersionState.ABORTED), durable=False))
+        change.announce(
+            EventKind.TRANSFER_ABORTED,
+            ended.transfer_id,
+            f"{ended.policy_version}: {ended.failure.message} [{ended.failure.reason}]",
+        )
+
+    # -- the commit point and its end ---------------------------------------------
+
+    def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
+        policy = change.state.policies[transfer.policy]
+        lease = live_lease(policy, change.now)
+        if lease is None or lease.fencing_token != self.fencing_token:
+            failure = Failure("LEASE_FENCED", f"the lease of {policy.name!r} is no longer held")
+            abort.abort(change, transfer, failure)
+            return
+        if mismatch := self._other_base(change.state, transfer):
+            abort.abort(change, transfer, mismatch)
+            return
+        replicas = [change.state.replicas[name] for name in transfer.targets]
+        served_over = change.state.vector.base if transfer.adapter else None
+        trained_on = transfer.adapter.trained_on_base_version if transfer.adapter else None
+        is_other = change.state.is_other_base(trained_on)
+        transfer = replace(
+            course.at_commit_point(change, transfer, replicas),
+            content_digest=digest,
+            purpose=replace(self, served_over=served_over, over_another_base=is_other),
+        )
+        policy = replace(
+            policy,
+            served_version=transfer.version,
+            versions=_with_version(policy, transfer.version),
+            forgotten=False,
+            trained_on=_with_trained_on(policy, transfer),
+        )
+        change.put_policy(policy)
+        change.put_transfer(transfer)
+        if transfer.kind is PolicyKind.BASE:
+            change.state = change.state.with_base_content(
+                transfer.version, transfer.layout.digest, digest
+            )
+        record = transfer.record(VersionState.COMMITTED, change.state.wall(change.now))
+        change.emit(SaveVersion(record), SavePolicy(policy))
+        change.announce(
+            EventKind.TRANSFER_STAGED, transfer.transfer_id, str(transfer.policy_version)
+        )
+        change.emit(*(course.call_to_commit(transfer, replica, digest) for replica in replicas))
+
+    def on_answered(self, change: Change, transfer: Transfer) -> None:
+        is_undone = transfer.is_replaced_kept and not transfer.served_by and all_definite(transfer)
+        ended = replace(transfer, phase=Phase.ABORTED if is_undone else Phase.COMMITTED)
+        if not transfer.served_by:
+            ended = replace(ended, failure=_nobody_serves(transfer, is_undone))
+        ended = change.end_transfer(ended)
+        if is_undone:
+            unserved.undo(change, ended)
+        elif ended.failure and transfer.is_replaced_kept:
+            unserved.wait_for_reports(change, ended)
+        if ended.refusals:
+            discard(change, ended.transfer_id, ended.refusals)
+        is_settled = bool(ended.served_by) or not transfer.is_replaced_kept
+        if transfer.kind is PolicyKind.BASE and is_settled:
+            unserved.retire_replaced(change, ended)
+        seconds = change.now - transfer.begin_at
+        served = f"{len(transfer.served_by)} of {len(transfer.targets)} replicas"
+        change.announce(
+            EventKind.TRANSFER_COMMITTED
+            if ended.phase is Phase.COMMITTED
+            else EventKind.TRANSFER_ABORTED,
+            transfer.transfer_id,
+            f"{transfer.policy_version} served by {served}, epoch {transfer.epoch}, "
+            f"{transfer.layout.total_bytes} bytes, {seconds:.3f} seconds"
+            + (f"; {ended.failure.message}" if ended.failure else ""),
+        )
+
+
+def begin_answer(transfer: Transfer, group: Group | None) -> BeginAnswer:
+    """What BeginTransfer answers; ``group`` is None once the transfer has ended."""
+    return BeginAnswer(
+        transfer.transfer_id,
+        transfer.policy_version,
+        transfer.ids.nonce,
+        transfer.targets,
+        group,
+    )
+
+
+def _unheard(state: PoolState, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
+    """Replicas that would drop what is pinned if they were brought this transfer now."""
+    if transfer.kind is not PolicyKind.BASE or not state.pinned_bases:
+        return []
+    return [replica for replica in replicas if not obeys_pins(state, replica)]
+
+
+def _and_suspects(state: PoolState) -> str:
+    """Who would be there, for people."""
+    names = sorted(r.replica_id for r in state.replicas.values() if r.suspect and not r.lost)
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"; {names[0]} is suspect{more}: `weft status` says why"
+
+
+def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
+    """An adapter keeps its older versions; the base is replaced."""
+    return (version,) if policy.kind is PolicyKind.BASE else (*policy.versions, version)
+
+
+def _with_trained_on(policy: Policy, transfer: Transfer) -> dict[int, int]:
+    """What is known of the versions that are kept, and of the one that comes."""
+    known = {v: base for v, base in policy.trained_on.items() if v in policy.versions}
+    base = transfer.adapter.trained_on_base_version if transfer.adapter else None
+    return known if base is None else {**known, transfer.version: base}
+
+
+def _nobody_serves(transfer: Transfer, is_undone: bool) -> Failure:
+    replica_id, first = min(transfer.refusals.items())
+    what = f"{first.message} [{first.reason}]"
+    if is_undone:
+        stays = f"{transfer.policy}@{transfer.served_before} stays"
+        outcome = f"it is withdrawn, {stays}" if transfer.served_before else "it is withdrawn"
+    else:
+        outcome = "it is withdrawn once it is certain that none of them serves it"
+        if not transfer.is_replaced_kept:
+            outcome = "what it replaced is gone: push again"
+    return Failure(
+        "LOAD_FAILED",
+        f"no replica could switch to {transfer.policy_version}; {replica_id}: {what}; {outcome}",
+        {
+            "member": replica_id,
+            "cause": first.reason,
+            "dirty": "true" if any(map(is_dirty, transfer.refusals.values())) else "false",
+            "withdrawn": "true" if is_undone else "false",
+        },
+    )

@@ -1,0 +1,118 @@
+"""Repairs: one replica is brought what the pool serves already, without a trainer.
+
+What clones and restores have in common. A failure changes nothing but the time of the next
+attempt.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, replica_sender
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.recovery import backoff
+from weft_rl.coordinator.decisions.replicas.replica_state import obeys_pins, wants
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
+from weft_rl.coordinator.decisions.state.values import (
+    Layout,
+    Phase,
+    PolicyKind,
+    VersionRecord,
+)
+from weft_rl.coordinator.decisions.transfers.turns import Turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair(Purpose):
+    """Brings one replica a version that the pool serves."""
+
+    replica_id: str = field()
+
+    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+        state = change.state
+        replica = state.replicas.get(self.replica_id)
+        if (
+            replica is None
+            or replica.is_away
+            or transfer.policy_version not in wants(state, replica)
+            or not self._is_possible(state, transfer, replica)
+        ):
+            change.drop_transfer(transfer.transfer_id)
+            self._on_dropped(change, transfer)
+            return ()
+        if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
+            return ()
+        needed = {self.replica_id, self.source or self.replica_id}
+        if turns.taken & needed:
+            return needed if self._holds_back(change, transfer, turns) else ()
+        self._start(change, transfer, replica)
+        return needed
+
+    @abstractmethod
+    def _is_possible(self, state: PoolState, transfer: Transfer, replica: Replica) -> bool:
+        """Whether what is needed is still there."""
+
+    @abstractmethod
+    def _holds_back(self, change: Change, transfer: Transfer, turns: Turns) -> bool:
+        """Whether it keeps those behind it from what it needs while it cannot start."""
+
+    @abstractmethod
+    def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
+        """It is its turn."""
+
+    def _on_dropped(self, change: Change, transfer: Transfer) -> None:
+        """It waited, and is not wanted or not possible any more."""
+
+    def on_answered(self, change: Change, transfer: Transfer) -> None:
+        """The replica serves the version, or it will be tried again."""
+        failure = next(iter(transfer.refusals.values()), None)
+        phase = Phase.ABORTED if failure else Phase.COMMITTED
+        change.end_transfer(replace(transfer, phase=phase, failure=failure))
+        version, replica_id = transfer.policy_version, self.replica_id
+        if failure:
+            backoff.note(change, replica_id, version, self.source, failure)
+            text = f"{version} at {replica_id}: {failure.message} [{failure.reason}]"
+            change.announce(EventKind(f"{self.name}_failed"), transfer.transfer_id, text)
+            return
+        seconds = change.now - transfer.begin_at
+        text = f"{version} served by {replica_id}, {transfer.layout.total_bytes} bytes"
+        change.announce(
+            EventKind(f"{self.name}_ended"), transfer.transfer_id, f"{text}, {seconds:.3f} seconds"
+        )
+
+
+def repair(
+    purpose: Repair,
+    ids: FreshIds,
+    record: VersionRecord,
+    layout: Layout,
+    now: float,
+    backend: str = "",
+) -> Transfer:
+    """A transfer that waits to bring what ``record`` says."""
+    version: PolicyVersion = record.version
+    return Transfer(
+        ids=ids,
+        purpose=purpose,
+        policy=version.policy,
+        kind=PolicyKind.BASE if version.policy == BASE_POLICY else PolicyKind.ADAPTER,
+        trainer_id=replica_sender(purpose.source or purpose.replica_id),
+        layout=layout,
+        adapter=record.adapter,
+        backend=backend,
+        begin_at=now,
+        version=version.version,
+        content_digest=record.content_digest,
+    )
+
+
+def alias_of(state: PoolState, transfer: Transfer) -> int:
+    """What an adapter's bare name stands for once the replica has this version."""
+    policy = state.policies[transfer.policy]
+    return policy.served_version if policy.kind is PolicyKind.ADAPTER else 0

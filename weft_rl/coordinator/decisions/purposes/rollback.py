@@ -1,0 +1,220 @@
+"""Rollback: the pool serves a former version again, without a byte being sent.
+
+The commit point is the same as a push's: one durable write, and only then are the
+replicas told. It waits for its turn like a push, since it takes every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import (
+    BaseMismatchError,
+    NotReadyError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import (
+    CallSwitch,
+    EventKind,
+    RollbackAnswer,
+)
+from weft_rl.coordinator.decisions.policies.retention import (
+    known_policy,
+    requestable,
+    serve,
+    ways_back,
+)
+from weft_rl.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    difference,
+    eligible_targets,
+    is_ready,
+    obeys_pins,
+)
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.transfer import Purpose, Transfer
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
+from weft_rl.coordinator.decisions.transfers.course import at_commit_point
+from weft_rl.coordinator.decisions.transfers.refusals import all_definite
+from weft_rl.coordinator.decisions.transfers.turns import Turns, take_over
+
+#: Who does it, as a transfer's sender; no trainer can be named so.
+OPERATOR = "(operator)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Purpose):
+    """The pool goes back to a version that replicas still have."""
+
+    name: ClassVar[str] = "rollback"
+    answer_by: float
+    """When it must have had its turn."""
+
+    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+        """At the replicas that are free: as with a push, those that have still to catch up
+        are not waited for, and clones are interrupted."""
+        replicas = base_targets(change.state)
+        everyone = [replica.replica_id for replica in replicas]
+        try:
+            if change.now >= self.answer_by:
+                why = "the rollback's time was up while it waited for its turn"
+                raise TransferTimeoutError(why)
+            if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
+                return everyone
+            policy = change.state.policies[transfer.policy]
+            targets = turns.free(_targets(change.state, policy, transfer.policy_version))
+            if policy.kind is PolicyKind.BASE and not (
+                targets and all(obeys_pins(change.state, r) for r in targets)
+            ):
+                return ()
+        except WeftError as error:
+            change.refuse(transfer.begin_tickets, error)
+            change.drop_transfer(transfer.transfer_id)
+            return ()
+        take_over(change, targets, transfer)
+        self._commit(change, transfer, policy, targets)
+        return everyone
+
+    def _commit(
+        self, change: Change, transfer: Transfer, policy: Policy, targets: list[Replica]
+    ) -> None:
+        transfer = change.put_transfer(at_commit_point(change, transfer, targets))
+        serve(change, policy, transfer.version)
+        version = transfer.policy_version
+        text = f"from {policy.served_version}; {len(targets)} replicas switch"
+        change.announce(EventKind.ROLLED_BACK, str(version), text)
+        for replica in targets:
+            change.emit(
+                CallSwitch(
+                    transfer.transfer_id,
+                    replica.replica_id,
+                    replica.incarnation,
+                    replica.address,
+                    version,
+                )
+            )
+        if not targets:  # an adapter that is spilled only: it is read from there
+            self.on_answered(change, transfer)
+
+    def on_answered(self, change: Change, transfer: Transfer) -> None:
+        """If none could switch and nothing changed anywhere, the pool stays with what it
+        served; otherwise the rollback stands."""
+        failure: Failure | None = None
+        version = transfer.policy_version
+        if transfer.targets and not transfer.served_by:
+            replica_id, first = min(transfer.refusals.items())
+            why = f"no replica could go back to {version}; {replica_id}: {first.message}"
+            failure = Failure("LOAD_FAILED", why, {"member": replica_id, "cause": first.reason})
+            if all_definite(transfer):
+                policy = change.state.policies[transfer.policy]
+                serve(change, policy, transfer.served_before)
+        phase = Phase.ABORTED if failure else Phase.COMMITTED
+        answer = RollbackAnswer(
+            version,
+            transfer.served_before,
+            tuple(sorted(transfer.served_by)),
+            transfer.pause_seconds,
+        )
+        change.end_transfer(replace(transfer, phase=phase, failure=failure), answer)
+        if failure:
+            change.announce(EventKind.ROLLBACK_FAILED, str(version), failure.message)
+
+
+def ask(change: Change, event: events.Rollback) -> None:
+    """Take a rollback in, to wait for its turn; or refuse it at once."""
+    version = PolicyVersion(event.policy, event.to_version)
+    try:
+        policy = known_policy(change.state, version, event.recorded)
+        if policy.served_version == version.version:
+            change.reply(event.ticket, RollbackAnswer(version, version.version, (), 0.0))
+            return
+        _targets(change.state, policy, version)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    change.put_transfer(
+        Transfer(
+            ids=event.ids,
+            purpose=Rollback(answer_by=event.answer_by),
+            policy=policy.name,
+            kind=policy.kind,
+            trainer_id=OPERATOR,
+            begin_at=change.now,
+            deadline=event.answer_by,
+            version=version.version,
+            begin_tickets=(event.ticket,),
+        )
+    )
+
+
+def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[Replica]:
+    """The replicas that are to switch.
+
+    Raises:
+        NotReadyError: ``NOT_RETAINED``.
+        BaseMismatchError: Back to base@0, which is not one model.
+    """
+    if policy.kind is PolicyKind.ADAPTER:
+        if version.version not in requestable(state, policy):
+            raise _not_retained(state, policy, f"{version} was retired, or is being")
+        if version not in state.copies:
+            raise _not_retained(state, policy, f"no replica in contact holds {version}")
+        return [replica for replica in eligible_targets(state) if holds(replica, version)]
+    replicas = base_targets(state)
+    holding = [r for r in replicas if holds(r, version) or _serves(r, version)]
+    without = [r for r in replicas if r not in holding and is_ready(state, r)]
+    if not version.version:
+        _check_one_base(state, holding)
+    if without or not holding:
+        who = without[0].replica_id if without else "no replica in contact"
+        retains = "retains no copy of it" if without else "retains a copy of it"
+        raise NotReadyError(
+            f"the pool cannot go back to {version}: {who} {retains} ({_way_out(replicas)})",
+            reason="NOT_RETAINED",
+            metadata={"member": who} if without else {},
+        )
+    return holding
+
+
+def _serves(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a base in its engine, whole: it need not switch, copy or not."""
+    return replica.in_contact and replica.vector.holds(version)
+
+
+def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
+    left = ", ".join(map(str, ways_back(state, policy))) or "nothing"
+    if state.is_lost(policy):
+        left += f" (it is lost: push it again, or weft forget {policy.name})"
+    return NotReadyError(
+        f"{why}; {policy.name!r} can go back to {left}",
+        reason="NOT_RETAINED",
+    )
+
+
+def _way_out(replicas: list[Replica]) -> str:
+    """What helps where a base is not retained; those that load in place retain none."""
+    if replicas and all(r.capabilities.loads_in_place for r in replicas):
+        return "push the weights again: replicas that load in place retain none but the served one"
+    return "start replicas with --retain-base 2 or more, or push the weights again"
+
+
+def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
+    """Each would go back to what it was started with: that must be one model.
+
+    Raises:
+        BaseMismatchError: It is not, or that is not known yet.
+    """
+    for replica in replicas:
+        if why := difference(state, replica):
+            raise BaseMismatchError(
+                f"the pool cannot go back to base@0: {replica.replica_id}: {why}",
+                metadata={"member": replica.replica_id},
+            )

@@ -1,0 +1,168 @@
+"""Catching up: find what replicas lack, and who can bring it.
+
+A replica that lacks a version which another holds gets a clone; one that holds it itself
+(a retained base, an adapter whose alias stands elsewhere, a version in its spill directory)
+gets a restore. Both are transfers that wait for their turn with the pushes, so a replica
+does one thing at a time.
+
+Schedule → look up (the catalog's record, the manifest) → turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import LookUp
+from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.purposes.repair import Repair, repair
+from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.recovery import backoff
+from weft_rl.coordinator.decisions.replicas.replica_state import (
+    is_asleep,
+    is_ready,
+    takes_clones,
+    wants,
+)
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica, held_versions, holds
+from weft_rl.coordinator.decisions.state.values import Failure
+
+#: Between two schedules when one clone ends after another.
+SCHEDULE_SECONDS = 0.02
+
+
+def schedule(change: Change) -> None:
+    """Look up what replicas lack and somebody holds who is free: one version a replica
+    at a time, one replica a source.
+
+    With each tick and after each transfer, before those that wait are admitted: so a
+    source is seen free between two pushes, and the clone waits behind the second.
+    O(replicas x versions), and nothing where nobody lacks anything.
+    """
+    change.state = replace(change.state, schedule_at=change.now + SCHEDULE_SECONDS)
+    state = change.state
+    occupied = {replica_id for t in state.transfers.values() for replica_id in t.occupied}
+    served = {t.replica_id for t in state.transfers.values() if t.replica_id}
+    sources = {t.source for t in state.transfers.values() if t.uncommitted}
+    taken = occupied | served | sources | state.lookups
+    free: dict[PolicyVersion, list[Replica]] | None = None
+    for replica in list(state.replicas.values()):
+        ids = replica.replica_id
+        if replica.is_away or ids in occupied or ids in served or ids in state.lookups:
+            continue
+        wanted = wants(state, replica)
+        if replica.backoffs.keys() - set(wanted):
+            left = {v: b for v, b in replica.backoffs.items() if v in wanted}
+            replica = replace(replica, backoffs=left)
+            change.put_replica(replica)
+        for version in wanted:
+            if version in replica.backoffs and change.now < replica.backoffs[version].retry_at:
+                continue
+            if free is None:
+                free = _free_holders(state, taken)
+            holders = free.get(version, ()) if takes_clones(state, replica) else ()
+            source = _choose(state, replica, version, holders, taken)
+            if source is not None:
+                taken |= {ids, source.replica_id}
+                change.look_up(ids)
+                change.emit(
+                    LookUp(ids, replica.incarnation, source.replica_id, source.address, version)
+                )
+                break
+
+
+def _free_holders(state: PoolState, taken: Set[str]) -> dict[PolicyVersion, list[Replica]]:
+    """By version, who could send it now."""
+    found: dict[PolicyVersion, list[Replica]] = {}
+    for replica in state.replicas.values():
+        if (
+            replica.is_away
+            or replica.replica_id in taken
+            or state.is_quarantined(replica.replica_id)
+        ):
+            continue
+        if replica.suspect is not None or is_asleep(state, replica):
+            continue
+        for version in held_versions(replica):
+            found.setdefault(version, []).append(replica)
+    return found
+
+
+def _choose(
+    state: PoolState,
+    replica: Replica,
+    version: PolicyVersion,
+    holders: Iterable[Replica],
+    taken: Set[str],
+) -> Replica | None:
+    """The replica itself if it holds the version in memory; else the best source that
+    is free: not the one that failed last if there is another, a ready one before
+    others, and one that drains only where nobody else is free (it stays as long as it
+    sends); else the replica itself if it has spilled the version: its disk is not
+    waited with until a busy source is free.
+
+    Every copy was verified when it came, and its digest is compared again: a source
+    need not be ready.
+    """
+    if holds(replica, version):
+        return replica
+    backed_off = replica.backoffs.get(version)
+    failed = backed_off.source if backed_off else ""
+    best = min(
+        (r for r in holders if r.replica_id not in taken),
+        key=lambda r: (
+            r.replica_id == failed,
+            r.drain is not None,
+            not is_ready(state, r),
+            r.replica_id,
+        ),
+        default=None,
+    )
+    if version in replica.spilled and (best is None or best.replica_id == failed):
+        return replica
+    return best
+
+
+def looked_up(change: Change, event: events.LookedUp) -> None:
+    """What a clone needs is known: let it wait for its turn."""
+    change.looked_up(event.replica_id)
+    replica = change.state.replicas.get(event.replica_id)
+    source = change.state.replicas.get(event.source_id)
+    if replica is None or replica.incarnation != event.incarnation or source is None:
+        return
+    if replica.is_away or source.is_away:
+        return  # who is heard again is scheduled anew
+    record, layout = event.record, event.layout
+    failure = event.failure
+    if failure is None and (record is None or record.content_digest is None or layout is None):
+        failure = Failure(
+            "VERSION_UNKNOWN", f"the catalog has no content digest of {event.version}"
+        )
+    if failure is None and _backend(source, replica) is None:
+        why = f"{source.replica_id} and {replica.replica_id} have no side-group backend in common"
+        failure = Failure("BACKEND_MISMATCH", why)
+    if failure is not None:
+        backoff.note(change, event.replica_id, event.version, event.source_id, failure)
+        return
+    assert record is not None
+    assert layout is not None
+    purpose: Repair = Restore(replica_id=event.replica_id)
+    if event.source_id != event.replica_id:
+        purpose = Clone(replica_id=event.replica_id, source=event.source_id)
+    backend = _backend(source, replica) or ""
+    change.put_transfer(repair(purpose, event.ids, record, layout, change.now, backend))
+
+
+def _backend(source: Replica, replica: Replica) -> str | None:
+    """The best that both have. One-sided comes last: nobody has tried whether these two share
+    a host. NCCL needs a GPU for each."""
+    theirs, ours = replica.capabilities, source.capabilities
+    names = sorted(ours.backends, key=lambda name: name == ONE_SIDED)
+    if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):
+        names = [name for name in names if name != NCCL]
+    return next((name for name in names if name in theirs.backends), None)

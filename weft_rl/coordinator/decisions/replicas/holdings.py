@@ -1,0 +1,146 @@
+"""Holdings: what a replica has of which bytes, and what of it counts.
+
+Numbers alone do not say which bytes a replica has: its catalog may have been another,
+or a newer one than this. So it names the digests, too. What the catalog has under a
+number with other bytes is *mistaken*: it does not count, and is dropped. What the
+catalog does not know at all is *unrecorded* until ``adoption`` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.pool import PoolState, num_retained
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.values import (
+    HeldVersion,
+    PolicyKind,
+    VersionRecord,
+    VersionState,
+)
+
+#: The base of a replica that serves bytes which are no version's.
+NO_VERSION = -1
+
+
+def counted(
+    state: PoolState,
+    replica: Replica,
+    heard: Iterable[events.Heard] = (),
+    *,
+    complete: bool = False,
+) -> Replica:
+    """A replica with what it says of itself, without what is mistaken.
+
+    Args:
+        replica: Its vector and copies as it names them.
+        heard: Which bytes those are, as far as it says so now.
+        complete: Whether it names all; else what it said before stands.
+    """
+    heard = list(heard)
+    unrecorded = {h for h in replica.unrecorded if not complete and _lists(replica, h)}
+    mistaken = {h for h in replica.mistaken if not complete and _lists(replica, h)}
+    told_anew = {(h.held.version, h.held.spilled) for h in heard}
+    unrecorded = {h for h in unrecorded if (h.version, h.spilled) not in told_anew}
+    mistaken = {h for h in mistaken if (h.version, h.spilled) not in told_anew}
+    right: set[PolicyVersion] = set()
+    for one in heard:
+        held, digest = one.held, _digest_of(state, one)
+        if not _lists(replica, held):
+            continue
+        if digest is None:
+            unrecorded.add(held)
+        elif digest != held.digest:
+            mistaken.add(held)
+        elif held.spilled:
+            right.add(held.version)
+    # A shared directory may have both: the digest says which is read.
+    mistaken = {h for h in mistaken if not (h.spilled and h.version in right)}
+    return without_mistaken(
+        replace(replica, unrecorded=frozenset(unrecorded), mistaken=frozenset(mistaken))
+    )
+
+
+def _digest_of(state: PoolState, heard: events.Heard) -> bytes | None:
+    """The digest of what the catalog has under a number; None where it knows none.
+
+    A push that ended before its commit may have been committed in what a catalog that
+    is an older copy has lost: its number is no other's.
+    """
+    version, record = heard.held.version, heard.record
+    if version in state.conflicts:
+        return b""
+    if version in state.adopted:
+        return state.adopted[version]
+    if record is None or _may_be_adopted(record):
+        return None
+    return record.content_digest.value if record.content_digest else b""
+
+
+def undecided(state: PoolState, replica: Replica) -> frozenset[HeldVersion]:
+    """What a replica holds and the catalog does not know, as far as it would be kept: the rest
+    is retired as any other, or kept after all where what is newer is withdrawn."""
+    return frozenset(h for h in replica.unrecorded if would_be_kept(state, h.version))
+
+
+def would_be_kept(state: PoolState, version: PolicyVersion) -> bool:
+    """Whether a version would stay if it were recorded."""
+    policy = state.policies.get(version.policy)
+    if policy is None or policy.kind is PolicyKind.BASE:
+        return policy is not None
+    newer = sum(number > version.version for number in policy.versions)
+    return newer < num_retained(policy, state.settings)
+
+
+def _may_be_adopted(record: VersionRecord) -> bool:
+    return record.state is VersionState.ABORTED and record.content_digest is None
+
+
+def without_mistaken(replica: Replica) -> Replica:
+    """A replica whose mistaken versions do not count."""
+    if not replica.mistaken:
+        return replica
+    vector, gone = replica.vector, {h.version for h in replica.mistaken if not h.spilled}
+    for version in gone:
+        if version.policy != BASE_POLICY:
+            vector = vector.without_adapter(version)
+        elif version.version == vector.base:
+            vector = vector.with_base(NO_VERSION)
+    spilled = {h.version for h in replica.mistaken if h.spilled}
+    return replace(
+        replica,
+        vector=vector,
+        retained=tuple(n for n in replica.retained if PolicyVersion(BASE_POLICY, n) not in gone),
+        spilled=replica.spilled - spilled,
+    )
+
+
+def switched(replica: Replica, version: PolicyVersion) -> Replica:
+    """A replica that has just switched to a version, by an order that named its digest."""
+
+    def others(held: frozenset[HeldVersion]) -> frozenset[HeldVersion]:
+        return frozenset(h for h in held if h.spilled or h.version != version)
+
+    return replace(
+        replica, unrecorded=others(replica.unrecorded), mistaken=others(replica.mistaken)
+    )
+
+
+def mistaken_adapters(replica: Replica) -> tuple[HeldVersion, ...]:
+    """Mistaken adapters that a replica has in memory and is to drop; sorted. A base goes
+    as another is loaded."""
+    found = (h for h in replica.mistaken if not h.spilled and h.version.policy != BASE_POLICY)
+    return tuple(sorted(found, key=lambda h: h.version))
+
+
+def _lists(replica: Replica, held: HeldVersion) -> bool:
+    """Whether a replica names a version among what it serves, retains or has spilled."""
+    version = held.version
+    if held.spilled:
+        return version in replica.spilled
+    if replica.vector.holds(version):
+        return True
+    return version.policy == BASE_POLICY and version.version in replica.retained

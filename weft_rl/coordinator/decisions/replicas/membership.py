@@ -1,0 +1,364 @@
+"""Replicas: joining, living, being lost, leaving; and who is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import cast
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.errors import (
+    InvalidNameError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    RequestConflictError,
+    WeftError,
+)
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import (
+    AbsentPolicy,
+    CloseChannel,
+    Done,
+    EventKind,
+    HeartbeatAnswer,
+    RegisterAnswer,
+)
+from weft_rl.coordinator.decisions.policies import numbering
+from weft_rl.coordinator.decisions.recovery import restart
+from weft_rl.coordinator.decisions.replicas import (
+    base_binding,
+    checkpoints,
+    drains,
+    holdings,
+    sleeps,
+)
+from weft_rl.coordinator.decisions.replicas.out_of_service import adopt, heard, refuse_reason
+from weft_rl.coordinator.decisions.replicas.replica_state import (
+    doubt,
+    eligible_targets,
+    is_routable,
+    lacks,
+    shared_backends,
+)
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.values import Failure, Phase
+from weft_rl.coordinator.decisions.transfers import abort, in_place, reform, stalls
+from weft_rl.coordinator.decisions.transfers.course import note_commit_answer
+from weft_rl.coordinator.decisions.transfers.discard import tell_at_registration
+
+
+def register(change: Change, event: events.Register) -> None:
+    """Take a replica into the pool, or take note of its new process."""
+    old = change.state.replicas.get(event.replica_id)
+    try:
+        _check_registration(change.state, event, old, change.now)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    if old and old.incarnation != event.incarnation:
+        _remove(change, old, "another process of it registered")
+        old = None
+    if old and old.address != event.address:
+        change.emit(CloseChannel(old.address))
+    base_binding.bind(change, event.capabilities)
+    replica = Replica(
+        replica_id=event.replica_id,
+        incarnation=event.incarnation,
+        address=event.address,
+        http_url=event.http_url,
+        model_name=event.model_name,
+        capabilities=event.capabilities,
+        vector=event.vector,
+        last_heard=change.now,
+        dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
+        announced=old.announced if old else None,
+        routed=old.routed if old else False,
+        suspect=old.suspect if old else None,
+        retained=event.retained,
+        spilled=event.spilled,
+        drain=drains.noted(old, event.drain, change.now),
+        checkpoint=event.checkpoint,
+        refusing=event.refusing,
+        asleep=event.asleep or (old.asleep if old else None),
+        sleep_call_until=old.sleep_call_until if old else float("-inf"),
+        work=old.work if old else "",
+        worked_at=old.worked_at if old else float("-inf"),
+    )
+    numbering.replica_registers(change, event)
+    numbering.versions_heard(change, replica, event.held)
+    replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
+    checkpoints.note(change, replica)
+    if event.base_as_started:
+        checkpoints.note_as_started(change, replica)
+    sleeps.adopt(change, event)
+    adopt(change, event)
+    answer = RegisterAnswer(
+        change.state.settings.heartbeat_seconds,
+        not change.state.reference_known,
+        change.state.generation,
+        change.state.coordinator_id,
+        refuse_reason(change.state, replica.replica_id),
+        change.state.order_number,
+        change.state.out_of_service.get(replica.replica_id),
+        change.state.epoch,
+    )
+    change.reply(event.ticket, answer)
+    tell_at_registration(change, replica)
+
+
+def _check_registration(
+    state: PoolState, event: events.Register, old: Replica | None, now: float
+) -> None:
+    check_name(event.replica_id, "replica")
+    given = event.capabilities.base_fingerprint
+    if not event.incarnation or not event.address or not given:
+        raise InvalidRequestError("incarnation, address and base_fingerprint must not be empty")
+    base_binding.check_base(state, event.replica_id, event.capabilities, now)
+    check_free(state, event.replica_id, event.incarnation, now)
+    _check_backends(state, event)
+    _check_served_names(state, event)
+
+
+def check_free(state: PoolState, replica_id: str, incarnation: str, now: float) -> None:
+    """Refuse the name of a replica whose process lives.
+
+    Raises:
+        InvalidNameError: No replica can be named so.
+        RequestConflictError: Another process of that name was heard just now.
+    """
+    check_name(replica_id, "replica")
+    old = state.replicas.get(replica_id)
+    if old is None or old.incarnation == incarnation or old.lost:
+        return
+    silence, needed = now - old.last_heard, 2 * state.settings.heartbeat_seconds
+    if silence < needed:
+        raise RequestConflictError(
+            f"a live replica is named {replica_id!r} (heard {silence:.1f} s ago at "
+            f"{old.address}): give this one another name (--replica-id), or wait until the other "
+            f"is silent for {needed:.0f} s",
+            metadata={"silent_seconds": f"{needed:g}"},
+        )
+
+
+def _check_served_names(state: PoolState, event: events.Register) -> None:
+    """A server that has the name of an adapter of this pool could never serve it: a typed
+    refusal now, rather than a replica that is never ready."""
+    pushed = {t.policy for t in state.transfers.values() if t.version and not t.replica_id}
+    for policy in sorted(state.policies.values(), key=lambda policy: policy.name):
+        if policy.name == BASE_POLICY or not (policy.served_version or policy.name in pushed):
+            continue
+        name = name_in_the_way(policy.name, event.capabilities.served_names)
+        if name:
+            raise InvalidNameError(
+                f"replica {event.replica_id!r} has the name {name!r} for its base model or for an "
+                f"adapter from a file, and this pool serves the adapter {policy.name!r}: start it "
+                "with another --served-model-name or --lora-modules",
+                metadata={"policy": policy.name, "name": name},
+            )
+
+
+def _check_backends(state: PoolState, event: events.Register) -> None:
+    """A replica must have the backend that the pool's weights move over: pushes would
+    fail otherwise, or silently take a slower way."""
+    offered = event.capabilities.backends
+    others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
+    shared = shared_backends(others)
+    # Within one host alone: who is elsewhere takes the next one, and so do all with it.
+    used = [name for name in shared if name != ONE_SIDED][:1] or shared[:1]
+    if not offered or not set(used) <= set(offered):
+        raise NotReadyError(
+            f"replica {event.replica_id!r} offers the side-group backends "
+            f"{', '.join(offered) or 'none'}, and this pool's weights move over "
+            f"{used[0] if used else 'one that is named'}: give it an accelerator, or start all "
+            "replicas with --backend gloo",
+            reason="BACKEND_MISMATCH",
+        )
+
+
+def heartbeat(change: Change, event: events.Heartbeat) -> None:
+    """Note that a replica lives and what it serves."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica is None or replica.lost or replica.incarnation != event.incarnation:
+        error = NotFoundError(
+            f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
+            reason="REPLICA_UNKNOWN",
+        )
+        change.refuse([event.ticket], error)
+        return
+    replica = replace(
+        replica,
+        last_heard=change.now,
+        adapter_used_bytes=event.adapter_used_bytes,
+        suspicion="",
+        spilled=event.spilled,
+        drain=drains.noted(replica, event.drain, change.now),
+        pins_obeyed=event.pins_obeyed,
+        pinned_bytes=event.pinned_bytes,
+        # One that was on its way while it fell asleep says that it is awake: that it woke, only
+        # its answer tells.
+        asleep=event.asleep or replica.asleep,
+        work=event.work.what if event.work else "",
+        worked_at=_worked_at(change, replica, event),
+    )
+    replica = heard(change.state, replica, event.refusing, event.order_number)
+    # While it loads in place its weights are mixed, as they must be.
+    loading = in_place.is_loading(change.state, replica.replica_id)
+    # A heartbeat that was on its way during a commit tells what was served before.
+    believed_from = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
+    is_believed = change.now > believed_from
+    if is_believed:
+        is_new = event.vector != replica.vector
+        replica = replace(
+            replica,
+            # Kept where it is the same: it is compared and listed more often than it changes.
+            vector=replica.vector if event.vector == replica.vector else event.vector,
+            retained=event.retained,
+            dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
+        )
+        if is_new or event.held:
+            numbering.versions_heard(change, replica, event.held)
+        complete = event.held_complete
+        replica = holdings.counted(change.state, replica, event.held, complete=complete)
+    else:
+        replica = holdings.counted(change.state, replica)
+    change.put_replica(replica)
+    if is_believed and event.base_as_started:
+        checkpoints.note_as_started(change, replica)
+    restart.restore_or_discard(change, replica, event.staged)
+    answer = _heartbeat_answer(change, replica)
+    undecided = holdings.undecided(change.state, replica)
+    wanted = undecided or replica.mistaken or (event.held and not is_believed)
+    answer = replace(answer, held_wanted=bool(wanted))
+    # What it says of itself now counts at once against it, though not yet for it.
+    whole = loading or not event.dirty_reason
+    change.reply(event.ticket, replace(answer, ready=answer.ready and whole))
+
+
+def _worked_at(change: Change, replica: Replica, event: events.Heartbeat) -> float:
+    """When a replica last got on with what it carries out. A gap in its heartbeats is not held
+    against it: the whole process may have been stopped."""
+    if event.work is None:
+        return replica.worked_at
+    gap = change.now - replica.last_heard
+    is_long = gap > 2 * change.state.settings.heartbeat_seconds
+    silence = max(0.0, event.work.silence - gap * is_long)
+    return max(replica.worked_at, change.now - silence)
+
+
+def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
+    state, name = change.state, replica.replica_id
+    drain = replica.drain
+    ready = is_routable(state, replica)
+    return HeartbeatAnswer(
+        ready=ready,
+        drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
+        drain_reason=drain.reason if drain else "",
+        in_transfer=any(name in transfer.occupied for transfer in state.transfers.values()),
+        pinned_bases=state.pinned_bases,
+        refuse_reason=refuse_reason(state, name),
+        order_number=state.order_number,
+        generation=state.generation,
+        # Who is routed to lacks nothing; of ten thousand policies that is not asked twice.
+        lacking=() if ready else tuple(map(PolicyVersion.parse, lacks(state, replica))),
+        base_doubt="" if ready else doubt(state, replica),
+        absent=_absent(state),
+        out_of_service=state.out_of_service.get(name),
+        epoch=state.epoch,
+    )
+
+
+#: Policies that are lost, and forgotten ones, that replicas are told of with each heartbeat.
+MAX_ABSENT = 64
+
+
+def _absent(state: PoolState) -> tuple[AbsentPolicy, ...]:
+    """What the pool does not serve any more, the newest of what is lost and of what was
+    forgotten."""
+    lost = [
+        AbsentPolicy(
+            name,
+            state.lost[name],
+            f"{name}@{state.lost[name]} is lost: no replica in contact holds it, and nobody owns "
+            f"it; push it again, or end it (weft forget {name})",
+        )
+        for name in _newest(state.lost)
+        if name != BASE_POLICY
+    ]
+    forgotten = [
+        AbsentPolicy(name, state.forgotten[name].last_version, f"an operator forgot {name}")
+        for name in _newest(state.forgotten)
+    ]
+    return (*lost, *forgotten)
+
+
+def _newest(by_policy: Mapping[str, object]) -> Iterable[str]:
+    # With each heartbeat: not all are looked at.
+    return islice(reversed(cast("dict[str, object]", by_policy)), MAX_ABSENT)
+
+
+def leave(change: Change, event: events.Leave) -> None:
+    """Forget a replica that says goodbye; leaving twice is no error."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        _remove(change, replica, "it left the pool")
+        change.announce(EventKind.REPLICA_LOST, replica.replica_id, "it left the pool")
+    change.reply(event.ticket, Done())
+
+
+#: Ticks come every 0.25 s; after a longer gap the coordinator itself was stopped or
+#: starved, and others' silence says nothing.
+ASLEEP_SECONDS = 1.0
+
+
+def forgive_own_sleep(change: Change) -> None:
+    """After a gap in our own ticks, grant replicas and the owners of leases as much time."""
+    gap = change.now - change.state.tick_at
+    change.state = replace(change.state, tick_at=change.now)
+    if not ASLEEP_SECONDS < gap < float("inf"):
+        return
+    stalls.forgive(change, gap)
+    for replica in list(change.state.replicas.values()):
+        last_heard = replica.last_heard + gap
+        change.put_replica(replace(replica, last_heard=last_heard, worked_at=change.now))
+    for policy in list(change.state.policies.values()):
+        if policy.lease is not None:
+            lease = replace(policy.lease, expires_at=policy.lease.expires_at + gap)
+            change.put_policy(replace(policy, lease=lease))
+
+
+def find_lost(change: Change) -> None:
+    """Give up replicas that have been silent for too long."""
+    settings = change.state.settings
+    for replica in list(change.state.replicas.values()):
+        silence = change.now - replica.last_heard
+        if replica.lost and silence > settings.forget_after_seconds:
+            change.drop_replica(replica.replica_id)
+        elif not replica.lost and silence > settings.lost_after_seconds:
+            change.put_replica(replace(replica, lost=True))
+            change.emit(CloseChannel(replica.address))
+            _end_its_transfers(change, replica, f"no heartbeat for {silence:.1f} s")
+
+
+def _remove(change: Change, replica: Replica, why: str) -> None:
+    change.drop_replica(replica.replica_id)
+    change.emit(CloseChannel(replica.address))
+    _end_its_transfers(change, replica, why)
+
+
+def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
+    """Abort what it takes part in; after the commit point continue without it."""
+    failure = abort.peer_gone(replica.replica_id, why)
+    for transfer in list(change.state.transfers.values()):
+        concerned = {*transfer.targets, transfer.source, transfer.replica_id}
+        if replica.replica_id not in concerned:
+            continue
+        if transfer.phase is Phase.COMMITTING:
+            lost = Failure(failure.reason, failure.message, failure.metadata)
+            note_commit_answer(change, transfer, replica.replica_id, lost)
+        elif transfer.uncommitted:
+            reform.lose_replica(change, transfer, replica.replica_id, failure)

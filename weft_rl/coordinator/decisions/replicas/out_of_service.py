@@ -1,0 +1,139 @@
+"""Out of service: replicas that an operator keeps out of service, in the pool or not.
+
+A replica is told at once to refuse requests, or to take them again, and says what it
+enforces in its answer and in every heartbeat. Orders are numbered, since a call and an
+answer to a heartbeat may overtake each other: the newest counts, on both sides.
+"""
+
+from __future__ import annotations
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import InvalidRequestError, NotReadyError
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import (
+    CallRefuse,
+    Done,
+    EventKind,
+    SaveOutOfService,
+    UncordonAnswer,
+)
+from weft_rl.coordinator.decisions.policies.numbering import knows_more
+from weft_rl.coordinator.decisions.replicas.drains import unknown_replica
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.values import ReplicaState
+
+
+def take_out(change: Change, event: events.TakeOutOfService) -> None:
+    """Cordon or quarantine a replica; a cordon does not loosen a quarantine."""
+    state, name, order = change.state, event.replica_id, event.order
+    if name not in state.replicas and name not in state.out_of_service:
+        change.refuse([event.ticket], unknown_replica(name))
+        return
+    if order.state is ReplicaState.QUARANTINED and not order.reason:
+        error = InvalidRequestError("say why, so that somebody can tell when it may serve again")
+        change.refuse([event.ticket], error)
+        return
+    if order.state is ReplicaState.QUARANTINED or not state.is_quarantined(name):
+        _put(change, name, order)
+    change.reply(event.ticket, Done())
+
+
+def uncordon(change: Change, event: events.Uncordon) -> None:
+    """Put a replica back into service; says what its state is then."""
+    name = event.replica_id
+    if name in change.state.out_of_service:
+        _put(change, name, None)
+    elif name not in change.state.replicas:
+        change.refuse([event.ticket], unknown_replica(name))
+        return
+    else:
+        where, why = explain_state(change.state, change.state.replicas[name])
+        if where in (ReplicaState.QUARANTINED, ReplicaState.DRAINING, ReplicaState.SUSPECT):
+            error = NotReadyError(
+                f"no operator's order keeps {name!r} out of service, and none puts it back: {why}",
+                reason="NOT_TAKEN_OUT_OF_SERVICE",
+            )
+            change.refuse([event.ticket], error)
+            return
+    replica = change.state.replicas.get(name)
+    if replica is None:
+        change.reply(event.ticket, UncordonAnswer(None, ""))
+    else:
+        change.reply(event.ticket, UncordonAnswer(*explain_state(change.state, replica)))
+
+
+def adopt(change: Change, event: events.Register) -> None:
+    """Take from a replica what it was ordered, and this catalog, an older one, does not know."""
+    name, told = event.replica_id, event.out_of_service
+    known = change.state.out_of_service.get(name)
+    if told == known or not knows_more(change.state, event):
+        return
+    if told is None:
+        why = "it was put back into service since, as it says, and the catalog does not know: "
+        why += f"if that was so, weft uncordon {name}"
+    elif known is not None and known.state is ReplicaState.QUARANTINED:
+        return
+    else:
+        why = f"an operator took it out of service ({told.state.name.lower()}: {told.reason}), "
+        why += "which the catalog does not know: taken from what it says"
+        _put(change, name, told)
+    change.announce(EventKind.CATALOG_BEHIND, name, why)
+
+
+def refuse_reason(state: PoolState, replica_id: str) -> str:
+    """Why an operator wants a replica to refuse requests; empty where none does."""
+    order = state.out_of_service.get(replica_id)
+    if order is None or order.state is not ReplicaState.QUARANTINED:
+        return ""
+    return f"an operator quarantined this replica: {order.reason}"
+
+
+def order_answered(change: Change, event: events.RefuseAnswered) -> None:
+    """A replica says what it enforces."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica and replica.incarnation == event.incarnation:
+        change.put_replica(heard(change.state, replica, event.refusing, event.order_number))
+
+
+def heard(state: PoolState, replica: Replica, refusing: str, order_number: int) -> Replica:
+    """A replica once it has said what it enforces. What it said before it heard a later
+    order, and came late, does not count, nor does an order that was never given."""
+    if not replica.order_number <= order_number <= state.order_number:
+        return replica
+    return replace(replica, refusing=refusing, order_number=order_number)
+
+
+def _put(change: Change, replica_id: str, order: OutOfService | None) -> None:
+    before = refuse_reason(change.state, replica_id)
+    orders = {name: o for name, o in change.state.out_of_service.items() if name != replica_id}
+    if order is not None:
+        orders[replica_id] = order
+    change.state = replace(change.state, out_of_service=orders)
+    change.touched.add(replica_id)
+    change.next_epoch()
+    change.emit(SaveOutOfService(replica_id, order))
+    _tell(change, replica_id, before)
+
+
+def _tell(change: Change, replica_id: str, before: str) -> None:
+    """Have a replica hear at once what it is to enforce; heartbeats repeat it."""
+    reason = refuse_reason(change.state, replica_id)
+    if reason != before:
+        change.state = replace(change.state, order_number=change.state.order_number + 1)
+    replica = change.state.replicas.get(replica_id)
+    if replica is None or replica.lost:
+        return
+    if reason != before:
+        replica = change.put_replica(replace(replica, order_due=change.state.order_number))
+    change.emit(
+        CallRefuse(
+            replica_id,
+            replica.incarnation,
+            replica.address,
+            reason,
+            change.state.order_number,
+        )
+    )

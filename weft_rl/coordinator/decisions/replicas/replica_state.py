@@ -1,0 +1,422 @@
+"""A replica's state, why it is so, and what it lacks; who may be sent requests or weights.
+
+Questions only; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from weft_rl.contract.checkpoint import CheckpointState, differing_files
+from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions.policies.retention import kept_versions, ways_back
+from weft_rl.coordinator.decisions.replicas.holdings import mistaken_adapters
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.values import BoundCheckpoint, ReplicaState
+
+
+def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
+    """A replica's state; cheap."""
+    if replica.lost or replica.suspicion:
+        return ReplicaState.LOST
+    if replica.dirty_reason or state.is_quarantined(replica.replica_id):
+        return ReplicaState.QUARANTINED
+    if replica.drain is not None:
+        return ReplicaState.DRAINING
+    if replica.replica_id in state.out_of_service:
+        return ReplicaState.CORDONED
+    if is_asleep(state, replica):
+        return ReplicaState.ASLEEP
+    if replica.suspect is not None:
+        return ReplicaState.SUSPECT
+    serves = replica.is_open and not lacks(state, replica) and not doubt(state, replica)
+    return ReplicaState.READY if serves else ReplicaState.PENDING_WEIGHTS
+
+
+def is_routable(state: PoolState, replica: Replica) -> bool:
+    """Whether requests may be sent to a replica: it serves what the pool serves, and is
+    open. So may they be to a suspect, once its engine has taken the order to attend a probe."""
+    match replica_state(state, replica):
+        case ReplicaState.READY:
+            return True
+        case ReplicaState.SUSPECT:
+            assert replica.suspect is not None
+            answers = replica.suspect.is_told and not replica.work
+            serves = not lacks(state, replica) and not doubt(state, replica)
+            return answers and replica.is_open and serves
+    return False
+
+
+def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str]:
+    """A replica's state, and why it is not ready; looks at all replicas if so."""
+    if replica.lost or replica.suspicion:
+        return ReplicaState.LOST, replica.suspicion or "no heartbeat"
+    order = state.out_of_service.get(replica.replica_id)
+    suspicion = replica.suspect.why if replica.suspect else ""
+    if order and order.state is ReplicaState.QUARANTINED:
+        late = "" if replica.refusing else "it has not said yet that it refuses requests"
+        why = _joined(_by_operator(order), late, replica.dirty_reason, suspicion)
+        return ReplicaState.QUARANTINED, why
+    if replica.dirty_reason:
+        repair = [f"it needs {v}{text}" for v in wants(state, replica)
+                  if (text := outlook(state, replica, v))]  # fmt: skip
+        return ReplicaState.QUARANTINED, _joined(replica.dirty_reason, suspicion, *repair)
+    if replica.drain is not None:
+        return ReplicaState.DRAINING, replica.drain.reason
+    missing = _joined(_missing(state, replica), doubt(state, replica))
+    if order:
+        why = _joined(_by_operator(order), _sleep(state, replica), suspicion, missing)
+        return ReplicaState.CORDONED, why
+    if is_asleep(state, replica):
+        return ReplicaState.ASLEEP, _joined(_sleep(state, replica), suspicion, missing)
+    missing = _joined(missing, _closed(replica))
+    if suspicion:
+        return ReplicaState.SUSPECT, _joined(suspicion, missing)
+    return (ReplicaState.PENDING_WEIGHTS, missing) if missing else (ReplicaState.READY, "")
+
+
+#: The kinds of reasons that a replica has for its state; ready needs none.
+CAUSES: Final[Mapping[ReplicaState, tuple[str, ...]]] = {
+    ReplicaState.PENDING_WEIGHTS: ("versions_missing", "other_base", "not_open"),
+    ReplicaState.READY: ("",),
+    ReplicaState.LOST: ("silent", "left_transfer"),
+    ReplicaState.QUARANTINED: ("operator", "mixed_weights"),
+    ReplicaState.DRAINING: ("leaving",),
+    ReplicaState.CORDONED: ("operator",),
+    ReplicaState.SUSPECT: ("stalled",),
+    ReplicaState.ASLEEP: ("ordered", "waking"),
+}
+
+
+def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
+    """The first of what ``explain_state`` says of a replica in this state, as one of
+    ``CAUSES``; looks at no other replica."""
+    match known:
+        case ReplicaState.LOST:
+            return "left_transfer" if replica.suspicion else "silent"
+        case ReplicaState.QUARANTINED:
+            return "operator" if state.is_quarantined(replica.replica_id) else "mixed_weights"
+        case ReplicaState.ASLEEP:
+            return "ordered" if replica.replica_id in state.sleeps else "waking"
+        case ReplicaState.PENDING_WEIGHTS:
+            if lacks(state, replica):
+                return "versions_missing"
+            return "other_base" if doubt(state, replica) else "not_open"
+    (only,) = CAUSES[known]
+    return only
+
+
+def _closed(replica: Replica) -> str:
+    """Why it does not answer requests; empty where it is open."""
+    if replica.is_open:
+        return ""
+    said = f", it said last: {replica.refusing}" if replica.refusing else ""
+    return f"it has not said yet that it takes requests{said}"
+
+
+def _sleep(state: PoolState, replica: Replica) -> str:
+    """Why it sleeps, or is about to; empty where it is awake."""
+    if not is_asleep(state, replica):
+        return ""
+    order = state.sleeps.get(replica.replica_id)
+    if order is None:
+        return "it is being woken"
+    whose = f"for trainer {order.trainer_id}" if order.trainer_id else "by an operator"
+    said = replica.asleep
+    if said is not None and said.weights_awake:
+        return f"{whose}, its weights awake"
+    return (
+        whose if said is not None and order.confirmed else f"{whose}, once its requests have ended"
+    )
+
+
+def _by_operator(order: OutOfService) -> str:
+    return f"by an operator{': ' if order.reason else ''}{order.reason}"
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _missing(state: PoolState, replica: Replica) -> str:
+    """What it lacks and what is done about it; empty when it lacks nothing."""
+    lacking = lacks(state, replica)
+    if not lacking:
+        return ""
+    groups: dict[str, list[str]] = {}
+    for name in lacking:
+        text = outlook(state, replica, PolicyVersion.parse(name))
+        groups.setdefault(text, []).append(name)
+    reason = "; ".join(f"lacks {', '.join(names)}{text}" for text, names in groups.items())
+    if replica.commit_failure:
+        reason += f" ({replica.commit_failure})"
+    return reason
+
+
+# -- who may be sent requests -----------------------------------------------
+
+
+def routes(state: PoolState) -> list[Replica]:
+    """The replicas to route to, by id; O(replicas)."""
+    return sorted(
+        (replica for replica in state.replicas.values() if is_listed(replica)),
+        key=lambda replica: replica.replica_id,
+    )
+
+
+def is_listed(replica: Replica) -> bool:
+    """Whether requests may be sent to a replica."""
+    return seen(replica) is not None
+
+
+def seen(replica: Replica | None) -> tuple[str, str, str, VersionVector] | None:
+    """What a reader of the routes sees of a replica; None where it is not listed."""
+    if replica is None or not replica.routed or not replica.http_url:
+        return None
+    return replica.http_url, replica.address, replica.model_name, replica.vector
+
+
+# -- who is brought weights --------------------------------------------------
+
+
+def eligible_targets(state: PoolState) -> list[Replica]:
+    """The eligible targets of any push, by id."""
+    return [r for r in base_targets(state) if not r.dirty_reason]
+
+
+def base_targets(state: PoolState) -> list[Replica]:
+    """The eligible targets of a base, by id: also the quarantined ones that it would repair."""
+    return sorted(
+        (
+            r
+            for r in state.replicas.values()
+            if not r.lost and not r.suspicion and takes_weights(state, r)
+        ),
+        key=lambda r: r.replica_id,
+    )
+
+
+def shared_backends(replicas: Sequence[Replica]) -> list[str]:
+    """Side-group backends that all of these offer, in the first one's order."""
+    if not replicas:
+        return []
+    rest = [r.capabilities.backends for r in replicas[1:]]
+    return [b for b in replicas[0].capabilities.backends if all(b in theirs for theirs in rest)]
+
+
+def takes_weights(state: PoolState, replica: Replica) -> bool:
+    """Whether anything new is brought to a replica: not while it drains or is suspect, nor
+    while an operator quarantines it."""
+    is_free = replica.drain is None and replica.suspect is None
+    return is_free and not state.is_quarantined(replica.replica_id)
+
+
+def takes_clones(state: PoolState, replica: Replica) -> bool:
+    """Whether clones are brought to a replica: not while it is cordoned, either, or sleeps.
+    Pushes go to it all the same; one that is cordoned may switch to copies of its own."""
+    is_free = takes_weights(state, replica) and not is_asleep(state, replica)
+    return is_free and replica.replica_id not in state.out_of_service
+
+
+def is_asleep(state: PoolState, replica: Replica) -> bool:
+    """Whether a replica sleeps, or is to: nothing is routed to it, and nothing it lacks is
+    brought to it before it is awake, but by a push."""
+    return replica.replica_id in state.sleeps or is_unsettled(replica)
+
+
+def is_unsettled(replica: Replica) -> bool:
+    """Whether a replica sleeps, or has been told to sleep or wake and has not answered: what
+    a heartbeat says that was on its way meanwhile is not relied on."""
+    return replica.asleep is not None or replica.sleep_call_until > float("-inf")
+
+
+def is_ready(state: PoolState, replica: Replica) -> bool:
+    """Whether a replica serves everything that the pool serves."""
+    return replica.in_contact and not lacks(state, replica) and not doubt(state, replica)
+
+
+def is_joining(state: PoolState, replica: Replica) -> bool:
+    """Whether a replica in contact has still to catch up: it takes part in a push if it is
+    free, and no push waits for it.
+
+    By what was announced last where that says so: to compare all that a thousand replicas
+    serve would take longer than to begin a push.
+    """
+    if replica.announced is ReplicaState.READY:
+        return False
+    return bool(replica.dirty_reason or lacks(state, replica))
+
+
+def obeys_pins(state: PoolState, replica: Replica) -> bool:
+    """Whether a replica that is brought a base drops no copy that is pinned."""
+    return replica.pins_obeyed.issuperset(state.pinned_bases)
+
+
+# -- what a replica lacks ----------------------------------------------------
+
+
+def lacks(state: PoolState, replica: Replica) -> list[str]:
+    """What a replica must still serve to be ready, as ``policy@version``.
+
+    Between the commit point and its own switch it serves what it should. An order to
+    switch that was given before the pool was rolled back may still take it elsewhere,
+    and a clone that it loads in place mixes its weights, whatever it said that it serves.
+    What it has under a number of other bytes it is to drop first. Nor may a bare name
+    stand for a former version of what is lost.
+    """
+    lacking = state.vector.missing_from(replica.vector)
+    for name, number in state.lost.items():
+        policy, entry = state.policies.get(name), replica.vector.adapters.get(name)
+        stands_for = entry.alias if entry else 0
+        if policy is not None and state.is_lost(policy) and stands_for not in (0, number):
+            lacking.append(str(PolicyVersion(name, number)))
+    lacking += [str(v) for h in mistaken_adapters(replica) if str(v := h.version) not in lacking]
+    for transfer in state.transfers.values():
+        if transfer.replica_id and replica.replica_id in transfer.loading:
+            lacking = sorted({*lacking, str(transfer.policy_version)})
+        elif replica.replica_id in transfer.switching:
+            if not transfer.replica_id:  # what it brings is served as soon as it ends
+                lacking = [name for name in lacking if name != str(transfer.policy_version)]
+            else:
+                known = state.policies.get(transfer.policy)  # it may be forgotten meanwhile
+                served = known.served_version if known else 0
+                name = str(PolicyVersion(transfer.policy, served))
+                if known and served != transfer.served_before and name not in lacking:
+                    lacking = [*lacking, name]
+    return lacking
+
+
+def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
+    """What is to be brought to a replica, in order: the base, then each adapter's
+    versions from the oldest on, so that it is ready when it has them all. One whose
+    weights may be mixed gets a base before anything else; one that cannot load any gets none.
+    """
+    pool = state.vector
+    base = PolicyVersion(BASE_POLICY, pool.base)
+    if not takes_weights(state, replica) or is_asleep(state, replica):
+        return []
+    takes_base = bool(pool.base) and not replica.capabilities.base_refusal
+    if replica.dirty_reason:
+        return [base] if takes_base else []
+    takes_base &= BASE_POLICY not in state.in_question
+    found = [base] if takes_base and replica.vector.base != pool.base else []
+    return found + lacked_adapters(state, replica)
+
+
+def lacked_adapters(state: PoolState, replica: Replica) -> list[PolicyVersion]:
+    """List the kept adapter versions that a replica does not serve, each policy's from the
+    oldest on; whether it can be brought them now or not."""
+    pool, found = state.vector, list[PolicyVersion]()
+    if replica.vector == pool or not replica.capabilities.lora_enabled:
+        return found
+    for name, entry in sorted(pool.adapters.items()):
+        theirs = replica.vector.adapters.get(name, AdapterVersions())
+        kept = kept_versions(state.policies[name], state.settings)
+        missing = {v for v in entry.versions if v in kept and v not in theirs.versions}
+        if theirs.alias != entry.alias:
+            missing.add(entry.alias)
+        found += [PolicyVersion(name, version) for version in sorted(missing)]
+    return found
+
+
+def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
+    """What is being done about a version that a replica lacks, for people; empty
+    when it will be brought in a moment."""
+    for transfer in state.transfers.values():
+        if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
+            return f", which comes from {transfer.purpose.origin(replica, version)}"
+    if version.policy == BASE_POLICY and replica.capabilities.base_refusal:
+        return f", which it cannot load while it runs: {replica.capabilities.base_refusal}"
+    if is_asleep(state, replica):
+        return ", which it is brought when it is awake"
+    if version in state.copies and not takes_clones(state, replica):
+        return ", which it is sent when it is put back into service"
+    backoff = replica.backoffs.get(version)
+    if backoff:
+        return f", which could not be brought yet, it is tried again: {backoff.why}"
+    if version in (held.version for held in mistaken_adapters(replica)):
+        return ", for it has other bytes under that number, and drops them"
+    if version.policy in state.unrecorded_since or version.policy in state.in_question:
+        return f", until it is clear which versions of {version.policy} replicas hold"
+    if version not in state.copies:
+        return f", which no replica in contact holds: {who_publishes(state, version.policy)}"
+    return ""
+
+
+def who_publishes(state: PoolState, policy: str) -> str:
+    """Who brings back what nobody holds any more, for people."""
+    known = state.policies.get(policy)
+    if known is not None and known.lease is not None:
+        return f"its owner {known.lease.trainer_id} is asked to publish it again"
+    return f"nobody owns it now, push it again, or {_way_on(state, policy)}"
+
+
+def _way_on(state: PoolState, policy: str) -> str:
+    """The order by which a pool goes on without what nobody holds any more."""
+    known = state.policies.get(policy)
+    if policy == BASE_POLICY:
+        return "go back to what replicas were started with: weft rollback base --to 0"
+    if known is not None and (back := ways_back(state, known)):
+        return f"go back: weft rollback {policy} --to {back[-1]}"
+    return f"end it: weft forget {policy}"
+
+
+# -- whether its base@0 is the pool's ----------------------------------------
+
+_MAX_NAMED_FILES = 3
+_REMEDY = (
+    "start it from the same files, or push a base; if the pool's is the wrong one, stop all "
+    "replicas and bind it anew: weft base --rebind"
+)
+
+
+def doubt(state: PoolState, replica: Replica) -> str:
+    """Why a replica may not answer as base@0, for people; empty where it may, or where
+    base@0 is not what the pool and it serve. Cheap where it is compared already."""
+    if state.vector.base or replica.vector.base:
+        return ""
+    return difference(state, replica)
+
+
+def difference(state: PoolState, replica: Replica) -> str:
+    """How a replica's base@0 is not known to be the pool's; empty where it is, or where
+    there is nothing to compare."""
+    own, bound = replica.checkpoint, state.checkpoint
+    match own.state:
+        case CheckpointState.READING:
+            return "its checkpoint is being read, to compare its base@0 with the pool's"
+        case CheckpointState.DUMMY:
+            return (
+                "it was started with dummy weights, which are nobody's base@0: push a base, or "
+                "start it without --load-format dummy"
+            )
+        case CheckpointState.NOT_COMPARED:
+            return ""
+    if bound is None:
+        return ""
+    if own.digest != bound.digest:
+        return f"its base@0 is not the pool's: {_files(replica, bound)}; {_REMEDY}"
+    served = replica.capabilities
+    if served.base_dtype is not bound.base_dtype:
+        return (
+            f"it serves base@0 in {served.base_dtype.torch_name}, {bound.replica_id} bound it in "
+            f"{bound.base_dtype.torch_name}: start it with the same --dtype, or push a base"
+        )
+    if served.quantization != bound.quantization:
+        return (
+            f"it serves base@0 quantised by {served.quantization or 'nothing'}, "
+            f"{bound.replica_id} bound it quantised by {bound.quantization or 'nothing'}: start it "
+            "with the same --quantization, or push a base"
+        )
+    return ""
+
+
+def _files(replica: Replica, bound: BoundCheckpoint) -> str:
+    names = differing_files(replica.checkpoint, bound.files)
+    shown = ", ".join(names[:_MAX_NAMED_FILES]) or "files beyond those that are told"
+    more = len(names) - _MAX_NAMED_FILES
+    if more > 0:
+        shown += f" and {more} more"
+    return f"{shown} differ from those of {bound.replica_id}, which bound it"

@@ -1,0 +1,317 @@
+"""Sleep: replicas that share a GPU with a trainer give its memory back for a while.
+
+A trainer's order is a part of its lease of the base: when that ends, the replicas wake. An
+operator's stands until an operator wakes them. Orders are carried out by calls that are
+repeated until what a replica says of itself is what was ordered; of one that was restarted,
+too. A replica carries its sleep, so a coordinator that is restarted knows again.
+"""
+
+from __future__ import annotations
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import (
+    NotReadyError,
+    RequestConflictError,
+    TransferTimeoutError,
+    WeftError,
+    error_from_reason,
+)
+from weft_rl.contract.names import BASE_POLICY
+from weft_rl.contract.sleep import DISCARDS, SWITCH_SECONDS
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import CallSleep, CallWake, SleepAnswer
+from weft_rl.coordinator.decisions.replicas.drains import unknown_replica
+from weft_rl.coordinator.decisions.replicas.replica_state import is_unsettled
+from weft_rl.coordinator.decisions.state.pool import live_lease, require_lease
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.sleep import SleepOrder, SleepWait
+from weft_rl.coordinator.decisions.state.values import Failure
+
+#: Between two calls to a replica that does not do as it is told.
+RETRY_SECONDS = 2.0
+# Of the replicas that an error leaves asleep.
+_MAX_NAMED = 8
+# Nobody has refused anything: the call is made again.
+_TRANSIENT = {"PEER_GONE", "EPOCH_FENCED"}
+
+
+def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
+    """Put the replicas to sleep that share a GPU with the owner of the base's lease."""
+    state, token = change.state, event.fencing_token
+    try:
+        _, lease = require_lease(state, BASE_POLICY, token, change.now, event.session_id)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    names = sorted(
+        replica.replica_id
+        for replica in state.replicas.values()
+        if not replica.lost and not event.gpu_uuids.isdisjoint(replica.capabilities.gpu_uuids)
+    )
+    order = SleepOrder(
+        trainer_id=lease.trainer_id,
+        fencing_token=token,
+        level=event.level,
+        aborts=event.aborts,
+        seconds=event.seconds,
+    )
+    _sleep(change, event.ticket, names, order, event.answer_by)
+
+
+def sleep_replica(change: Change, event: events.SleepReplica) -> None:
+    """Put one replica to sleep, by an operator's order, which replaces a trainer's."""
+    if event.replica_id not in change.state.replicas:
+        change.refuse([event.ticket], unknown_replica(event.replica_id))
+        return
+    order = SleepOrder(trainer_id="", level=event.level, aborts=event.aborts, seconds=event.seconds)
+    _sleep(change, event.ticket, [event.replica_id], order, event.answer_by)
+
+
+def _sleep(
+    change: Change, ticket: int, names: list[str], order: SleepOrder, answer_by: float
+) -> None:
+    replicas = [change.state.replicas[name] for name in names]
+    unable = [replica for replica in replicas if not replica.capabilities.can_sleep]
+    if unable:
+        error = NotReadyError(
+            f"replica {unable[0].replica_id!r} cannot sleep: start it with --enable-sleep",
+            reason="SLEEP_DISABLED",
+            metadata={"member": unable[0].replica_id},
+        )
+        change.refuse([ticket], error)
+        return
+    stuck = [r for r in replicas if order.level == DISCARDS and r.capabilities.base_refusal]
+    if stuck:
+        error = NotReadyError(
+            f"replica {stuck[0].replica_id!r} cannot sleep at level {DISCARDS}, which discards its "
+            f"weights: none can be loaded into it, {stuck[0].capabilities.base_refusal}; take "
+            "level 1",
+            reason="SLEEP_DISABLED",
+            metadata={"member": stuck[0].replica_id},
+        )
+        change.refuse([ticket], error)
+        return
+    for replica in replicas:
+        known = change.state.sleeps.get(replica.replica_id)
+        if known is not None and not known.trainer_id and order.trainer_id:
+            continue  # an operator's stands
+        _put(change, replica.replica_id, order)
+        _call(change, change.state.replicas[replica.replica_id])
+    _wait(change, ticket, SleepWait(tuple(names), True, answer_by))
+
+
+def wake_rollouts(change: Change, event: events.WakeRollouts) -> None:
+    """Wake what the owner of the base's lease has put to sleep."""
+    try:
+        require_lease(change.state, BASE_POLICY, event.fencing_token, change.now, event.session_id)
+    except WeftError as error:
+        change.refuse([event.ticket], error)
+        return
+    _adopt_token(change)
+    names = sorted(
+        name
+        for name, order in change.state.sleeps.items()
+        if order.trainer_id and order.fencing_token == event.fencing_token
+    )
+    _wake(change, event.ticket, names, event.answer_by)
+
+
+def wake_replica(change: Change, event: events.WakeReplica) -> None:
+    """Wake one replica, whoever put it to sleep."""
+    if event.replica_id not in change.state.replicas:
+        change.refuse([event.ticket], unknown_replica(event.replica_id))
+        return
+    _wake(change, event.ticket, [event.replica_id], event.answer_by)
+
+
+def _wake(change: Change, ticket: int, names: list[str], answer_by: float) -> None:
+    for name in names:
+        _drop(change, name)
+        replica = change.state.replicas.get(name)
+        if replica is not None and is_unsettled(replica):
+            _call(change, replica)
+    _wait(change, ticket, SleepWait(tuple(names), False, answer_by))
+
+
+def adopt(change: Change, event: events.Register) -> None:
+    """Take the sleep for given that a replica carries since a former coordinator."""
+    state = change.state
+    known_here = event.last_coordinator_id == state.coordinator_id
+    if event.asleep is None or known_here or event.replica_id in state.sleeps:
+        return
+    trainer_id, level = event.asleep.trainer_id, event.asleep.level
+    until = change.now + state.settings.lease_seconds if trainer_id else float("inf")
+    order = SleepOrder(trainer_id=trainer_id, level=level, until=until, confirmed=True)
+    _put(change, event.replica_id, order)
+
+
+def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
+    """A replica sleeps, or says why not: then it is not asked again."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica is None or replica.incarnation != event.incarnation:
+        return
+    order = change.state.sleeps.get(event.replica_id)
+    if event.failure is None:
+        change.put_replica(replace(replica, asleep=event.asleep, sleep_call_until=float("-inf")))
+        if order is not None:
+            _put(change, event.replica_id, replace(order, confirmed=True))
+        return
+    if event.failure.reason in _TRANSIENT:
+        if order is not None:  # else it is being woken, by a call of its own
+            _call_again(change, replica)
+    else:
+        # Whether the call came too late or was refused: it is told to wake, to be sure.
+        change.put_replica(replace(replica, sleep_call_until=change.now))
+        _drop(change, event.replica_id)
+        _fail(change, event.replica_id, event.failure, asleep=True)
+
+
+def wake_answered(change: Change, event: events.WakeAnswered) -> None:
+    """A replica is awake, or says why not, and is called again. One that has no weights to wake
+    with is brought a base before it is routed to, like any whose weights may be mixed."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica is None or replica.incarnation != event.incarnation:
+        return
+    if event.failure is None:
+        replica = replace(replica, asleep=None, sleep_call_until=float("-inf"))
+        if event.dirty_reason:
+            replica = replace(replica, dirty_reason=event.dirty_reason, vector_set_at=change.now)
+        change.put_replica(replica)
+        return
+    _call_again(change, replica)
+    if event.failure.reason not in _TRANSIENT:
+        _fail(change, event.replica_id, event.failure, asleep=False)
+
+
+def watch(change: Change) -> None:
+    """End the orders of leases that have ended, and have replicas do what is ordered."""
+    _adopt_token(change)
+    base = change.state.policies.get(BASE_POLICY)
+    lease = live_lease(base, change.now) if base else None
+    token = lease.fencing_token if lease else 0
+    for name, order in list(change.state.sleeps.items()):
+        ended = order.fencing_token != token if order.fencing_token else change.now >= order.until
+        if (ended and order.trainer_id) or name not in change.state.replicas:
+            _drop(change, name)
+    for replica in list(change.state.replicas.values()):
+        due = change.now >= replica.sleep_call_until and not replica.lost
+        known = change.state.sleeps.get(replica.replica_id)
+        if known is None:
+            due = due and is_unsettled(replica)
+        else:
+            due = due and (not known.confirmed or replica.asleep is None)
+        if due:
+            _call(change, replica)
+
+
+def settle(change: Change) -> None:
+    """Answer the calls that wait, at the end of each step."""
+    for ticket, wait in list(change.state.sleep_waits.items()):
+        pending = [name for name in wait.replica_ids if _is_pending(change, name, wait)]
+        present = [n for n in wait.replica_ids if n in change.state.replicas]
+        undone = [n for n in present if wait.asleep is not (n in change.state.sleeps)]
+        if undone:
+            ordered = "wake" if wait.asleep else "sleep"
+            why = f"replica {undone[0]!r} was ordered to {ordered} meanwhile"
+            _refuse(change, ticket, wait, RequestConflictError(why))
+        elif not pending:
+            _end_wait(change, ticket)
+            change.reply(ticket, SleepAnswer(tuple(present)))
+        elif change.now >= wait.deadline:
+            for name in pending if wait.asleep else ():
+                _drop(change, name)
+            verb = "sleep" if wait.asleep else "are awake"
+            late = f"it was not known in time whether {', '.join(pending[:8])} {verb}"
+            error = TransferTimeoutError(late, metadata={"member": pending[0]})
+            _refuse(change, ticket, wait, error)
+
+
+def forget_caller(change: Change, ticket: int) -> bool:
+    """Whether a call that was cancelled is one that waits here; its orders stand."""
+    if ticket not in change.state.sleep_waits:
+        return False
+    _end_wait(change, ticket)
+    return True
+
+
+def _is_pending(change: Change, name: str, wait: SleepWait) -> bool:
+    replica, order = change.state.replicas.get(name), change.state.sleeps.get(name)
+    if replica is None or replica.lost:
+        return False
+    if wait.asleep:  # an order that is gone was ended meanwhile
+        return order is not None and not order.confirmed
+    return order is None and is_unsettled(replica)
+
+
+def _adopt_token(change: Change) -> None:
+    """Orders that replicas have told of are the lease's of the same trainer, if it has one."""
+    base = change.state.policies.get(BASE_POLICY)
+    lease = live_lease(base, change.now) if base else None
+    for name, order in list(change.state.sleeps.items()):
+        if lease and not order.fencing_token and order.trainer_id == lease.trainer_id:
+            _put(change, name, replace(order, fencing_token=lease.fencing_token))
+
+
+def _call(change: Change, replica: Replica) -> None:
+    """Have a replica do what is ordered now."""
+    name = replica.replica_id
+    order = change.state.sleeps.get(name)
+    where = (name, replica.incarnation, replica.address)
+    seconds = SWITCH_SECONDS + (order.seconds if order else 0.0)
+    change.put_replica(replace(replica, sleep_call_until=change.now + seconds))
+    if order is None:
+        change.emit(CallWake(*where, seconds))
+    else:
+        change.emit(
+            CallSleep(*where, order.trainer_id, order.level, order.aborts, order.seconds, seconds)
+        )
+
+
+def _call_again(change: Change, replica: Replica) -> None:
+    change.put_replica(replace(replica, sleep_call_until=change.now + RETRY_SECONDS))
+
+
+def _put(change: Change, name: str, order: SleepOrder) -> None:
+    change.touched.add(name)
+    change.state = replace(change.state, sleeps={**change.state.sleeps, name: order})
+
+
+def _drop(change: Change, name: str) -> None:
+    """End an order. A replica that is about to sleep by it is woken at the next look, not once
+    its call has ended."""
+    change.touched.add(name)
+    replica = change.state.replicas.get(name)
+    if replica is not None and replica.sleep_call_until > change.now:
+        change.put_replica(replace(replica, sleep_call_until=change.now))
+    sleeps = {known: order for known, order in change.state.sleeps.items() if known != name}
+    change.state = replace(change.state, sleeps=sleeps)
+
+
+def _wait(change: Change, ticket: int, wait: SleepWait) -> None:
+    change.state = replace(change.state, sleep_waits={**change.state.sleep_waits, ticket: wait})
+
+
+def _end_wait(change: Change, ticket: int) -> None:
+    waits = {known: wait for known, wait in change.state.sleep_waits.items() if known != ticket}
+    change.state = replace(change.state, sleep_waits=waits)
+
+
+def _fail(change: Change, name: str, failure: Failure, *, asleep: bool) -> None:
+    """Refuse the calls that wait for a replica which says that it cannot."""
+    for ticket, wait in list(change.state.sleep_waits.items()):
+        if wait.asleep is asleep and name in wait.replica_ids:
+            _refuse(change, ticket, wait, failure.error())
+
+
+def _refuse(change: Change, ticket: int, wait: SleepWait, error: WeftError) -> None:
+    """End a call that cannot be done for all of its replicas; names those that sleep, or are
+    about to, for they are left so."""
+    _end_wait(change, ticket)
+    left = [name for name in wait.replica_ids if wait.asleep and name in change.state.sleeps]
+    if left:
+        more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
+        names = ", ".join(left[:_MAX_NAMED]) + more
+        text = f"{error.message}; asleep until they are woken: {names}"
+        error = error_from_reason(error.reason, text, {**error.metadata, "asleep": names})
+    change.refuse([ticket], error)

@@ -1,0 +1,145 @@
+"""What the ranks of a transfer's group say of their work, and since when they owe it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft_rl.containers.frozen import replace
+
+
+class Activity(enum.IntEnum):
+    """Numbers are those of ``weft.v1.Activity``."""
+
+    FORMING = 1
+    ALLOCATING = 2
+    WAITING = 3
+    VERIFYING = 4
+    LOADING = 5
+    PACKING = 6
+    SENDING = 7
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank said last; see ``weft.v1.Progress``."""
+
+    transfer_id: str
+    activity: int
+    bucket: int = 0
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        match self.activity:
+            case Activity.FORMING:
+                return "forming the group"
+            case Activity.ALLOCATING:
+                return f"allocating {self.done} of {self.total} bytes"
+            case Activity.WAITING:
+                return f"waiting for bucket {self.bucket}"
+            case Activity.VERIFYING:
+                return f"verifying bucket {self.bucket}"
+            case Activity.LOADING:
+                return f"loading bucket {self.bucket}"
+            case Activity.PACKING:
+                return f"packing bucket {self.bucket}"
+            case Activity.SENDING:
+                return f"sending bucket {self.bucket}"
+        return "working"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a replica says that it carries out; see ``weft.v1.Work``."""
+
+    what: str
+    silence: float
+    """Seconds since it got on."""
+
+
+#: What every rank of a new group owes first.
+FIRST_STEP = "join the group"
+
+
+@dataclass(frozen=True)
+class Debt:
+    """The next step of a transfer, which waits for one rank."""
+
+    step: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One epoch of a transfer as its ranks tell it; times as in ``state``."""
+
+    heard_at: Mapping[int, float] = field(default_factory=dict)
+    """When each rank last said what it does, or verified a bucket."""
+    words: Mapping[int, Word] = field(default_factory=dict)
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Buckets, from the first, that a receiver has reported."""
+    debts: Mapping[int, Debt] = field(default_factory=dict)
+    held_up: Mapping[int, float] = field(default_factory=dict)
+    """For how many seconds a receiver, at work, was what all others waited for."""
+    looked_at: float = float("inf")
+    """When who holds the others up was noted last."""
+
+    def heard(
+        self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
+    ) -> Watch:
+        """This watch once these words and reports were heard."""
+        return replace(
+            self,
+            heard_at={**self.heard_at, **dict.fromkeys((*words, *num_verified), now)},
+            words={**self.words, **words},
+            num_verified={**self.num_verified, **num_verified},
+        )
+
+    def with_debts(self, steps: Mapping[int, str], now: float) -> Watch:
+        """This watch with what each rank owes now; a debt keeps its beginning."""
+        debts = {
+            rank: old if (old := self.debts.get(rank)) and old.step == step else Debt(step, now)
+            for rank, step in steps.items()
+        }
+        return self if debts == self.debts else replace(self, debts=debts)
+
+    def carried(self, ranks: Mapping[int, int], step: str, now: float) -> Watch:
+        """What a transfer's next epoch begins with: whoever was silent then has been so long
+        silent already, until it has done its first step.
+
+        Args:
+            ranks: The former rank of each new one.
+            step: What each owes first.
+        """
+        debts = {
+            rank: Debt(step, now - silence)
+            for rank, former in ranks.items()
+            if (silence := self.silence(former, now)) > 0
+        }
+        held_up = {r: self.held_up[old] for r, old in ranks.items() if old in self.held_up}
+        return Watch(debts=debts, held_up=held_up)
+
+    def with_holder(self, rank: int | None, now: float) -> Watch:
+        """This watch once a receiver holds the others up; None is nobody. The time since the
+        last look counts, a second at most: ticks are more frequent."""
+        if rank is None:
+            return self if self.looked_at == float("inf") else replace(self, looked_at=float("inf"))
+        seconds = self.held_up.get(rank, 0.0) + min(1.0, max(0.0, now - self.looked_at))
+        return replace(self, held_up={**self.held_up, rank: seconds}, looked_at=now)
+
+    def silence(self, rank: int, now: float) -> float:
+        """How long a rank has owed its step without a word; 0 if it owes nothing."""
+        debt = self.debts.get(rank)
+        return now - max(debt.since, self.heard_at.get(rank, debt.since)) if debt else 0.0
+
+    def forgiven(self, seconds: float) -> Watch:
+        """This watch as if so much time had not passed."""
+        return replace(
+            self,
+            heard_at={rank: at + seconds for rank, at in self.heard_at.items()},
+            debts={
+                rank: replace(debt, since=debt.since + seconds) for rank, debt in self.debts.items()
+            },
+        )

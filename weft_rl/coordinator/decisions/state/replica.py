@@ -1,0 +1,163 @@
+"""A replica as the coordinator knows it, as an immutable value; times as in ``state``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import Checkpoint, not_compared
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions.state.sleep import Asleep
+from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """A version that could not be brought to a replica, and is retried."""
+
+    count: int
+    retry_at: float
+    source: str
+    """Who was to send it last."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A replica hangs in a transfer, or in an order; it has not answered a probe since."""
+
+    why: str
+    probe_at: float
+    """When it may next be told to attend a probe."""
+    num_probes: int = 0
+    group_id: str = ""
+    """The newest probe's group."""
+    is_told: bool = False
+    """Whether it has taken the order to attend that."""
+
+
+@dataclass(frozen=True)
+class OutOfService:
+    """An operator's order that keeps a replica out of service; durable."""
+
+    state: ReplicaState
+    """CORDONED or QUARANTINED."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A replica leaves in good order, at ``deadline`` at the latest."""
+
+    deadline: float
+    reason: str
+
+
+#: Of a replica that says nothing of its checkpoint.
+NOT_TOLD = not_compared("it does not say what it was started with")
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica as last heard of."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    http_url: str
+    model_name: str
+    capabilities: Capabilities
+    vector: VersionVector
+    last_heard: float
+    adapter_used_bytes: int = 0
+    lost: bool = False
+    suspicion: str = ""
+    """Why it may be dead: a transfer lost it, and it was not heard of since."""
+    suspect: Suspicion | None = None
+    """Set while it takes no part in transfers, though its process is heard."""
+    work: str = ""
+    """What it said last that it carries out; empty where it said nothing."""
+    worked_at: float = float("-inf")
+    """When that was last seen to get on, by what it said; of late, by what it carried out last."""
+    dirty_reason: str = ""
+    """Why its engine may hold mixed weights: it stays out of service."""
+    commit_failure: str = ""
+    """Why it did not switch to a committed version."""
+    vector_set_at: float = float("-inf")
+    """When a CommitTransfer last told what it serves."""
+    retire_at: float = float("-inf")
+    """When it may next be asked to drop versions."""
+    announced: ReplicaState | None = None
+    """The state that watchers were told last."""
+    routed: bool = False
+    """Whether watchers of the routes see it."""
+    retained: tuple[int, ...] = ()
+    """Versions of the base that it holds a copy of, last used first."""
+    backoffs: Mapping[PolicyVersion, Backoff] = field(default_factory=dict)
+    """What could not be brought to it yet."""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    """Versions that lie in its spill directory."""
+    drain: Drain | None = None
+    """Set while it is to leave."""
+    pins_obeyed: frozenset[int] = frozenset()
+    """Versions of the base that it keeps copies of where it holds them."""
+    pinned_bytes: int = 0
+    """What those copies take up."""
+    unrecorded: frozenset[HeldVersion] = frozenset()
+    """What it holds and the catalog does not know; see ``adoption``."""
+    mistaken: frozenset[HeldVersion] = frozenset()
+    """What it holds under numbers of other bytes: not counted in ``vector``, ``retained``
+    and ``spilled``, and dropped."""
+    checkpoint: Checkpoint = NOT_TOLD
+    """What it was started with."""
+    refusing: str = ""
+    """Why it refuses new requests, as it said last; empty while it is open."""
+    order_number: int = 0
+    """The number of the order by which it said that."""
+    order_due: int = 0
+    """The number of the order that it must have heard before it counts as open."""
+
+    asleep: Asleep | None = None
+    """Set while it says that it sleeps."""
+    sleep_call_until: float = float("-inf")
+    """Until when it is not told again to sleep, or to wake; -inf once it has answered."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has said that it takes requests, and was ordered nothing else since."""
+        return not self.refusing and self.order_number >= self.order_due
+
+    def loads_in_place(self, kind: PolicyKind) -> bool:
+        """Whether it has no copy of what it received of such a policy before it switches."""
+        return kind is PolicyKind.BASE and self.capabilities.loads_in_place
+
+    def silence(self, since: float, now: float) -> float:
+        """How long nothing was heard of what it was told at ``since``, or has begun itself."""
+        return now - max(since, self.worked_at)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it was not heard for too long, or since a transfer lost it."""
+        return self.lost or bool(self.suspicion)
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether it is heard and its weights are whole; ``eligible_targets`` asks for more."""
+        return not self.is_away and not self.dirty_reason
+
+
+def holds(replica: Replica, version: PolicyVersion) -> bool:
+    """Whether a replica has a copy of a version's bytes in memory, to send or load."""
+    if version.policy == BASE_POLICY:
+        return version.version in replica.retained
+    return replica.vector.holds(version)
+
+
+def held_versions(replica: Replica) -> Iterator[PolicyVersion]:
+    """Every version that ``holds`` is true of."""
+    for number in replica.retained:
+        yield PolicyVersion(BASE_POLICY, number)
+    for name, entry in replica.vector.adapters.items():
+        for number in entry.versions:
+            yield PolicyVersion(name, number)

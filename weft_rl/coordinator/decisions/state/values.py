@@ -1,0 +1,173 @@
+"""What the coordinator's state is made of: kinds, states, and what the catalog records."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft_rl.contract.checkpoint import FileDigest
+from weft_rl.contract.errors import WeftError, error_from_reason
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.names import PolicyVersion
+
+
+class PolicyKind(enum.IntEnum):
+    """Numbers are those of ``weft.v1.PolicyKind``."""
+
+    BASE = 1
+    ADAPTER = 2
+
+
+class VersionState(enum.IntEnum):
+    """Numbers are those of ``weft.v1.VersionState``."""
+
+    STAGING = 1
+    COMMITTED = 2
+    ABORTED = 3
+    RETIRED = 4
+    FAILED = 5
+
+
+class ReplicaState(enum.IntEnum):
+    """Numbers are those of ``weft.v1.ReplicaState``."""
+
+    PENDING_WEIGHTS = 1
+    READY = 2
+    LOST = 3
+    QUARANTINED = 4
+    DRAINING = 5
+    CORDONED = 6
+    SUSPECT = 7
+    ASLEEP = 8
+
+
+class Phase(enum.IntEnum):
+    """Where a transfer stands; WAITING and FORMING are both FORMING on the wire."""
+
+    WAITING = 0
+    """Begun, without a version: for replicas, for preflight, or for its turn."""
+    FORMING = 1
+    STAGING = 2
+    COMMITTING = 3
+    COMMITTED = 4
+    ABORTED = 5
+
+
+@dataclass(frozen=True)
+class ContentDigest:
+    """A digest over all bytes of a version, as in ``weft.v1.ContentDigest``."""
+
+    algorithm: int
+    value: bytes
+    size_bytes: int
+
+
+def base_content(layout_digest: bytes, digest: ContentDigest) -> bytes:
+    """What tells the content of a pushed base from that of others: a content digest is one over
+    the tensors of its layout."""
+    return layout_digest + digest.value
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What an adapter is besides its tensors; ``config_digest`` is SHA-256 of the config."""
+
+    config_json: str
+    config_digest: bytes
+    base_fingerprint: str = ""
+    trained_on_base_version: int | None = None
+    """None where nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundCheckpoint:
+    """What base@0 is in this pool, and whose checkpoint bound it."""
+
+    digest: bytes
+    base_dtype: DataType
+    quantization: str
+    replica_id: str
+    files: tuple[FileDigest, ...] = ()
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """What a holder of a version tells the catalog of it."""
+
+    content_digest: ContentDigest
+    layout_digest: bytes
+    adapter: AdapterSpec | None
+
+
+@dataclass(frozen=True)
+class HeldVersion:
+    """A version whose bytes a replica says that it has; see ``weft.v1.HeldVersion``."""
+
+    version: PolicyVersion
+    digest: bytes
+    spilled: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something ended, as a value that an error can be made of."""
+
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def error(self) -> WeftError:
+        """The typed error to answer callers with."""
+        return error_from_reason(self.reason, self.message, dict(self.metadata))
+
+    @classmethod
+    def of(cls, error: WeftError) -> Failure:
+        """The value behind an error."""
+        return cls(error.reason, error.message, error.metadata)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A manifest and the sums that decisions need."""
+
+    manifest: Manifest | None = field(repr=False, compare=False)
+    """Not kept once a transfer has ended."""
+    digest: bytes
+    total_bytes: int
+    wire_bytes: int
+    num_buckets: int
+    """That are sent of it: its own, or the wire buckets of a send plan."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Layout:
+        """Sum once; O(buckets)."""
+        return cls(
+            manifest,
+            manifest.layout_digest,
+            manifest.total_bytes,
+            manifest.wire_bytes,
+            len(manifest.buckets),
+        )
+
+
+#: Of a transfer that moves no bytes.
+NOTHING = Layout(None, b"", 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """A version as the catalog holds it; times are seconds since 1970, 0 when not yet."""
+
+    version: PolicyVersion
+    state: VersionState
+    trainer_id: str
+    request_id: str
+    transfer_id: str
+    layout_digest: bytes
+    create_time: float
+    commit_time: float = 0.0
+    content_digest: ContentDigest | None = None
+    adapter: AdapterSpec | None = None
+    failure: Failure | None = None

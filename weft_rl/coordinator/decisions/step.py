@@ -1,0 +1,349 @@
+"""The coordinator's decisions: ``step(state, event, now) -> (state, effects)``.
+
+Pure: no clock, socket, thread or random number. ``now`` is in seconds of one
+monotonic clock. A race is a list of events in some order.
+"""
+
+from __future__ import annotations
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import (
+    LeaseFencedError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+)
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import Done, Effect, EventKind, RoutesChanged
+from weft_rl.coordinator.decisions.policies import leases, removal, retention
+from weft_rl.coordinator.decisions.purposes import begin, rollback
+from weft_rl.coordinator.decisions.recovery import adoption, catch_up, republish
+from weft_rl.coordinator.decisions.replicas import (
+    base_binding,
+    checkpoints,
+    drains,
+    membership,
+    out_of_service,
+    sleeps,
+    suspects,
+)
+from weft_rl.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    explain_state,
+    is_routable,
+    replica_state,
+    seen,
+)
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft_rl.coordinator.decisions.transfers import (
+    abort,
+    course,
+    discard,
+    preflight,
+    stalls,
+    turns,
+    unserved,
+)
+
+_EVENT_KINDS = {
+    ReplicaState.READY: EventKind.REPLICA_READY,
+    ReplicaState.PENDING_WEIGHTS: EventKind.REPLICA_PENDING,
+    ReplicaState.LOST: EventKind.REPLICA_LOST,
+    ReplicaState.QUARANTINED: EventKind.REPLICA_QUARANTINED,
+    ReplicaState.DRAINING: EventKind.REPLICA_DRAINING,
+    ReplicaState.CORDONED: EventKind.REPLICA_CORDONED,
+    ReplicaState.SUSPECT: EventKind.REPLICA_SUSPECT,
+    ReplicaState.ASLEEP: EventKind.REPLICA_ASLEEP,
+}
+
+
+def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, list[Effect]]:
+    """Decide what one event changes and what is to be done about it.
+
+    Args:
+        state: What was known.
+        event: What happened.
+        now: When, in monotonic seconds; never less than in a former call.
+
+    Returns:
+        What is known now, and the effects in order. Effects other than saves are
+        to be carried out only once the durable saves among them (and among those
+        of former steps) are on disk.
+    """
+    change = Change(state, now)
+    _apply(change, event)
+    if change.state.unserved:
+        unserved.decide(change)
+    if state.history is not change.state.history:
+        _schedule_after(change, state)
+    turns.end_unwanted(change)
+    turns.admit(change)
+    if isinstance(event, events.FitChecked):
+        preflight.forget_unanswered(change, event)
+    if change.touched_all or change.touched:
+        _announce_states(change)
+        _note_routes(state, change)
+    _answer_describers(change)
+    if change.state.sleep_waits:
+        sleeps.settle(change)
+    return change.state, change.effects
+
+
+def _apply(change: Change, event: events.Event) -> None:
+    match event:
+        case events.Tick():
+            membership.forgive_own_sleep(change)
+            membership.find_lost(change)
+            leases.expire_leases(change)
+            sleeps.watch(change)
+            stalls.watch(change)
+            course.watch_switching(change)
+            course.watch_deadlines(change)
+            suspects.watch(change)
+            suspects.probe(change)
+            discard.repeat_discards(change)
+            if change.now >= change.state.retire_at:
+                retention.retire(change)
+            adoption.watch(change)
+            catch_up.schedule(change)
+            republish.watch(change)
+            checkpoints.watch(change)
+        case events.CallerGone():
+            _forget_caller(change, event.ticket)
+        case events.AcquirePolicy():
+            leases.acquire(change, event)
+        case events.RenewLease():
+            leases.renew(change, event)
+        case events.ReleasePolicy():
+            leases.release(change, event)
+        case events.DescribeTarget():
+            tickets = {**change.state.target_tickets, event.ticket: event.deadline}
+            change.state = replace(change.state, target_tickets=tickets)
+        case events.BeginTransfer():
+            begin.begin(change, event)
+        case events.AwaitTransfer():
+            _await_transfer(change, event)
+        case events.AbortTransfer():
+            _abort_transfer(change, event)
+        case events.Register():
+            membership.register(change, event)
+        case events.ReportCheckpoint():
+            checkpoints.report(change, event)
+        case events.Heartbeat():
+            membership.heartbeat(change, event)
+        case events.Leave():
+            membership.leave(change, event)
+        case events.ReferenceKnown():
+            if event.fingerprint == change.state.fingerprint:
+                change.state = replace(change.state, reference_known=True)
+        case events.FitChecked():
+            preflight.fit_checked(change, event)
+        case events.RankAttends():
+            course.rank_attends(change, event)
+            suspects.rank_attends(change, event)
+        case events.RankGone():
+            course.rank_gone(change, event)
+        case events.RanksHeard():
+            stalls.heard(change, event)
+        case events.RankPrepared():
+            course.rank_prepared(change, event)
+        case events.RankLoadDue():
+            course.rank_load_due(change, event)
+        case events.RankStaged():
+            course.rank_staged(change, event)
+        case events.RankFailed():
+            course.rank_failed(change, event)
+        case events.JoinAnswered():
+            if not suspects.join_answered(change, event):
+                course.join_answered(change, event)
+        case events.LoadAnswered():
+            course.load_answered(change, event)
+        case events.CommitAnswered():
+            course.commit_answered(change, event)
+            if event.transfer_id in change.state.history:
+                retention.retire(change)
+        case events.RetireAnswered():
+            retention.retire_answered(change, event)
+        case events.DiscardAnswered():
+            discard.discard_answered(change, event)
+            unserved.discard_answered(change, event)
+        case events.LookedUp():
+            catch_up.looked_up(change, event)
+        case events.HeldDescribed():
+            adoption.described(change, event)
+        case events.Rollback():
+            rollback.ask(change, event)
+        case events.Pin():
+            retention.pin(change, event)
+        case events.RetireVersion():
+            retention.retire_version(change, event)
+        case events.SetRetention():
+            retention.set_retention(change, event)
+        case events.ForgetPolicy():
+            removal.forget(change, event)
+        case events.TakeOutOfService():
+            out_of_service.take_out(change, event)
+        case events.Uncordon():
+            out_of_service.uncordon(change, event)
+        case events.RefuseAnswered():
+            out_of_service.order_answered(change, event)
+        case events.DrainReplica():
+            drains.drain(change, event)
+        case events.SleepRollouts():
+            sleeps.sleep_rollouts(change, event)
+        case events.WakeRollouts():
+            sleeps.wake_rollouts(change, event)
+        case events.SleepReplica():
+            sleeps.sleep_replica(change, event)
+        case events.WakeReplica():
+            sleeps.wake_replica(change, event)
+        case events.SleepAnswered():
+            sleeps.sleep_answered(change, event)
+        case events.WakeAnswered():
+            sleeps.wake_answered(change, event)
+        case events.RebindBase():
+            base_binding.rebind(change, event)
+
+
+def _schedule_after(change: Change, before: PoolState) -> None:
+    """Schedule clones once a transfer has ended, before others take its replicas; after
+    clones, of which there may be many, not every time."""
+    ended = [t for name, t in change.state.history.items() if name not in before.history]
+    if change.now >= change.state.schedule_at or any(not t.replica_id for t in ended):
+        catch_up.schedule(change)
+
+
+def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
+    ended = change.state.history.get(event.transfer_id)
+    under_way = change.state.transfers.get(event.transfer_id)
+    if ended and ended.failure:
+        change.refuse([event.ticket], ended.failure.error())
+    elif ended:
+        change.reply(event.ticket, ended)
+    elif under_way:
+        tickets = (*under_way.await_tickets, event.ticket)
+        change.put_transfer(replace(under_way, await_tickets=tickets))
+    else:
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+
+
+def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
+    transfer = _named(change.state, event)
+    if transfer is None:
+        change.refuse([event.ticket], unknown_transfer(event.transfer_id or event.request_id))
+    elif not _owns(transfer, event):
+        error = not_its_owner(event.transfer_id, event.policy, event.fencing_token)
+        change.refuse([event.ticket], error)
+    elif transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
+        change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
+    else:
+        if transfer.uncommitted:
+            message = event.message or "no reason given"
+            failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
+            abort.abort(change, transfer, failure)
+        change.reply(event.ticket, Done())
+
+
+def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:
+    """The transfer that a trainer gives up, by its name or, of its own, by the request's."""
+    if event.transfer_id:
+        return state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
+    for known in (*state.transfers.values(), *state.history.values()):
+        if known.purpose.request_id == event.request_id and _owns(known, event):
+            return known
+    return None
+
+
+def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
+    """Whether it was begun under that token of that policy: each policy counts its own."""
+    given = (event.policy, event.fencing_token)
+    return given == (transfer.policy, transfer.purpose.fencing_token)
+
+
+def not_its_owner(transfer_id: str, policy: str, token: int) -> LeaseFencedError:
+    """The failure of giving up what is another's."""
+    return LeaseFencedError(
+        f"token {token} of policy {policy[:80]!r} does not own transfer {transfer_id[:80]!r}"
+    )
+
+
+def unknown_transfer(transfer_id: str) -> NotFoundError:
+    """The failure of a call that names no transfer we know of."""
+    return NotFoundError(f"no transfer {transfer_id[:80]!r} is known", reason="TRANSFER_UNKNOWN")
+
+
+def already_committed(version: str) -> NotReadyError:
+    """The failure of aborting too late."""
+    return NotReadyError(
+        f"{version} is committed and cannot be given up", reason="ALREADY_COMMITTED"
+    )
+
+
+def _forget_caller(change: Change, ticket: int) -> None:
+    """A cancelled wait; a transfer that nobody waits to begin is not begun."""
+    if sleeps.forget_caller(change, ticket):
+        return
+    if ticket in change.state.target_tickets:
+        tickets = {t: d for t, d in change.state.target_tickets.items() if t != ticket}
+        change.state = replace(change.state, target_tickets=tickets)
+        return
+    for transfer in change.state.transfers.values():
+        begins = tuple(t for t in transfer.begin_tickets if t != ticket)
+        awaits = tuple(t for t in transfer.await_tickets if t != ticket)
+        if transfer.phase is Phase.WAITING and transfer.begin_tickets and not begins:
+            change.drop_transfer(transfer.transfer_id)
+            return
+        if (begins, awaits) != (transfer.begin_tickets, transfer.await_tickets):
+            change.put_transfer(replace(transfer, begin_tickets=begins, await_tickets=awaits))
+            return
+
+
+def _announce_states(change: Change) -> None:
+    """Notify watchers of the replicas whose state changed."""
+    ids = list(change.state.replicas) if change.touched_all else sorted(change.touched)
+    for replica_id in ids:
+        replica = change.state.replicas.get(replica_id)
+        if replica is None:
+            continue
+        now_is = replica_state(change.state, replica)
+        routed = is_routable(change.state, replica)
+        if routed is not replica.routed:
+            replica = change.put_replica(replace(replica, routed=routed))
+        if now_is is not replica.announced:
+            why = explain_state(change.state, replica)[1]
+            change.put_replica(replace(replica, announced=now_is))
+            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
+
+
+def _note_routes(before: PoolState, change: Change) -> None:
+    """Notify readers of what a step changed; states must have been announced."""
+    touched = before.replicas.keys() | change.state.replicas.keys()
+    if not change.touched_all:
+        touched = touched & change.touched
+    changed = []
+    for replica_id in touched:
+        was, now_is = before.replicas.get(replica_id), change.state.replicas.get(replica_id)
+        if was is not now_is and seen(was) != seen(now_is):
+            changed.append(replica_id)
+    if changed:
+        change.emit(RoutesChanged(tuple(changed)))
+
+
+def _answer_describers(change: Change) -> None:
+    """Answer callers of DescribeTarget when there is something to describe."""
+    waiting = change.state.target_tickets
+    if not waiting:
+        return
+    if change.state.reference_known and base_targets(change.state):
+        for ticket in waiting:
+            change.reply(ticket, Done())
+        waiting = {}
+    else:
+        late = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]
+        why = "no replica is in contact that has described its base model"
+        change.refuse(late, PeerUnavailableError(why, reason="POOL_EMPTY"))
+        waiting = {t: d for t, d in waiting.items() if t not in late}
+    change.state = replace(change.state, target_tickets=waiting)

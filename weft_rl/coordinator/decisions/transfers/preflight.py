@@ -1,0 +1,287 @@
+"""May this version go to these replicas? Everything is asked before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.adapter import check_adapter
+from weft_rl.contract.capabilities import ONE_SIDED
+from weft_rl.contract.errors import (
+    BaseMismatchError,
+    CapacityError,
+    InvalidNameError,
+    NotReadyError,
+    UnsupportedError,
+    WeftError,
+)
+from weft_rl.contract.group import MAX_GROUP_SIZE
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import Reference, check_base
+from weft_rl.contract.names import BASE_POLICY, name_in_the_way
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects import CheckFit
+from weft_rl.coordinator.decisions.state.pool import FitKey, PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import AdapterSpec, Failure, PolicyKind
+
+#: Answers that are remembered: layouts x adapter configs x kinds of replicas.
+MAX_FITS = 4096
+
+
+def check_fit(
+    manifest: Manifest, adapter: AdapterSpec | None, reference: Reference, key: FitKey
+) -> Failure | None:
+    """Hold a layout against the base and a replica's capabilities; O(tensors)."""
+    metas = [slot.meta for slot in manifest.tensors]
+    try:
+        if adapter is None:
+            check_base(metas, reference)
+        else:
+            check_adapter(adapter.config_json, metas, reference, key.capabilities)
+    except WeftError as error:
+        return Failure.of(error)
+    return None
+
+
+def fit_key(transfer: Transfer, replica: Replica) -> FitKey:
+    """What the answer for this replica depends on."""
+    config_digest = transfer.adapter.config_digest if transfer.adapter else b""
+    return FitKey(transfer.layout.digest, config_digest, replica.capabilities)
+
+
+def fit_checked(change: Change, event: events.FitChecked) -> None:
+    """Remember an answer, and forget the oldest ones."""
+    fits = {**change.state.fits, event.key: event.failure}
+    while len(fits) > MAX_FITS:
+        del fits[next(iter(fits))]
+    change.state = replace(
+        change.state, fits=fits, fits_under_way=change.state.fits_under_way - {event.key}
+    )
+
+
+def forget_unanswered(change: Change, event: events.FitChecked) -> None:
+    """Do not remember a preflight that could not be carried out."""
+    if event.failure and event.failure.reason == "INTERNAL":
+        known = {key: fit for key, fit in change.state.fits.items() if key != event.key}
+        change.state = replace(change.state, fits=known)
+
+
+def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> bool:
+    """Whether every answer is there and positive; asks for those that are not.
+
+    Raises:
+        WeftError: The first replica's refusal.
+    """
+    complete = True
+    for key in {fit_key(transfer, replica) for replica in replicas}:
+        if key in change.state.fits:
+            failure = change.state.fits[key]
+            if failure:
+                raise failure.error()
+            continue
+        complete = False
+        if key not in change.state.fits_under_way:
+            assert transfer.layout.manifest is not None
+            change.fit_under_way(key)
+            change.emit(CheckFit(key, transfer.layout.manifest, transfer.adapter))
+    return complete
+
+
+def check_names(state: PoolState, policy: str) -> None:
+    """Refuse an adapter whose name a replica's server has for something else; asked of all
+    that may serve it one day: one that is out of service comes back. O(replicas).
+
+    Raises:
+        InvalidNameError: Metadata names the replica and the name.
+    """
+    if policy == BASE_POLICY:
+        return
+    for replica in state.replicas.values():
+        name = name_in_the_way(policy, replica.capabilities.served_names)
+        if name and not replica.lost:
+            raise InvalidNameError(
+                f"replica {replica.replica_id!r} has the name {name!r} for its base model or for "
+                f"an adapter from a file: give the policy {policy!r} another name, or start the "
+                "replica with another --served-model-name or --lora-modules",
+                metadata={"replica": replica.replica_id, "name": name},
+            )
+
+
+def check_takes_bases(state: PoolState, policy: str) -> None:
+    """Refuse a base where a replica in contact cannot load any: the others would serve it, and
+    that one never again what the pool serves. O(replicas).
+
+    Raises:
+        UnsupportedError: Metadata names the replica.
+    """
+    if policy != BASE_POLICY:
+        return
+    for replica in state.replicas.values():
+        why = replica.capabilities.base_refusal
+        if why and not replica.lost:
+            raise UnsupportedError(
+                f"replica {replica.replica_id!r} cannot load a base while it runs: {why}. Push "
+                "adapters, which it serves, or stop it, if others can",
+                metadata={"replica": replica.replica_id},
+            )
+
+
+def without_room(
+    state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
+) -> dict[str, Failure]:
+    """The replicas that have no room for it now, and why (``STAGING_FULL``); cheap."""
+    need = transfer.layout.wire_bytes
+    full = {}
+    for replica in replicas:
+        capabilities = replica.capabilities
+        if replica.loads_in_place(transfer.kind):
+            continue
+        if transfer.kind is PolicyKind.BASE:
+            room = capabilities.staging_capacity_bytes - replica.pinned_bytes
+            what = "staging"
+        elif capabilities.lora_enabled:
+            room = capabilities.adapter_capacity_bytes - replica.adapter_used_bytes
+            what = "adapter"
+        else:
+            continue  # refused with LORA_DISABLED by check_fit
+        if need > room:
+            error = CapacityError(
+                f"replica {replica.replica_id!r} has {max(0, room)} bytes of {what} memory free, "
+                f"this push needs {need}{_way_out(state, transfer, replica)}",
+                metadata={"replica": replica.replica_id, "need_bytes": str(need)},
+            )
+            full[replica.replica_id] = Failure.of(error)
+    return full
+
+
+def check_group(
+    state: PoolState,
+    transfer: Transfer,
+    replicas: Iterable[Replica],
+    *,
+    check_finite: bool,
+    carries_runs: bool,
+) -> None:
+    """Refuse what these cannot take together: too many of them, a backend that one has not,
+    another base; cheap.
+
+    Args:
+        check_finite: Whether the sender gives up at the first value that is not finite.
+        carries_runs: Whether it fills the buckets in an order of its own.
+
+    Raises:
+        BaseMismatchError: The adapter names another base than the pool's.
+        NotReadyError: ``BACKEND_MISMATCH``.
+        CapacityError: ``GROUP_TOO_LARGE``.
+        UnsupportedError: What is sent is to be checked, and is loaded before it can be; or
+            it comes in an order that a replica does not take.
+    """
+    spec = transfer.adapter
+    if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
+        raise BaseMismatchError(
+            f"the adapter fits the base {spec.base_fingerprint[:12]}, the pool serves "
+            f"{state.fingerprint[:12]} ({state.architecture})",
+            metadata={
+                "pool_fingerprint": state.fingerprint,
+                "adapter_fingerprint": spec.base_fingerprint,
+            },
+        )
+    size = transfer.num_senders
+    lists_runs = carries_runs or transfer.send_plan is not None
+    for replica in replicas:
+        size += replica.capabilities.num_receivers
+        if size > MAX_GROUP_SIZE:
+            raise CapacityError(
+                f"the replicas in contact have more than {MAX_GROUP_SIZE - transfer.num_senders} "
+                "receivers, which is all that a side group holds beside its senders",
+                reason="GROUP_TOO_LARGE",
+            )
+        capabilities = replica.capabilities
+        if transfer.backend not in capabilities.backends:
+            raise NotReadyError(
+                f"replica {replica.replica_id!r} cannot use the side-group backend "
+                f"{transfer.backend!r}; it offers {', '.join(capabilities.backends)}",
+                reason="BACKEND_MISMATCH",
+                metadata={"replica": replica.replica_id},
+            )
+        if lists_runs and not capabilities.takes_runs:
+            raise _too_old(replica, carries_runs=carries_runs)
+        if transfer.backend == ONE_SIDED and capabilities.trial_name not in transfer.trial_names:
+            raise NotReadyError(
+                f"nobody has tried whether replica {replica.replica_id!r} can read the sender's "
+                "memory: it has come since",
+                reason="BACKEND_MISMATCH",
+                metadata={"replica": replica.replica_id},
+            )
+        if replica.loads_in_place(transfer.kind):
+            if check_finite:
+                raise _checked_too_late(replica)
+            if carries_runs:
+                raise _in_no_order(replica)
+
+
+def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | None:
+    """Why an adapter is refused that is to be served over the base it was trained on alone."""
+    base = state.vector.base
+    is_known = spec.trained_on_base_version is not None
+    if is_known and not state.is_other_base(spec.trained_on_base_version):
+        return None
+    trained_on = "?" if spec.trained_on_base_version is None else spec.trained_on_base_version
+    remedy = (
+        "say base_version="
+        if spec.trained_on_base_version is None
+        else "train on the newer base, or push with on_base_change='warn'"
+    )
+    return Failure(
+        "BASE_MISMATCH",
+        f"the adapter {policy!r} was trained on base@{trained_on}, the pool serves "
+        f"base@{base}: {remedy}",
+        {"trained_on_base_version": str(trained_on), "base_version": str(base)},
+    )
+
+
+def _checked_too_late(replica: Replica) -> UnsupportedError:
+    return UnsupportedError(
+        f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives, so a "
+        "NaN in a later bucket would leave it with mixed weights; check the model before the push "
+        "and push without check_finite, or start the replicas with --staging device or host",
+        metadata={"replica": replica.replica_id},
+    )
+
+
+def _too_old(replica: Replica, *, carries_runs: bool) -> UnsupportedError:
+    what = "tensors that come in an order of their own" if carries_runs else "several senders"
+    instead = "metadata=" if carries_runs else "max_senders=1"
+    return UnsupportedError(
+        f"replica {replica.replica_id!r} is too old for {what}: update it, or push with {instead}",
+        metadata={"replica": replica.replica_id},
+    )
+
+
+def _in_no_order(replica: Replica) -> UnsupportedError:
+    return UnsupportedError(
+        f"replica {replica.replica_id!r} loads a base in place as it arrives, so that a tensor "
+        "that turns out to be missing would leave it with mixed weights: say beforehand what "
+        "comes, and in which order (metadata=), or start the replicas with --staging device or "
+        "host",
+        metadata={"replica": replica.replica_id},
+    )
+
+
+def _way_out(state: PoolState, transfer: Transfer, replica: Replica) -> str:
+    """What holds the memory, and how it is let go of."""
+    if transfer.kind is PolicyKind.ADAPTER:
+        return (
+            ": end what is done with (weft forget POLICY), keep fewer versions (weft retain POLICY "
+            "N), or start it with a larger --adapter-memory-gib"
+        )
+    if not replica.pinned_bytes:
+        return ""
+    names = ", ".join(f"base@{v}" for v in state.pinned_bases if v in replica.retained)
+    return (
+        f": {replica.pinned_bytes} are held by {names or 'versions'} that are pinned; unpin, or "
+        "start it with a larger --staging-memory-gib"
+    )

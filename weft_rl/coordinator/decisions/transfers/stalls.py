@@ -1,0 +1,287 @@
+"""Stalls: a member that lives, owes the next step, and says nothing.
+
+A death shows as a broken stream or as silence of a whole process. A working thread that
+hangs shows as neither: its process keeps beating and its stream stays open. So each
+rank's working thread says what it does (``weft.v1.Progress``), and one that *owes* a step
+and is silent for ``Settings.stall_seconds`` is given up for its transfer, and is suspect
+(see suspects.py). Who owes what, and which message discharges it:
+
+====================  ===================================  =======================
+while                 who owes                             discharged by
+====================  ===================================  =======================
+the group forms       a rank that was told to join         Hello
+receivers prepare     a receiver that was told             Prepared
+bytes flow            a receiver that was sent more than   BucketVerified
+                      it has reported
+bytes flow            a receiver that has reported all     Staged
+bytes flow            a sender, if all have reported       a further bucket, Staged
+                      what it has sent
+it loads in place     a replica that was told to pause     LoadTransfer's answer
+it is committed       a replica that was told to switch    CommitTransfer's answer
+====================  ===================================  =======================
+
+The last two are done by the engine's thread, of which heartbeats tell that it gets on
+(``weft.v1.Work``); the others by a rank's own, which says so itself. Everybody else waits, and
+owes nothing: above all a receiver to which another one does not relay what it has got. Any word
+of the rank puts the end off; a rank that works may be slow until the push's deadline.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+
+from weft_rl.containers.frozen import replace
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.replicas import suspects
+from weft_rl.coordinator.decisions.replicas.replica_state import base_targets
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.progress import FIRST_STEP, Activity, Watch
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import Failure, Phase
+from weft_rl.coordinator.decisions.transfers import reform
+
+# Of a push's time, how long others wait for one receiver before it may be left behind.
+_SHARE_OF_ITS_TIME = 0.25
+
+
+def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
+    """The ranks that owe the next step, and that step for people."""
+    ranks = range(group.size)
+    if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
+        return {rank: FIRST_STEP for rank in ranks if rank not in group.attending}
+    if transfer.phase is Phase.FORMING:
+        prepared = transfer.attempt.prepared
+        return {rank: "get ready" for rank in group.receivers if rank not in prepared}
+    if transfer.phase is not Phase.STAGING:
+        return {}
+    return _owed_while_bytes_flow(transfer, group)
+
+
+def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
+    num_buckets, attempt = transfer.layout.num_buckets, transfer.attempt
+    words = attempt.watch.words
+    first = min(attempt.prepared.values(), default=0)
+    verified = {rank: attempt.watch.num_verified.get(rank, first) for rank in group.receivers}
+    least, most = min(verified.values()), max(verified.values())
+    # Each has handed over its own buckets below this.
+    num_sent = {r: max(words[r].bucket if r in words else 0, most) for r in group.senders}
+    num_sent.update((r, num_buckets) for r in group.senders if r in attempt.staged)
+    steps = {}
+    for rank, count in verified.items():
+        if rank in attempt.staged or group.member_name(rank) in attempt.pausing:
+            continue  # while its engine is told to pause generation, it can do nothing
+        if count >= num_buckets:
+            steps[rank] = "stage what it has"
+        elif count < num_sent[transfer.sender_of(count)]:
+            steps[rank] = f"verify bucket {count}"
+    for rank in group.senders:
+        if rank in attempt.staged:
+            continue
+        own = transfer.sent_by(rank)
+        nth = bisect_left(own, num_sent[rank])
+        if nth == len(own):
+            if least >= num_buckets:
+                steps[rank] = "end"
+        elif nth == 0 or least > own[nth - 1]:
+            steps[rank] = f"send bucket {own[nth]}"
+    return steps
+
+
+def stalled(transfer: Transfer, group: Group, now: float, seconds: float) -> list[int]:
+    """The ranks that have owed a step for so long without a word, ascending."""
+    watch = transfer.attempt.watch
+    return [r for r in range(group.size) if r in watch.debts and watch.silence(r, now) >= seconds]
+
+
+def heard(change: Change, event: events.RanksHeard) -> None:
+    """Ranks have said what they do, or have verified buckets."""
+    for transfer in change.state.transfers.values():
+        if transfer.group_id == event.group_id and transfer.uncommitted:
+            ours = ("", transfer.transfer_id)
+            words = {r: word for r, word in event.words.items() if word.transfer_id in ours}
+            verified = event.num_verified if event.transfer_id == transfer.transfer_id else {}
+            _watched(change, transfer, transfer.attempt.watch.heard(words, verified, change.now))
+            return
+
+
+def watch(change: Change) -> None:
+    """Give up the members that stall; with each tick."""
+    for transfer in list(change.state.transfers.values()):
+        if transfer.phase not in (Phase.FORMING, Phase.STAGING):
+            continue
+        group = change.state.groups[transfer.group_id]
+        if not transfer.taken_up and _has_come(transfer, group):
+            transfer = change.put_transfer(replace(transfer, taken_up=True))
+        seen = transfer.attempt.watch.with_debts(owed_steps(transfer, group), change.now)
+        seen = seen.with_holder(_holder(seen, group), change.now)
+        if seen is not transfer.attempt.watch:
+            transfer = _watched(change, transfer, seen)
+        if not transfer.attempt.accusations:  # else somebody is about to be found dead
+            _give_up(change, transfer, group)
+            if change.state.transfers.get(transfer.transfer_id) is transfer:
+                _leave_behind(change, transfer, group)
+
+
+def _has_come(transfer: Transfer, group: Group) -> bool:
+    """Whether a sender is at work for a transfer: where its group is that of the former one, it
+    attends in any case."""
+    is_own = group.group_id.startswith(transfer.ids.group_id)
+    words = transfer.attempt.watch.words
+    return any(
+        (is_own and rank in group.attending)
+        or (rank in words and words[rank].transfer_id == transfer.transfer_id)
+        for rank in group.senders
+    )
+
+
+def _holder(watch: Watch, group: Group) -> int | None:
+    """The receiver that all others wait for now. Of several the first that is at work: behind
+    one that relays to it, another waits for bytes. Nobody where a sender owes a step, too."""
+    owing = [rank for rank in group.receivers if rank in watch.debts]
+    is_a_sender = any(rank in watch.debts for rank in group.senders)
+    if is_a_sender or not owing or len(owing) == group.num_receivers:
+        return None
+    words = watch.words
+    at_work = [r for r in owing if r in words and words[r].activity != Activity.WAITING]
+    return (at_work or owing)[0]
+
+
+def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
+    """Lose a member that holds the others up for long, where the transfer would not end in its
+    time because of it, and goes on without it."""
+    watch, seconds = transfer.attempt.watch, transfer.deadline - transfer.begin_at
+    for rank, held_up in watch.held_up.items():
+        name = group.member_name(rank)
+        is_long = held_up >= seconds * _SHARE_OF_ITS_TIME and rank in watch.debts
+        if not is_long or not _would_be_late(transfer, group, change.now):
+            continue
+        is_free = not transfer.purpose.requires(name)
+        if is_free and transfer.purpose.may_continue(transfer, group, {name}):
+            why = (
+                f"{name} cannot keep up: the others waited {held_up:.0f} s for it, and the push "
+                f"would not end in its time; it was to {watch.debts[rank].step}"
+            )
+            failure = Failure("TOO_SLOW", why, {"member": name})
+            reform.lose_replica(change, transfer, name, failure)
+            return
+
+
+def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:
+    """Whether a transfer would end after its deadline, if it went on at the pace so far."""
+    if transfer.phase is not Phase.STAGING:
+        return True
+    num_verified = transfer.attempt.watch.num_verified
+    least = min(num_verified.get(rank, 0) for rank in group.receivers)
+    # The bucket that it is at is taken for done, and what follows the last one for another.
+    share = (least + 1) / (transfer.layout.num_buckets + 1)
+    return now - transfer.start_at > share * (transfer.deadline - transfer.start_at)
+
+
+def forgive(change: Change, seconds: float) -> None:
+    """The coordinator itself was stopped for so long: silence meanwhile says nothing."""
+    for transfer in list(change.state.transfers.values()):
+        if transfer.attempt.watch != Watch():
+            _watched(change, transfer, transfer.attempt.watch.forgiven(seconds))
+
+
+def _watched(change: Change, transfer: Transfer, watch: Watch) -> Transfer:
+    attempt = replace(transfer.attempt, watch=watch)
+    return change.put_transfer(replace(transfer, attempt=attempt))
+
+
+def order_not_taken(change: Change, transfer: Transfer, replica_id: str, why: str) -> None:
+    """A replica's process answers, but did not take an order in time: its worker hangs."""
+    failure = _failure(replica_id, f"its workers did not take the order to join: {why}")
+    _lose(change, transfer, {replica_id: failure})
+
+
+def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
+    settings = change.state.settings
+    ranks = stalled(transfer, group, change.now, settings.stall_seconds)
+    sender = next((rank for rank in ranks if rank in group.senders), None)
+    if sender is not None:
+        what = _what(transfer, sender, change.now)
+        who = transfer.source or group.rank_name(sender)
+        failure = _failure(transfer.source or transfer.trainer_id, what, who)
+        transfer.purpose.on_sender_stalled(change, transfer, failure)
+        if transfer.transfer_id not in change.state.transfers:
+            return
+    lost = _that_do_not_pause(change, transfer) | {
+        name: _failure(name, _what(transfer, rank, change.now))
+        for rank in reversed(ranks)
+        if rank in group.receivers
+        for name in (group.member_name(rank),)
+    }
+    if lost := _spared(transfer, group, lost):
+        _lose(change, transfer, lost)
+
+
+def _that_do_not_pause(change: Change, transfer: Transfer) -> dict[str, Failure]:
+    seconds, found = change.state.settings.stall_seconds, {}
+    for name, since in transfer.attempt.pausing.items():
+        replica = change.state.replicas[name]
+        if replica.silence(since, change.now) >= seconds:
+            found[name] = silent(change, replica, "pause generation", since)
+    return found
+
+
+def silent(change: Change, replica: Replica, step: str, since: float) -> Failure:
+    """The failure of a replica that was told to do a step, and does not get on with it."""
+    silence = replica.silence(since, change.now)
+    said = f", and last said that it was at work ({replica.work})" if replica.work else ""
+    what = f"it was to {step} and has been silent for {silence:.1f} s{said}"
+    return _failure(replica.replica_id, what)
+
+
+def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> dict[str, Failure]:
+    """The members that may be given up. Where nobody would be left, members that load in place
+    are not: their weights are mixed, and may yet become whole until the deadline."""
+    is_anybody_left = any(member.replica_id not in lost for member in group.members)
+    if is_anybody_left:
+        return dict(lost)
+    return {name: why for name, why in lost.items() if name not in transfer.loading}
+
+
+def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
+    for name, failure in lost.items():
+        suspects.suspect(change, name, failure.message)
+    reform.lose_replicas(change, transfer, lost)
+
+
+def trainer_delays_others(change: Change, transfer: Transfer) -> bool:
+    """Whether a trainer that stalls is given up: it has had its time, and another
+    transfer waits for a replica that it occupies."""
+    watch = transfer.attempt.watch
+    silence = max(watch.silence(rank, change.now) for rank in range(transfer.num_senders))
+    if silence < change.state.settings.sender_stall_seconds:
+        return False
+    occupied = set(transfer.occupied)
+    return any(
+        not occupied.isdisjoint(_awaited(change.state, other))
+        for other in change.state.transfers.values()
+        if other.phase is Phase.WAITING
+    )
+
+
+def _awaited(state: PoolState, waiting: Transfer) -> Iterable[str]:
+    """The replicas that a transfer waits for its turn on."""
+    if waiting.replica_id:
+        return (waiting.replica_id, waiting.source)
+    return (replica.replica_id for replica in base_targets(state))
+
+
+def _what(transfer: Transfer, rank: int, now: float) -> str:
+    watch = transfer.attempt.watch
+    debt, word = watch.debts[rank], watch.words.get(rank)
+    silence = watch.silence(rank, now)
+    said = f", and last said that it was {word}" if word else ""
+    return f"it was to {debt.step} and has been silent for {silence:.1f} s{said}"
+
+
+def _failure(member: str, what: str, who: str = "") -> Failure:
+    why = f"{who or member} makes no progress: {what}"
+    return Failure("STALLED", why, {"member": member})

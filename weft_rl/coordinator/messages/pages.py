@@ -1,0 +1,109 @@
+"""Pages: as much of a list as one message may hold, whatever its entries hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.names import VersionVector
+from weft_rl.rpc.codec import vector_to_proto
+from weft_rl.v1 import types_pb2
+
+#: Of a list in one message. Messages may have 4 MiB; these stay far below, since whoever
+#: asks decodes them at once, and the coordinator makes them between two decisions.
+PAGE_BYTES: Final = 512 * 1024
+# The tag and the length of an entry.
+_ENTRY_BYTES = 6
+
+_Value = TypeVar("_Value")
+_Entry = TypeVar("_Entry", bound=Message)
+
+
+class Vectors:
+    """The distinct version vectors of one message, which its entries refer to.
+
+    Args:
+        most: Adapters that each lists; None for all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.messages: list[types_pb2.VersionVector] = []
+        self.num_bytes = 0
+        self._places: dict[object, int] = {}
+
+    def index(self, vector: VersionVector) -> int:
+        """Where a vector is in ``messages``; it is added if it is not there."""
+        place = self._places.setdefault(vector.key, len(self.messages))
+        if place == len(self.messages):
+            self.messages.append(vector_to_proto(vector, self._most))
+            self.num_bytes += self.messages[-1].ByteSize() + _ENTRY_BYTES
+        return place
+
+
+@dataclass(frozen=True)
+class Page(Generic[_Value, _Entry]):
+    """The entries of a message, and the last value among them if more follow."""
+
+    entries: list[_Entry]
+    last: _Value | None
+
+
+def cut(
+    values: Sequence[_Value],
+    make: Callable[[_Value], _Entry],
+    *,
+    max_bytes: int = PAGE_BYTES,
+    page_size: int = 0,
+    vectors: Vectors | None = None,
+) -> Page[_Value, _Entry]:
+    """The first page of ``values``: at least one entry, and no more bytes than may be.
+
+    Args:
+        make: The entry of a value.
+        page_size: At most so many entries; 0 for as many as there is room for.
+        vectors: Those that ``make`` refers to, which take up room, too.
+    """
+    entries: list[_Entry] = []
+    num_bytes = 0
+    for i, value in enumerate(values):
+        if page_size and i == page_size:
+            return Page(entries, values[i - 1])
+        entry = make(value)
+        num_bytes += entry.ByteSize() + _ENTRY_BYTES
+        if i and num_bytes + (vectors.num_bytes if vectors else 0) > max_bytes:
+            return Page(entries, values[i - 1])
+        entries.append(entry)
+    return Page(entries, None)
+
+
+def check_request(request: Any) -> None:
+    """Refuse what cannot ask for a page.
+
+    Raises:
+        InvalidRequestError: ``INVALID_PAGE``.
+    """
+    if request.page_size < 0:
+        raise InvalidRequestError("page_size is negative", reason="INVALID_PAGE")
+
+
+def invalid_token() -> InvalidRequestError:
+    """The failure of a token that no response told."""
+    return InvalidRequestError("page_token is not from a response", reason="INVALID_PAGE")
+
+
+def number_of(token: str) -> int | None:
+    """The number that a page token is; None where none is given.
+
+    Raises:
+        InvalidRequestError: ``INVALID_PAGE``.
+    """
+    if not token:
+        return None
+    if not (token.isascii() and token.isdigit()):
+        raise invalid_token()
+    return int(token)

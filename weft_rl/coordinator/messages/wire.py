@@ -1,0 +1,395 @@
+"""The coordinator's values as messages of ``weft.v1``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
+from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.effects import BeginAnswer
+from weft_rl.coordinator.decisions.recovery.republish import conflicts, publish_again_version
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.pool import (
+    Lease,
+    Policy,
+    PoolState,
+    TrainerProcess,
+    num_retained,
+)
+from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import (
+    AdapterSpec,
+    BoundCheckpoint,
+    ContentDigest,
+    HeldVersion,
+    Phase,
+    PolicyKind,
+    VersionFacts,
+    VersionRecord,
+    VersionState,
+)
+from weft_rl.coordinator.messages.pages import Vectors
+from weft_rl.rpc.checkpoint_codec import files_to_proto
+from weft_rl.rpc.codec import (
+    capabilities_to_proto,
+    dtype_to_proto,
+    duration_to_proto,
+    timestamp_to_proto,
+    vector_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
+from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, types_pb2
+
+# Of a name of a machine, and of what tells its runs apart.
+_MAX_PROCESS_CHARS = 128
+_LATEST_TIME = float(2**32)
+
+
+def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
+    """An adapter's description.
+
+    Raises:
+        InvalidAdapterError: Its config is too long.
+    """
+    config = message.config_json.encode()
+    if len(config) > MAX_CONFIG_BYTES:
+        raise InvalidAdapterError(f"the adapter config is longer than {MAX_CONFIG_BYTES} bytes")
+    return AdapterSpec(
+        message.config_json,
+        hashlib.sha256(config).digest(),
+        message.base_fingerprint,
+        message.trained_on_base_version if message.HasField("trained_on_base_version") else None,
+    )
+
+
+def adapter_to_proto(spec: AdapterSpec) -> types_pb2.AdapterSpec:
+    """An adapter's description."""
+    return types_pb2.AdapterSpec(
+        config_json=spec.config_json,
+        base_fingerprint=spec.base_fingerprint,
+        trained_on_base_version=spec.trained_on_base_version,
+    )
+
+
+def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
+    """A digest over content."""
+    return types_pb2.ContentDigest(
+        algorithm=types_pb2.DigestAlgorithm.ValueType(digest.algorithm),
+        value=digest.value,
+        size_bytes=digest.size_bytes,
+    )
+
+
+def digest_from_proto(message: types_pb2.ContentDigest) -> ContentDigest:
+    """A digest over content."""
+    return ContentDigest(int(message.algorithm), message.value, message.size_bytes)
+
+
+def held_to_proto(held: HeldVersion) -> types_pb2.HeldVersion:
+    """A version that a replica holds."""
+    return types_pb2.HeldVersion(
+        version=version_to_proto(held.version),
+        content_digest=held.digest,
+        spilled=held.spilled,
+    )
+
+
+def held_from_proto(message: types_pb2.HeldVersion) -> HeldVersion:
+    """A version that a replica holds."""
+    version = version_from_proto(message.version)
+    return HeldVersion(version, message.content_digest, message.spilled)
+
+
+def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
+    """What is recorded of a version.
+
+    Raises:
+        InvalidAdapterError: The adapter's config is too long.
+    """
+    return VersionFacts(
+        digest_from_proto(message.content_digest),
+        message.layout_digest,
+        adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
+    )
+
+
+def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
+    """A group as who has ``ranks`` of it must know it, with the tokens of those alone."""
+    token, *further = map(group.token_of, ranks)
+    return publish_pb2.GroupPlan(
+        group_id=group.group_id,
+        token=token,
+        further_tokens=further,
+        epoch=group.epoch,
+        rank=ranks[0],
+        size=group.size,
+        backend=group.backend,
+        num_senders=group.num_senders,
+    )
+
+
+def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
+    """The answer to BeginTransfer; without a group when the transfer has ended."""
+    return publish_pb2.BeginTransferResponse(
+        transfer_id=answer.transfer_id,
+        version=version_to_proto(answer.version),
+        group=group_to_proto(answer.group, answer.group.senders) if answer.group else None,
+        nonce=answer.nonce,
+        replica_ids=answer.replica_ids,
+    )
+
+
+def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:
+    """A lease with the time that is left to it."""
+    return publish_pb2.Lease(
+        policy=policy,
+        trainer_id=lease.trainer_id,
+        fencing_token=lease.fencing_token,
+        time_to_live=duration_to_proto(time_to_live),
+    )
+
+
+def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
+    """The process that asks for a lease.
+
+    Raises:
+        InvalidRequestError: Longer texts or another time than a process can have.
+    """
+    seconds = message.start_time.seconds + message.start_time.nanos / 1e9
+    if max(len(message.host), len(message.host_key)) > _MAX_PROCESS_CHARS or not (
+        0 <= seconds < _LATEST_TIME
+    ):
+        raise InvalidRequestError(
+            "a trainer's process has a host and a host_key of at most "
+            f"{_MAX_PROCESS_CHARS} characters, and a start_time between 1970 and 2106"
+        )
+    return TrainerProcess(message.host, message.host_key, message.pid, seconds)
+
+
+def transfer_to_proto(
+    transfer: Transfer, state: PoolState, now: float, num_verified: int
+) -> publish_pb2.Transfer:
+    """A transfer as seen from outside.
+
+    Args:
+        num_verified: Buckets that every receiver has verified, while it stages.
+    """
+    phase = max(transfer.phase, Phase.FORMING)
+    started, committed = transfer.start_at, transfer.commit_at
+    end = transfer.end_at or now
+    message = publish_pb2.Transfer(
+        transfer_id=transfer.transfer_id,
+        version=version_to_proto(transfer.policy_version),
+        trainer_id=transfer.trainer_id,
+        state=publish_pb2.TransferState.ValueType(int(phase)),
+        total_bytes=transfer.layout.total_bytes,
+        num_buckets=transfer.layout.num_buckets,
+        num_buckets_verified=transfer.layout.num_buckets if committed else num_verified,
+        replica_ids=transfer.targets,
+        begin_time=timestamp_to_proto(state.wall(transfer.begin_at)),
+        forming=duration_to_proto((started or end) - transfer.begin_at),
+        layout_digest=transfer.layout.digest,
+        layout_digest_hex=transfer.layout.digest.hex(),
+        epoch=transfer.epoch,
+        backend=transfer.backend,
+        backend_reason=transfer.backend_reason,
+        pause=duration_to_proto(transfer.pause_seconds),
+        lost_replica_ids=transfer.lost,
+        serving_replica_ids=sorted(transfer.served_by),
+        refusals=[
+            publish_pb2.TransferRefusal(
+                replica_id=replica_id, reason=failure.reason, message=failure.message
+            )
+            for replica_id, failure in sorted({**transfer.losses, **transfer.refusals}.items())
+        ],
+        served_over_base_version=transfer.purpose.served_over,
+        over_another_base=transfer.purpose.over_another_base,
+        purpose=publish_pb2.TransferPurpose.Value(
+            f"TRANSFER_PURPOSE_{transfer.purpose.name.upper()}"
+        ),
+    )
+    if started:
+        message.staging.CopyFrom(duration_to_proto((committed or end) - started))
+    if committed:
+        message.committing.CopyFrom(duration_to_proto(end - committed))
+    if transfer.content_digest:
+        message.content_digest.CopyFrom(digest_to_proto(transfer.content_digest))
+        message.content_digest_hex = transfer.content_digest.value.hex()
+    if transfer.failure:
+        message.failure_reason = transfer.failure.reason
+        message.failure_message = transfer.failure.message
+    return message
+
+
+def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2.Transfer:
+    """What the catalog still knows of a transfer that is forgotten otherwise, and who in
+    contact serves its version now; O(replicas)."""
+    committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
+    message = publish_pb2.Transfer(
+        transfer_id=record.transfer_id,
+        version=version_to_proto(record.version),
+        trainer_id=record.trainer_id,
+        state=(
+            publish_pb2.TRANSFER_STATE_COMMITTED
+            if committed
+            else publish_pb2.TRANSFER_STATE_ABORTED
+        ),
+        purpose=publish_pb2.TRANSFER_PURPOSE_PUSH,
+        begin_time=timestamp_to_proto(record.create_time),
+        layout_digest=record.layout_digest,
+        layout_digest_hex=record.layout_digest.hex(),
+        serving_replica_ids=sorted(
+            replica.replica_id
+            for replica in state.replicas.values()
+            if replica.in_contact and replica.vector.holds(record.version)
+        ),
+    )
+    if record.content_digest:
+        message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest_hex = record.content_digest.value.hex()
+        message.total_bytes = record.content_digest.size_bytes
+    if record.failure:
+        message.failure_reason = record.failure.reason
+        message.failure_message = record.failure.message
+    return message
+
+
+def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_pb2.Version:
+    """A version as recorded, and what it is served over now."""
+    message = inspect_pb2.Version(
+        version=version_to_proto(record.version),
+        state=inspect_pb2.VersionState.ValueType(int(record.state)),
+        trainer_id=record.trainer_id,
+        transfer_id=record.transfer_id,
+        layout_digest=record.layout_digest,
+        layout_digest_hex=record.layout_digest.hex(),
+        create_time=timestamp_to_proto(record.create_time),
+        trained_on_base_version=record.adapter.trained_on_base_version if record.adapter else None,
+    )
+    if record.adapter and record.state is VersionState.COMMITTED:
+        message.served_over_base_version = state.vector.base
+        message.over_another_base = state.is_over_another_base(record.version)
+    if record.content_digest:
+        message.content_digest.CopyFrom(digest_to_proto(record.content_digest))
+        message.content_digest_hex = record.content_digest.value.hex()
+    if record.failure:
+        message.failure_reason = record.failure.reason
+        message.failure_message = record.failure.message
+    if record.commit_time:
+        message.commit_time.CopyFrom(timestamp_to_proto(record.commit_time))
+    return message
+
+
+def replica_to_proto(
+    state: PoolState,
+    replica: Replica,
+    now: float,
+    vectors: Vectors | None = None,
+    most: int | None = None,
+) -> inspect_pb2.Replica:
+    """A replica, with its state and why it is so.
+
+    Args:
+        vectors: Where what it serves is put, if it is not said in the message itself.
+        most: Adapters that are said there.
+    """
+    where, why = explain_state(state, replica)
+    message = inspect_pb2.Replica(
+        replica_id=replica.replica_id,
+        state=inspect_pb2.ReplicaState.ValueType(int(where)),
+        state_reason=why,
+        address=replica.address,
+        http_url=replica.http_url,
+        capabilities=capabilities_to_proto(replica.capabilities),
+        version_vector=None if vectors else vector_to_proto(replica.vector, most),
+        version_vector_index=vectors.index(replica.vector) if vectors else None,
+        since_heartbeat=duration_to_proto(now - replica.last_heard),
+        model_name=replica.model_name,
+        adapter_used_bytes=replica.adapter_used_bytes,
+        retained_base_versions=replica.retained,
+        spilled_versions=map(version_to_proto, sorted(replica.spilled)),
+        checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),
+        checkpoint_digest=replica.checkpoint.digest,
+        checkpoint_reason=replica.checkpoint.reason,
+    )
+    if replica.drain:
+        message.drain.reason = replica.drain.reason
+        left = max(0.0, replica.drain.deadline - now)
+        message.drain.time_left.CopyFrom(duration_to_proto(left))
+    return message
+
+
+def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
+    """A replica that may be sent requests."""
+    return inspect_pb2.Route(
+        replica_id=replica.replica_id,
+        http_url=replica.http_url,
+        model_name=replica.model_name,
+        version_vector_index=vector_index,
+        address=replica.address,
+    )
+
+
+def out_of_service_to_proto(replica_id: str, order: OutOfService) -> inspect_pb2.OutOfServiceOrder:
+    """An operator's order."""
+    return inspect_pb2.OutOfServiceOrder(
+        replica_id=replica_id,
+        state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
+        reason=order.reason,
+    )
+
+
+def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.VersionConflict:
+    contents = state.conflicts[version]
+    return inspect_pb2.VersionConflict(
+        version=version.version,
+        contents=[
+            inspect_pb2.FoundContent(content_digest=digest, replica_ids=replica_ids)
+            for digest, replica_ids in contents.items()
+        ],
+    )
+
+
+def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
+    """What base@0 is."""
+    return inspect_pb2.BoundCheckpoint(
+        digest=bound.digest,
+        base_dtype=dtype_to_proto(bound.base_dtype),
+        quantization=bound.quantization,
+        replica_id=bound.replica_id,
+        files=files_to_proto(bound.files),
+    )
+
+
+def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2.Policy:
+    """A policy, its owner if there is one, and what is asked of it."""
+    message = inspect_pb2.Policy(
+        policy=policy.name,
+        kind=types_pb2.PolicyKind.ValueType(int(policy.kind)),
+        served_version=policy.served_version,
+        last_version=policy.last_version,
+        versions=policy.versions,
+        pinned_versions=policy.pinned,
+        publish_again_version=publish_again_version(state, policy.name),
+        conflicts=[
+            _conflict_to_proto(state, PolicyVersion(policy.name, number))
+            for number in conflicts(state, policy.name)
+        ],
+        trained_on_base_version=policy.trained_on.get(policy.served_version),
+        lost=state.is_lost(policy),
+        over_another_base=state.is_over_another_base(
+            PolicyVersion(policy.name, policy.served_version)
+        ),
+    )
+    if policy.kind is PolicyKind.ADAPTER:
+        message.num_retained = num_retained(policy, state.settings)
+        message.has_own_retention = bool(policy.retain)
+    lease = policy.lease
+    if lease and now < lease.expires_at:
+        message.lease.CopyFrom(lease_to_proto(policy.name, lease, lease.expires_at - now))
+    return message

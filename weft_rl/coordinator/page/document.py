@@ -1,0 +1,243 @@
+"""The JSON that the page draws: the pool as InspectService tells it, and its history.
+
+Whoever polls says with ``since`` what he has, and gets what has changed. It is answered on the
+HTTP server's thread, from what is replaced and never mutated. One answer looks at replicas and
+policies for ``LOOK_SECONDS`` each, has about ``MAX_BYTES``, and says whether there is more.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from http import HTTPStatus
+from itertools import islice
+from typing import Any, Final
+
+from weft_rl.containers.frozen import replace
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.recovery.republish import conflicts, publish_again_version
+from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.messages.overview import pool_to_proto
+from weft_rl.coordinator.messages.wire import policy_to_proto, replica_to_proto, transfer_to_proto
+from weft_rl.coordinator.page.entries import Entries, dumps
+from weft_rl.coordinator.page.history import (
+    MAX_TRANSFERS,
+    SHOWN_SECONDS,
+    History,
+    Mark,
+    PastTransfer,
+    without_names,
+)
+from weft_rl.coordinator.runtime.watchers import Feed
+from weft_rl.rpc.message_json import as_dict
+from weft_rl.telemetry.http_server import Request, Response
+from weft_rl.v1 import inspect_pb2
+
+#: A thousand replicas that all changed take some answers.
+LOOK_SECONDS: Final = 0.02
+MAX_BYTES: Final = 512 * 1024
+#: Those who ask with the same cursor within so long get the same answer, however many they are.
+SAME_ANSWER_SECONDS: Final = 0.25
+_MAX_ANSWERS: Final = 8
+#: Transfers under way that are shown.
+MAX_UNDER_WAY: Final = 50
+_CURSOR: Final = re.compile(r"([0-9a-f]{1,32})" + r"\.(\d{1,15})" * 4)
+
+Past = PastTransfer | Mark
+
+
+class Document:
+    """Makes the answers.
+
+    Args:
+        target: Where the coordinator's services are dialled.
+        state: The state as it is now, which is replaced and never mutated.
+        now: Monotonic seconds, as the state has them.
+        num_verified: Buckets that every receiver of a group has verified, of a transfer.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        feed: Feed,
+        target: str,
+        state: Callable[[], PoolState],
+        now: Callable[[], float],
+        num_verified: Callable[[str, str], int],
+    ) -> None:
+        self._history, self._feed, self._target = history, feed, target
+        self._state, self._now, self._num_verified = state, now, num_verified
+        self._made: dict[str, tuple[float, bytes]] = {}
+        self._replicas = Entries[Replica](self._seen_replica, self._replica, time.monotonic)
+        self._policies = Entries[Policy](self._seen_policy, self._policy, time.monotonic)
+
+    def __call__(self, request: Request) -> Response:
+        """The answer to ``GET /v1/pool.json[?since=CURSOR]``."""
+        cursor = request.query.removeprefix("since=")
+        known = _CURSOR.fullmatch(cursor)
+        if cursor and known is None:
+            return Response.of_text("ask with ?since=CURSOR, or nothing", HTTPStatus.BAD_REQUEST)
+        now = time.monotonic()
+        made_at, body = self._made.get(cursor, (float("-inf"), b""))
+        if now - made_at >= SAME_ANSWER_SECONDS:
+            body = self._answer(known).encode()
+            if len(self._made) >= _MAX_ANSWERS:
+                self._made.clear()
+            self._made[cursor] = (now, body)
+        return Response(body=body, content_type="application/json")
+
+    def _answer(self, known: re.Match[str] | None) -> str:
+        state, upto = self._state(), self._history.revision
+        is_more = [
+            self._replicas.look(state.replicas, LOOK_SECONDS),
+            self._policies.look(state.policies, LOOK_SECONDS),
+        ]
+        has = past, told, replicas, policies = self._known(state, known)
+        texts, members, reached = self._past(past, upto)
+        events = self._feed.since(told)
+        told = events[-1].revision if events else told
+        cursor = (reached, told, self._replicas.revision, self._policies.revision)
+        facts = {
+            "cursor": ".".join([state.coordinator_id, *map(str, cursor)]),
+            "is_new": not any(has),
+            "is_more": reached < upto or any(is_more),
+            "coordinator": self._target,
+            "history": {
+                "began": self._history.began_at,
+                "num_transfers": MAX_TRANSFERS,
+                "seconds": SHOWN_SECONDS,
+            },
+            "pool": as_dict(pool_to_proto(state, time.time())),
+            "num_replicas": len(state.replicas),
+            "rates": {backend: asdict(rate) for backend, rate in self._history.rates.items()},
+            "members": members,
+            "events": [{"revision": e.revision, **as_dict(e.message)} for e in events],
+            "under_way": [
+                self._under_way(transfer, state)
+                for transfer in islice(state.transfers.values(), MAX_UNDER_WAY)
+            ],
+            "gone_replicas": self._replicas.gone_since(replicas),
+            "gone_policies": self._policies.gone_since(policies),
+        }
+        lists = {
+            "replicas": self._replicas.since(replicas),
+            "policies": self._policies.since(policies),
+            **texts,
+        }
+        listed = ",".join(f'"{name}":[{",".join(entries)}]' for name, entries in lists.items())
+        return f"{dumps(facts)[:-1]},{listed}}}"
+
+    def _known(self, state: PoolState, cursor: re.Match[str] | None) -> tuple[int, ...]:
+        """Up to which revisions a reader has history, events, replicas and policies: none if he
+        read another coordinator, or missed too much of what is gone."""
+        if cursor is None or cursor[1] != state.coordinator_id:
+            return (0, 0, 0, 0)
+        known = tuple(map(int, cursor.groups()[1:]))
+        is_behind = known[2] < self._replicas.forgotten or known[3] < self._policies.forgotten
+        return (0, 0, 0, 0) if is_behind else known
+
+    # -- what is now -----------------------------------------------------------------
+    # What grows or shrinks with time alone is left out: an entry is sent when it changes.
+
+    def _replica(self, replica: Replica) -> inspect_pb2.Replica:
+        message = replica_to_proto(self._state(), replica, self._now())
+        message.ClearField("since_heartbeat")
+        if message.HasField("drain"):
+            message.drain.ClearField("time_left")
+        return message
+
+    def _policy(self, policy: Policy) -> inspect_pb2.Policy:
+        message = policy_to_proto(self._state(), policy, self._now())
+        if message.HasField("lease"):
+            message.lease.ClearField("time_to_live")
+        return message
+
+    def _seen_replica(self, replica: Replica) -> tuple[Replica, str]:
+        is_ready = replica.announced is ReplicaState.READY
+        why = "" if is_ready else explain_state(self._state(), replica)[1]
+        return replace(replica, last_heard=0.0), why
+
+    def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool, bool]:
+        state, lease = self._state(), policy.lease
+        is_held = lease is not None and self._now() < lease.expires_at
+        if lease is not None:
+            policy = replace(policy, lease=replace(lease, expires_at=0.0, num_renewals=0))
+        again = publish_again_version(state, policy.name)
+        is_lost = state.is_lost(policy)
+        served = PolicyVersion(policy.name, policy.served_version)
+        is_over_other = state.is_over_another_base(served)
+        unlike = list(conflicts(state, policy.name))
+        return policy, is_held, again, unlike, is_lost, is_over_other
+
+    def _under_way(self, transfer: Transfer, state: PoolState) -> dict[str, Any]:
+        verified = self._num_verified(transfer.group_id, transfer.transfer_id)
+        message = transfer_to_proto(without_names(transfer), state, self._now(), verified)
+        return {
+            "transfer": as_dict(message),
+            "backend": transfer.backend,
+            "waits_for": transfer.waits_for if not transfer.version else "",
+            "num_targets": len(transfer.targets),
+        }
+
+    # -- what was --------------------------------------------------------------------
+
+    def _past(
+        self, since: int, upto: int
+    ) -> tuple[dict[str, list[str]], dict[int, tuple[str, ...]], int]:
+        """The entries above one revision, the members that they name first, and how far it is:
+        oldest first, about ``MAX_BYTES``."""
+        history = self._history
+        marks = history.marks.since(since)
+        if not since:
+            marks = _shown([*history.older_marks.values(), *marks], self._state().wall(self._now()))
+        kinds: dict[str, Iterable[Past]] = {
+            "transfers": history.transfers.since(since),
+            "repairs": history.repairs.since(since),
+            "marks": marks,
+        }
+        found = sorted(
+            ((entry.revision, name, entry) for name, entries in kinds.items() for entry in entries),
+            key=lambda item: item[0],
+        )
+        texts: dict[str, list[str]] = {name: [] for name in kinds}
+        members: dict[int, tuple[str, ...]] = {}
+        num_bytes, reached = 0, since
+        for revision, name, entry in found:
+            if revision > upto:
+                break
+            if num_bytes > MAX_BYTES:
+                return texts, members, reached
+            text = dumps(_fields(entry))
+            texts[name].append(text)
+            num_bytes += len(text)
+            if isinstance(entry, PastTransfer):
+                for them in (entry.targets, entry.served_by):
+                    if them.revision > since and them.number not in members:
+                        members[them.number] = them.replica_ids
+                        num_bytes += sum(map(len, them.replica_ids)) + 3 * len(them.replica_ids)
+            reached = revision
+        return texts, members, upto
+
+
+def _shown(marks: list[Mark], now: float) -> list[Mark]:
+    """Those of the time that is shown, and of each replica the last before."""
+    before = {mark.replica_id: mark for mark in marks if mark.time < now - SHOWN_SECONDS}
+    return [*before.values(), *(m for m in marks if m.time >= now - SHOWN_SECONDS)]
+
+
+def _fields(entry: Past) -> dict[str, Any]:
+    """An entry as the page reads it: numbers are seconds, and seconds since 1970."""
+    if isinstance(entry, Mark):
+        return {**vars(entry)}
+    return {
+        **{name: value for name, value in vars(entry).items() if name != "message"},
+        "transfer": as_dict(entry.message),
+        "targets": entry.targets.number,
+        "served_by": entry.served_by.number,
+    }

@@ -1,0 +1,378 @@
+"""The durable catalog: which versions were ever assigned, and what became of them.
+
+SQLite in WAL mode with ``synchronous=FULL``, so that a transaction that has
+returned survives a power cut. One coordinator owns a catalog: its file is locked as
+long as it is open. All of it is checked at the start, and nothing is repaired. Writes
+come from one thread (the driver's), reads from another connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.effects import (
+    Save,
+    SaveAsStarted,
+    SaveCheckpoint,
+    SaveCommitted,
+    SaveEpoch,
+    SaveGeneration,
+    SaveNumberFloor,
+    SaveOutOfService,
+    SavePin,
+    SavePolicy,
+    SavePolicyDropped,
+    SavePool,
+    SaveRetired,
+    SaveVersion,
+)
+from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import (
+    BoundCheckpoint,
+    ContentDigest,
+    PolicyKind,
+    ReplicaState,
+    VersionRecord,
+    VersionState,
+    base_content,
+)
+from weft_rl.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
+from weft_rl.coordinator.runtime.catalog.file import CatalogFile
+from weft_rl.coordinator.runtime.catalog.schema import (
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    check,
+    connect,
+    create,
+)
+from weft_rl.coordinator.runtime.catalog.tables import (
+    AS_STARTED,
+    FORGOTTEN,
+    META,
+    PINS,
+    POLICIES,
+    VERSIONS,
+    WITHDRAWN,
+    Rows,
+    checkpoint_from_text,
+    checkpoint_to_text,
+    version_from_row,
+    version_to_row,
+)
+from weft_rl.coordinator.runtime.catalog.wal import find_dropped
+
+__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
+
+_log = logging.getLogger(__name__)
+
+#: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
+_NAMELESS: Final = ""
+_RESTARTED: Final = "the coordinator restarted while the push was under way"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a coordinator starts from."""
+
+    generation: int
+    epoch: int
+    fingerprint: str
+    architecture: str
+    number_floor: int
+    policies: tuple[Policy, ...]
+    out_of_service: Mapping[str, OutOfService]
+    checkpoint: BoundCheckpoint | None = None
+    token_floor: int = 0
+    base_contents: Mapping[int, bytes] = field(default_factory=dict)
+    as_started: frozenset[bytes] = frozenset()
+
+
+class Catalog:
+    """An open catalog; close it to let another coordinator have it."""
+
+    def __init__(self, file: CatalogFile) -> None:
+        self._file = file
+        self._write = connect(file.path)
+        self._rows = Rows(self._write)
+        self._read = self._write
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Catalog:
+        """Open or create a catalog, check all of it, and count a new generation; blocks for
+        a few fsyncs, and for 2 s of work per 100,000 versions.
+
+        Versions that were on their way become ABORTED: their bytes are gone.
+
+        Raises:
+            CatalogError: Another coordinator has it, it is something else, damaged, cannot
+                be written, or a newer Weft wrote it. Nothing was changed.
+        """
+        catalog: Catalog | None = None
+        try:
+            file = CatalogFile.take(path, create)
+        except sqlite3.Error as error:
+            raise from_sqlite(Path(path), error) from error
+        try:
+            _check_log(file.path)
+            catalog = cls(file)
+            check(catalog._write, file.path)
+            catalog._begin_generation()
+            catalog._read = connect(file.path)
+            file.watch_log()
+        except BaseException as error:
+            if catalog is not None:
+                catalog._write.close()
+            file.release()
+            if isinstance(error, sqlite3.Error):
+                raise from_sqlite(file.path, error) from error
+            if isinstance(error, UnicodeDecodeError):  # SQLite's own text about the schema
+                raise damaged(file.path, [STRUCTURE]) from error
+            raise
+        return catalog
+
+    def _begin_generation(self) -> None:
+        self._write.execute("PRAGMA journal_mode=WAL")
+        rows = self._rows
+        with _Transaction(self._write):
+            ((generation, *_),) = rows.select(META, {})
+            rows.change(META, {}, generation=generation + 1)
+            rows.change(
+                VERSIONS,
+                {"state": VersionState.STAGING},
+                state=VersionState.ABORTED,
+                failure_reason="TRANSFER_ABORTED",
+                failure_message=_RESTARTED,
+            )
+            # A base has one version; a restart can come before the older one is marked.
+            for served in [row[4] for row in rows.select(POLICIES, {"name": BASE_POLICY})]:
+                held = {"policy": BASE_POLICY, "state": VersionState.COMMITTED}
+                for version in [row[1] for row in rows.select(VERSIONS, held)]:
+                    if version != served:
+                        self._set_state(PolicyVersion(BASE_POLICY, version), VersionState.RETIRED)
+
+    def snapshot(self) -> Snapshot:
+        """What is known at the start."""
+        generation, epoch, fingerprint, architecture, number_floor, checkpoint = self._read.execute(
+            "SELECT generation, epoch, fingerprint, architecture, number_floor, base_checkpoint "
+            "FROM meta"
+        ).fetchone()
+        held: dict[str, list[int]] = {}
+        trained_on: dict[str, dict[int, int]] = {}
+        for name, version, base in self._read.execute(
+            "SELECT policy, version, adapter_trained_on FROM versions WHERE state=? "
+            "ORDER BY version",
+            (VersionState.COMMITTED,),
+        ):
+            held.setdefault(name, []).append(version)
+            if base is not None:
+                trained_on.setdefault(name, {})[version] = base
+        pins: dict[str, list[int]] = {}
+        for name, version in self._read.execute(
+            "SELECT policy, version FROM pins ORDER BY version"
+        ):
+            pins.setdefault(name, []).append(version)
+        forgotten = {name for (name,) in self._read.execute("SELECT name FROM forgotten")}
+        rows = self._read.execute(
+            "SELECT name, kind, last_version, fencing_token, served_version, retain "
+            "FROM policies ORDER BY name"
+        ).fetchall()
+        token_floor = max((row[3] for row in rows if row[0] == _NAMELESS), default=0)
+        policies = tuple(
+            Policy(
+                name,
+                PolicyKind(kind),
+                last,
+                token,
+                served,
+                tuple(held.get(name, ())),
+                pinned=tuple(pins.get(name, ())),
+                retain=retain,
+                trained_on=trained_on.get(name, {}),
+                forgotten=name in forgotten,
+            )
+            for name, kind, last, token, served, retain in rows
+            if name != _NAMELESS
+        )
+        out_of_service = {
+            replica_id: OutOfService(ReplicaState(number), reason)
+            for replica_id, number, reason in self._read.execute(
+                "SELECT replica_id, standing, reason FROM withdrawn ORDER BY replica_id"
+            )
+        }
+        return Snapshot(
+            generation,
+            epoch,
+            fingerprint,
+            architecture,
+            number_floor,
+            policies,
+            out_of_service,
+            checkpoint_from_text(checkpoint),
+            token_floor,
+            self._base_contents(),
+            frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
+        )
+
+    def _base_contents(self) -> dict[int, bytes]:
+        """The contents of the newest versions of the base that were ever served."""
+        rows = self._read.execute(
+            "SELECT version, layout_digest, digest_value FROM versions WHERE policy=? "
+            "AND state IN (?, ?) AND digest_value IS NOT NULL ORDER BY version DESC LIMIT ?",
+            (BASE_POLICY, VersionState.COMMITTED, VersionState.RETIRED, MAX_BASE_CONTENTS),
+        )
+        return {
+            version: base_content(layout, ContentDigest(0, value, 0))
+            for version, layout, value in rows
+        }
+
+    def apply(self, saves: Sequence[Save]) -> None:
+        """Write all of ``saves`` in one transaction; on disk when it returns.
+
+        Called by the writer thread alone.
+
+        Raises:
+            CatalogError: None of it was written, or it was written to a file that nobody will
+                find. Nothing more may be decided, for it could not be kept.
+        """
+        try:
+            with _Transaction(self._write):
+                for save in saves:
+                    self._apply_one(save)
+        except sqlite3.Error as error:
+            raise from_sqlite(self._file.path, error) from error
+        self._file.check()
+
+    def check(self) -> None:
+        """Make sure that the catalog is where it was opened; see ``CatalogFile.check``."""
+        self._file.check()
+
+    def _apply_one(self, save: Save) -> None:
+        rows = self._rows
+        match save:
+            case SavePool():
+                model = {"fingerprint": save.fingerprint, "architecture": save.architecture}
+                rows.change(META, {}, **model, base_checkpoint="")
+                rows.delete(AS_STARTED, {})
+            case SaveCheckpoint():
+                rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
+            case SaveAsStarted():
+                rows.put(AS_STARTED, (save.content,))
+            case SaveGeneration():
+                rows.change(META, {}, generation=save.generation)
+            case SaveNumberFloor():
+                rows.change(META, {}, number_floor=save.number_floor)
+            case SaveEpoch():
+                rows.change(META, {}, epoch=save.epoch)
+            case SavePolicy(policy=p):
+                numbers = (p.last_version, p.fencing_token, p.served_version, p.retain)
+                rows.put(POLICIES, (p.name, p.kind, *numbers))
+                if p.forgotten:
+                    rows.put(FORGOTTEN, (p.name,))
+                else:
+                    rows.delete(FORGOTTEN, {"name": p.name})
+            case SavePolicyDropped(name=name, token_floor=floor):
+                rows.delete(POLICIES, {"name": name})
+                rows.put(POLICIES, (_NAMELESS, PolicyKind.ADAPTER, 0, floor, 0, 0))
+            case SaveVersion():
+                rows.put(VERSIONS, version_to_row(save.record))
+            case SaveRetired(version=v):
+                self._set_state(v, VersionState.RETIRED)
+            case SaveCommitted(version=v):
+                self._set_state(v, VersionState.COMMITTED)
+            case SavePin(version=v, pinned=True):
+                rows.put(PINS, (v.policy, v.version))
+            case SavePin(version=v):
+                rows.delete(PINS, {"policy": v.policy, "version": v.version})
+            case SaveOutOfService(replica_id=name, order=None):
+                rows.delete(WITHDRAWN, {"replica_id": name})
+            case SaveOutOfService(replica_id=name, order=OutOfService() as order):
+                rows.put(WITHDRAWN, (name, order.state, order.reason))
+
+    def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
+        key = {"policy": version.policy, "version": version.version}
+        self._rows.change(VERSIONS, key, state=state)
+
+    def find_request(self, trainer_id: str, request_id: str) -> VersionRecord | None:
+        """The version that a trainer's request made, if any."""
+        return self._find("trainer_id=? AND request_id=?", (trainer_id, request_id))
+
+    def find_version(self, version: PolicyVersion) -> VersionRecord | None:
+        """A version's record."""
+        found = self.list_versions(version.policy, version.version + 1, 1)
+        return found[0] if found and found[0].version == version else None
+
+    def find_transfer(self, transfer_id: str) -> VersionRecord | None:
+        """The version that a transfer brought, if any."""
+        return self._find("transfer_id=?", (transfer_id,))
+
+    def _find(self, where: str, values: tuple[str, ...]) -> VersionRecord | None:
+        row = self._read.execute(f"SELECT * FROM versions WHERE {where}", values).fetchone()
+        return version_from_row(row) if row else None
+
+    def list_versions(self, policy: str, before: int, limit: int) -> list[VersionRecord]:
+        """Versions of a policy below ``before``, newest first."""
+        rows = self._read.execute(
+            "SELECT * FROM versions WHERE policy=? AND version<? ORDER BY version DESC LIMIT ?",
+            (policy, before, limit),
+        )
+        return [version_from_row(row) for row in rows]
+
+    def close(self) -> None:
+        """Close it and let go of the lock; the writer thread must be idle."""
+        self._read.close()
+        self._write.close()
+        self._file.release()
+
+
+def _check_log(path: Path) -> None:
+    """Raises:
+    CatalogError: Transactions would be lost that were answered.
+    """
+    dropped = find_dropped(path)
+    if not dropped.is_torn_end:
+        lost = (
+            "its header, so that all that was written last is lost"
+            if dropped.header
+            else f"the {dropped.transactions} transactions written last are lost"
+        )
+        raise damaged(path, [f"the log beside it ({path.name}-wal): {lost}"])
+    if dropped.transactions:
+        _log.warning(
+            "the last transaction in %s-wal is not whole and is dropped: a power cut while it was "
+            "written does that, and nobody was answered; without one, the disk is damaged, and "
+            "the newest version may be missing",
+            path,
+        )
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE, then COMMIT, or ROLLBACK when the body raises."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            try:
+                self._connection.execute("COMMIT")
+            except sqlite3.Error:
+                self._roll_back()
+                raise
+        else:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        """SQLite has rolled back already after some failures, as of a full disk."""
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")

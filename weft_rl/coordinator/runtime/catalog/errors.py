@@ -1,0 +1,87 @@
+"""Why a catalog cannot be used, each in one line: what is lost, and what to do."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from weft_rl.contract.errors import WeftError
+
+_NAMED: Final = 3
+#: What is damaged where SQLite cannot follow its own file.
+STRUCTURE: Final = "its structure, so that any version may be lost"
+
+
+class CatalogError(WeftError):
+    """The catalog cannot be used: ``NOT_A_CATALOG``, ``CATALOG_TOO_NEW``, ``CATALOG_LOCKED``,
+    ``CATALOG_LINKED``, ``CATALOG_DAMAGED``, ``CATALOG_GONE`` or ``CATALOG_UNWRITABLE``."""
+
+    status = "FAILED_PRECONDITION"
+    default_reason = "NOT_A_CATALOG"
+
+
+def in_use(path: Path) -> CatalogError:
+    """Another process has the catalog's lock."""
+    return CatalogError(
+        f"{path} is in use by another coordinator: stop that one, or give this one a catalog "
+        "of its own",
+        reason="CATALOG_LOCKED",
+    )
+
+
+def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
+    """Values or rows are lost; names the first few."""
+    more = len(problems) - _NAMED
+    shown = "; ".join(problems[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    return CatalogError(
+        f"the catalog {path} is damaged: {shown}. Nothing was repaired: put back a copy of it that "
+        "is whole, or move it away (with its -wal and -shm) to begin a new one, which loses the "
+        "history of versions",
+        reason="CATALOG_DAMAGED",
+        metadata={"num_problems": str(len(problems))},
+    )
+
+
+def gone(path: Path, *, is_replaced: bool) -> CatalogError:
+    """A file of the catalog was removed or replaced while it was in use."""
+    what = "is another file now" if is_replaced else "was removed"
+    return CatalogError(
+        f"{path} {what}, and the coordinator that had it open ends: what it would write is lost, "
+        "so it answers nothing more. Put the catalog back and start it again; without one, "
+        "replicas tell the next coordinator what they hold",
+        reason="CATALOG_GONE",
+    )
+
+
+def unwritable(path: Path, why: str) -> CatalogError:
+    """The catalog cannot be made, opened or written."""
+    return CatalogError(
+        f"the catalog {path} cannot be written: {why}. Nothing that was answered is lost: "
+        "mend this and start the coordinator again",
+        reason="CATALOG_UNWRITABLE",
+    )
+
+
+def from_sqlite(path: Path, error: sqlite3.Error) -> CatalogError:
+    """What SQLite's refusal means."""
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+        case sqlite3.SQLITE_NOTADB:
+            return CatalogError(
+                f"{path} is not a Weft catalog, or the first page of one that is damaged: put back "
+                "a copy that is whole, or give --catalog another path"
+            )
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return CatalogError(
+                f"{path} is locked by another program: end it (fuser names it) and start again",
+                reason="CATALOG_LOCKED",
+            )
+        case sqlite3.SQLITE_FULL:
+            return unwritable(path, "the disk is full")
+        case sqlite3.SQLITE_IOERR:
+            return unwritable(path, f"the disk is full, or fails ({error})")
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_ERROR:
+            return damaged(path, [f"{STRUCTURE} ({error})"])
+        case _:
+            return unwritable(path, str(error))

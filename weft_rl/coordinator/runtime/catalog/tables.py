@@ -1,0 +1,367 @@
+"""The catalog's tables: their rows as values, a checksum on each, and how many a table has.
+
+SQLite notices damage to its own structure, but not to a value, and not a row that is
+gone. So each row carries a checksum of its values, and ``counts`` how many rows each
+table has; both are written in the transaction that changes the row.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import sqlite3
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from weft_rl.contract.checkpoint import FileDigest
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state.values import (
+    AdapterSpec,
+    BoundCheckpoint,
+    ContentDigest,
+    Failure,
+    PolicyKind,
+    ReplicaState,
+    VersionRecord,
+    VersionState,
+)
+
+_CHECKSUM_BYTES: Final = 8
+_DOUBLE: Final = struct.Struct("<d")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table's columns, with the type that SQLite gives their values back in."""
+
+    name: str
+    columns: Mapping[str, type]
+    identity: tuple[str, ...]
+    """Columns that never change; no other row may have what is unique among them."""
+    row_is: str
+    """What a row tells, for people."""
+    kinds: Mapping[str, type[enum.IntEnum]] = field(default_factory=dict)
+    """Columns whose values are numbers of these."""
+
+    def values(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """What will be read back of a row that is written."""
+        kinds = zip(given, self.columns.values(), strict=True)
+        return tuple(None if value is None else kind(value) for value, kind in kinds)
+
+    def unknown(self, values: Sequence[Any]) -> str:
+        """The first column whose value cannot be, with the value; empty if there is none."""
+        for (name, kind), value in zip(self.columns.items(), values, strict=True):
+            known = self.kinds.get(name)
+            is_kind = value is None or isinstance(value, kind)
+            if not is_kind or (known and value not in [*known]):
+                return f"{name} {str(value)[:40]!r}"
+        return ""
+
+    def checksum(self, values: Sequence[Any]) -> bytes:
+        """A row's checksum: BLAKE2b over its table's name and every value, with type and length."""
+        parts = [self.name.encode()]
+        for value in values:
+            kind, data = _encode(value)
+            parts += kind, len(data).to_bytes(8, "little"), data
+        return hashlib.blake2b(b"".join(parts), digest_size=_CHECKSUM_BYTES).digest()
+
+    # Written with every push: made once.
+
+    @cached_property
+    def update_query(self) -> str:
+        """Takes a row with its checksum, then the row's identity."""
+        names, marks = self._row
+        return f"UPDATE {self.name} SET ({names})=({marks}){_where(self.identity)}"
+
+    @cached_property
+    def insert_query(self) -> str:
+        """Takes a row with its checksum."""
+        names, marks = self._row
+        return f"INSERT INTO {self.name} ({names}) VALUES ({marks})"
+
+    @property
+    def _row(self) -> tuple[str, str]:
+        columns = (*self.columns, "checksum")
+        return ",".join(columns), ",".join("?" * len(columns))
+
+
+def _encode(value: Any) -> tuple[bytes, bytes]:
+    kind = type(value)
+    if kind is str:
+        return b"s", value.encode(errors="surrogateescape")
+    if kind is int:
+        return b"i", b"%d" % value
+    if value is None:
+        return b"n", b""
+    if kind is float:
+        return b"f", _DOUBLE.pack(value)
+    return b"b", bytes(value)
+
+
+META: Final = Table(
+    "meta",
+    {
+        "generation": int,
+        "epoch": int,
+        "fingerprint": str,
+        "architecture": str,
+        "number_floor": int,
+        "base_checkpoint": str,
+    },
+    (),
+    "the generation, the epoch and the base model that the pool is bound to",
+)
+POLICIES: Final = Table(
+    "policies",
+    {
+        "name": str,
+        "kind": int,
+        "last_version": int,
+        "fencing_token": int,
+        "served_version": int,
+        "retain": int,
+    },
+    ("name",),
+    "the numbers that a policy has reached, and which version is served",
+    {"kind": PolicyKind},
+)
+VERSIONS: Final = Table(
+    "versions",
+    {
+        "policy": str,
+        "version": int,
+        "state": int,
+        "trainer_id": str,
+        "request_id": str,
+        "transfer_id": str,
+        "layout_digest": bytes,
+        "create_time": float,
+        "commit_time": float,
+        "digest_algorithm": int,
+        "digest_value": bytes,
+        "digest_size_bytes": int,
+        "adapter_config": str,
+        "adapter_config_digest": bytes,
+        "adapter_base": str,
+        "adapter_trained_on": int,
+        "failure_reason": str,
+        "failure_message": str,
+    },
+    ("policy", "version", "trainer_id", "request_id", "transfer_id"),
+    "what became of a version, and its digest",
+    {"state": VersionState},
+)
+PINS: Final = Table(
+    "pins", {"policy": str, "version": int}, ("policy", "version"), "that a version is pinned"
+)
+WITHDRAWN: Final = Table(
+    "withdrawn",
+    {"replica_id": str, "standing": int, "reason": str},
+    ("replica_id",),
+    "that a replica is kept out of service",
+    {"standing": ReplicaState},
+)
+FORGOTTEN: Final = Table("forgotten", {"name": str}, ("name",), "that a policy was forgotten")
+AS_STARTED: Final = Table(
+    "as_started", {"content": bytes}, ("content",), "that a pushed base holds the bytes of base@0"
+)
+TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN, AS_STARTED)
+
+#: Schema 4: what this file adds to each table that was there.
+COUNTS: Final = """
+CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
+""" + "".join(
+    f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
+    f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
+    for table in TABLES
+    if table not in (FORGOTTEN, AS_STARTED)
+)
+#: Schema 5.
+FORGOTTEN_POLICIES: Final = """
+CREATE TABLE forgotten (name TEXT PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
+INSERT INTO counts VALUES ('forgotten', 0);
+"""
+#: Schema 6.
+BASES_AS_STARTED: Final = """
+CREATE TABLE as_started (content BLOB PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
+INSERT INTO counts VALUES ('as_started', 0);
+"""
+
+
+class Rows:
+    """Reads and writes rows of ``TABLES`` through one connection; transactions are the
+    caller's."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._execute = connection.execute
+
+    def put(self, table: Table, given: Sequence[Any]) -> None:
+        """Write a row in place of the one with its identity, or as a new one.
+
+        Raises:
+            sqlite3.IntegrityError: Another row has what must be unique.
+        """
+        values = table.values(given)
+        row = (*values, table.checksum(values))
+        own = dict(zip(table.columns, values, strict=True))
+        identity = (own[name] for name in table.identity)
+        if not self._execute(table.update_query, (*row, *identity)).rowcount:
+            self._execute(table.insert_query, row)
+            self._count(table, 1)
+
+    def change(self, table: Table, where: Mapping[str, Any], **changes: Any) -> None:
+        """Change columns of every row that ``where`` fits."""
+        for row in self.select(table, where):
+            known = dict(zip(table.columns, row, strict=True))
+            self.put(table, [*{**known, **changes}.values()])
+
+    def delete(self, table: Table, where: Mapping[str, Any]) -> None:
+        """Delete every row that ``where`` fits."""
+        gone = self._execute(f"DELETE FROM {table.name}{_where(where)}", tuple(where.values()))
+        self._count(table, -gone.rowcount)
+
+    def select(self, table: Table, where: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Every row that ``where`` fits, without its checksum."""
+        names = ",".join(table.columns)
+        query = f"SELECT {names} FROM {table.name}{_where(where)}"
+        return self._execute(query, tuple(where.values())).fetchall()
+
+    def _count(self, table: Table, more: int) -> None:
+        if more:
+            query = "UPDATE counts SET num_rows = num_rows + ? WHERE name=?"
+            self._execute(query, (more, table.name))
+
+    def seal(self) -> None:
+        """Give every row its checksum and every table its count, as they are now."""
+        for table in TABLES:
+            count = 0
+            for rowid, _, *values in [*self._all(table, "x''")]:
+                query = f"UPDATE {table.name} SET checksum=? WHERE rowid=?"
+                self._execute(query, (table.checksum(values), rowid))
+                count += 1
+            self._execute("UPDATE counts SET num_rows=? WHERE name=?", (count, table.name))
+
+    def problems(self, *, sealed: bool) -> Iterator[str]:
+        """What cannot be right, for people.
+
+        Args:
+            sealed: Whether rows have checksums, and tables counts.
+        """
+        counts = {META.name: 1}
+        if sealed:
+            counts.update(self._execute("SELECT name, num_rows FROM counts").fetchall())
+        for table in TABLES:
+            count = 0
+            for _, checksum, *values in self._all(table, "checksum"):
+                count += 1
+                if sealed and checksum != table.checksum(values):
+                    yield f"{_shown(table, values)} ({table.row_is})"
+                elif unknown := table.unknown(values):
+                    yield f"{_shown(table, values)}, whose {unknown} means nothing"
+            if count != counts.get(table.name, -1 if sealed else count):
+                yield (
+                    f"{table.name} has {count} rows and was left with "
+                    f"{counts.get(table.name, 'no count')} (a row of it: {table.row_is})"
+                )
+
+    def _all(self, table: Table, checksum: str) -> Iterator[Sequence[Any]]:
+        names = ",".join(table.columns)
+        self._connection.text_factory = _text
+        try:
+            yield from self._execute(f"SELECT rowid,{checksum},{names} FROM {table.name}")
+        finally:
+            self._connection.text_factory = str
+
+
+def _text(data: bytes) -> str:
+    """Text that may be damaged."""
+    return data.decode(errors="surrogateescape")
+
+
+def _where(names: Iterable[str]) -> str:
+    wanted = " AND ".join(f"{name}=?" for name in names)
+    return f" WHERE {wanted}" if wanted else ""
+
+
+def _shown(table: Table, values: Sequence[Any]) -> str:
+    key = [str(value)[:80] for value in values[: min(2, len(table.identity))]]
+    return f"{table.name} {'@'.join(key)}".strip()
+
+
+def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
+    """A version's record as the values of its row, in the order of the columns."""
+    digest, adapter, failure = record.content_digest, record.adapter, record.failure
+    return (
+        record.version.policy,
+        record.version.version,
+        int(record.state),
+        record.trainer_id,
+        record.request_id,
+        record.transfer_id,
+        record.layout_digest,
+        record.create_time,
+        record.commit_time,
+        *((digest.algorithm, digest.value, digest.size_bytes) if digest else (None,) * 3),
+        *(
+            (
+                adapter.config_json,
+                adapter.config_digest,
+                adapter.base_fingerprint,
+                adapter.trained_on_base_version,
+            )
+            if adapter
+            else (None,) * 4
+        ),
+        *((failure.reason, failure.message) if failure else (None,) * 2),
+    )
+
+
+def version_from_row(row: Sequence[Any]) -> VersionRecord:
+    """The record that a row's values are of; what follows them is not looked at."""
+    return VersionRecord(
+        version=PolicyVersion(row[0], row[1]),
+        state=VersionState(row[2]),
+        trainer_id=row[3],
+        request_id=row[4],
+        transfer_id=row[5],
+        layout_digest=row[6],
+        create_time=row[7],
+        commit_time=row[8],
+        content_digest=ContentDigest(*row[9:12]) if row[9] is not None else None,
+        adapter=AdapterSpec(*row[12:16]) if row[12] is not None else None,
+        failure=Failure(row[16], row[17]) if row[16] is not None else None,
+    )
+
+
+def checkpoint_to_text(bound: BoundCheckpoint) -> str:
+    """What base@0 is, as the catalog holds it: JSON."""
+    return json.dumps(
+        {
+            "digest": bound.digest.hex(),
+            "base_dtype": int(bound.base_dtype),
+            "quantization": bound.quantization,
+            "replica_id": bound.replica_id,
+            "files": [(file.name, file.digest.hex()) for file in bound.files],
+        },
+        separators=(",", ":"),
+    )
+
+
+def checkpoint_from_text(text: str) -> BoundCheckpoint | None:
+    """What ``checkpoint_to_text`` wrote; None of nothing."""
+    if not text:
+        return None
+    known = json.loads(text)
+    return BoundCheckpoint(
+        digest=bytes.fromhex(known["digest"]),
+        base_dtype=DataType(known["base_dtype"]),
+        quantization=known["quantization"],
+        replica_id=known["replica_id"],
+        files=tuple(FileDigest(name, bytes.fromhex(digest)) for name, digest in known["files"]),
+    )

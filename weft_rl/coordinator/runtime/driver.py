@@ -1,0 +1,413 @@
+"""Carries out what ``step`` decides: one task, one order of events.
+
+A batch is whatever has been posted; its saves are written in one transaction by
+one writer thread, and only once they are on disk is anything else done about it:
+nobody ever learns of a decision that a crash could undo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.values import Failure
+from weft_rl.coordinator.decisions.step import step
+from weft_rl.coordinator.decisions.transfers.preflight import check_fit
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.runtime.live_groups import LiveGroups
+from weft_rl.coordinator.runtime.manifests import (
+    LayoutCache,
+    ReferenceCache,
+    describe_held,
+    look_up,
+)
+from weft_rl.coordinator.runtime.replica_client import ReplicaCaller, ReplicaReader
+from weft_rl.coordinator.runtime.watchers import Feed, RouteFeed
+from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
+from weft_rl.tracing import untraced
+
+_log = logging.getLogger(__name__)
+
+#: Events of every push beside its end, which is logged: watchers get them all the same.
+_DETAILS = frozenset(
+    {
+        EventKind.TRANSFER_BEGUN,
+        EventKind.TRANSFER_STAGED,
+        EventKind.CLONE_BEGUN,
+        EventKind.RESTORE_BEGUN,
+        EventKind.VERSION_RETIRED,
+    }
+)
+
+#: After which a write to the catalog is spoken of; it is waited for, however long it takes.
+SLOW_SAVE_SECONDS: Final = 10.0
+TICK_SECONDS: Final = 0.25
+#: Between two looks at whether the catalog's file is still there.
+LOOK_SECONDS: Final = 1.0
+#: Calls that may wait to be decided; more are refused. (Events of streams and of
+#: our own calls are bounded by the number of ranks and replicas.)
+MAX_QUEUED: Final = 10_000
+# A preflight of more tensors than this is done on another thread.
+_INLINE_TENSORS: Final = 4_000
+#: Told of each step once its saves are on disk: the event, what was known, what is known, and
+#: the effects.
+OnStep = Callable[[events.Event, PoolState, PoolState, Sequence[effects.Effect]], None]
+
+
+class Driver:
+    """Owns the state. All methods are called on the event loop."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        catalog: Catalog,
+        references: ReferenceCache,
+        feed: Feed,
+        *,
+        manifests: LayoutCache | None = None,
+        commit_seconds: float,
+        credentials: Credentials = NO_CREDENTIALS,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Sequence[OnStep] = (),
+        trace_context: Callable[[str], str] = untraced,
+    ) -> None:
+        self.state = state
+        self.groups = LiveGroups(self.post, trace_context)
+        self.routes = RouteFeed()
+        self._catalog = catalog
+        self._references = references
+        self._manifests = manifests or LayoutCache()
+        self._feed = feed
+        self._clock = clock
+        self._on_step = on_step
+        #: What they are asked; orders to them are ``_orders``, by what is decided.
+        self.replicas = ReplicaReader(credentials)
+        self._orders = ReplicaCaller(
+            self.replicas,
+            lambda: self.state.generation,
+            self.post,
+            commit_seconds,
+            trace_context,
+            state.settings.stall_seconds,
+        )
+        self._writer = ThreadPoolExecutor(1, "weft-catalog")
+        self._queue: deque[events.Event] = deque()
+        self._wake = asyncio.Event()
+        self._calls: dict[int, asyncio.Future[effects.Answer]] = {}
+        self._last_ticket = 0
+        self._lazy: list[effects.Save] = []
+        self._aside: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def now(self) -> float:
+        """Monotonic seconds, as ``step`` sees them."""
+        return self._clock()
+
+    def post(self, event: events.Event) -> None:
+        """Let an event be decided; returns at once."""
+        self._queue.append(event)
+        self._wake.set()
+
+    async def call(
+        self, make: Callable[[int], events.Event], *, until: float | None = None
+    ) -> effects.Answer:
+        """Post a call's event and wait for its answer.
+
+        Args:
+            make: Builds the event from the ticket that names this call.
+            until: When the decision may change by the clock alone.
+
+        Raises:
+            WeftError: The call was refused.
+        """
+        if self._stopping:
+            raise _away()
+        if len(self._queue) >= MAX_QUEUED:
+            raise CapacityError("the coordinator has too many calls to answer", reason="TOO_SLOW")
+        loop = asyncio.get_running_loop()
+        self._last_ticket += 1
+        ticket = self._last_ticket
+        future: asyncio.Future[effects.Answer] = loop.create_future()
+        self._calls[ticket] = future
+        timer = None
+        if until is not None:
+            delay = max(0.0, until - self.now()) + 0.001
+            timer = loop.call_later(delay, self.post, events.Tick())
+        self.post(make(ticket))
+        try:
+            return await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._calls.pop(ticket, None) is not None and not self._stopping:
+                self.post(events.CallerGone(ticket))
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin to decide; the task ends with ``stop``, or fails with the catalog."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        return self._task
+
+    async def _run(self) -> None:
+        """Decide until stopped.
+
+        Raises:
+            Exception: The catalog could not be written: nothing more may be
+                decided, since it could not be kept.
+        """
+        loop = asyncio.get_running_loop()
+        aside = [loop.create_task(self._tick()), loop.create_task(self._watch_catalog())]
+        try:
+            while not self._stopping:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._failure:
+                    raise self._failure
+                await self._decide()
+        finally:
+            for task in aside:
+                task.cancel()
+            self._stopping = True
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(_away())
+                    future.exception()  # its caller may be gone: nobody is told of that then
+            self._calls.clear()
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                for heard in self.groups.take_progress():
+                    self.post(heard)
+            except Exception:  # noqa: BLE001 (without ticks no deadline would be kept any more)
+                _log.exception("what members said of their progress is lost")
+            self.post(events.Tick())
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _watch_catalog(self) -> None:
+        """Notice that the catalog was removed also while nothing is written."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await loop.run_in_executor(self._writer, self._catalog.check)
+            except CatalogError as error:
+                self._failure = error
+                self._wake.set()
+                return
+
+    async def _decide(self) -> None:
+        now = self.now()
+        state, todo, flush = self.state, list[effects.Effect](), False
+        steps = list[tuple[events.Event, PoolState, PoolState, list[effects.Effect]]]()
+        for _ in range(len(self._queue)):
+            event = self._queue.popleft()
+            flush = flush or isinstance(event, events.Tick)
+            before = state
+            try:
+                state, more = step(state, event, now)
+            except Exception:  # noqa: BLE001 (one bad event must not end the pool's coordinator)
+                _log.exception("deciding %s failed; it is ignored", type(event).__name__)
+                ticket = getattr(event, "ticket", None)
+                if ticket is not None:
+                    error = WeftError("the coordinator failed on this call; read its log")
+                    todo.append(effects.Refuse(ticket, error))
+                continue
+            todo += more
+            if self._on_step:
+                steps.append((event, before, state, more))
+        saves = [effect for effect in todo if isinstance(effect, effects.Save)]
+        if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
+            saves, self._lazy = [*self._lazy, *saves], []
+            await self._save(saves)
+        else:
+            self._lazy += saves
+        self.state = state
+        for taken in steps:
+            self._tell(*taken)
+        for effect in todo:
+            if not isinstance(effect, effects.Save):
+                self._carry_out(effect)
+
+    def _tell(
+        self,
+        event: events.Event,
+        before: PoolState,
+        after: PoolState,
+        done: list[effects.Effect],
+    ) -> None:
+        for tell in self._on_step:
+            try:
+                tell(event, before, after, done)
+            except Exception:  # noqa: BLE001 (what only counts must not end the coordinator)
+                _log.exception("counting %s failed; it is not counted", type(event).__name__)
+
+    async def flush(self) -> None:
+        """Write what may be written late, so that a reader of the catalog sees it.
+
+        Raises:
+            PeerUnavailableError: It could not be written: the coordinator ends.
+        """
+        if not self._lazy or self._stopping:
+            return
+        saves, self._lazy = self._lazy, []
+        try:
+            await self._save(saves)
+        except Exception as error:
+            raise _away() from error
+
+    async def _save(self, saves: list[effects.Save]) -> None:
+        """Write one transaction; a failure ends the coordinator, whoever asked for it."""
+        loop = asyncio.get_running_loop()
+        slow = loop.call_later(
+            SLOW_SAVE_SECONDS,
+            _log.error,
+            "the catalog was not written in %g s: its disk does not answer; nothing is decided or "
+            "acknowledged until it does",
+            SLOW_SAVE_SECONDS,
+        )
+        try:
+            await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+        except Exception as error:
+            self._failure = error
+            self._wake.set()
+            raise
+        finally:
+            slow.cancel()
+
+    def _carry_out(self, effect: effects.Effect) -> None:
+        groups = self.groups
+        match effect:
+            case effects.Reply():
+                self._answer(effect.ticket, effect.answer)
+            case effects.Refuse():
+                self._answer(effect.ticket, effect.error)
+            case effects.OpenGroup():
+                groups.open_group(effect.group)
+            case effects.DropGroup():
+                groups.drop_group(effect.group_id, effect.why)
+            case effects.SendPrepare():
+                groups.send_prepare(effect.group_id, effect.transfer, effect.time_left)
+            case effects.SendStart():
+                groups.send_start(
+                    effect.group_id,
+                    effect.transfer_id,
+                    effect.num_receivers,
+                    effect.num_buckets,
+                    effect.first_bucket,
+                )
+            case effects.SendReform():
+                groups.send_reform(
+                    effect.group_id, effect.transfer_id, effect.renewed, effect.message
+                )
+            case effects.SendAbort():
+                groups.send_abort(effect.group_id, effect.transfer_id, effect.failure)
+            case effects.CloseChannel():
+                self._orders.close_channel(effect.address)
+            case effects.CheckFit():
+                self._check_fit(effect)
+            case effects.LookUp():
+                self._spawn(self._look_up(effect))
+            case effects.DescribeHeld():
+                self._spawn(self._describe_held(effect))
+            case effects.RoutesChanged():
+                self.routes.change(effect.replica_ids)
+            case effects.Announce():
+                level = logging.DEBUG if effect.kind in _DETAILS else logging.INFO
+                _log.log(level, "%s %s: %s", effect.kind, effect.subject, effect.message)
+                wall = self.state.wall(self.now())
+                self._feed.publish(wall, effect.kind, effect.subject, effect.message)
+            case (
+                effects.CallJoin()
+                | effects.CallLoad()
+                | effects.CallCommit()
+                | effects.CallSend()
+                | effects.CallSwitch()
+                | effects.CallRestore()
+                | effects.CallDiscard()
+                | effects.CallRetire()
+                | effects.CallRefuse()
+                | effects.CallSleep()
+                | effects.CallWake()
+            ):
+                self._orders.start(effect)
+
+    def _answer(self, ticket: int, answer: effects.Answer | WeftError) -> None:
+        future = self._calls.pop(ticket, None)
+        if future is None or future.done():
+            return
+        if isinstance(answer, WeftError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    def _check_fit(self, effect: effects.CheckFit) -> None:
+        if len(effect.manifest.tensors) <= _INLINE_TENSORS:
+            self.post(events.FitChecked(effect.key, self._fit(effect)))
+            return
+        self._spawn(self._check_fit_aside(effect))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._done_aside)
+
+    def _done_aside(self, task: asyncio.Task[None]) -> None:
+        self._aside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("what a transfer waits for failed unexpectedly", exc_info=error)
+
+    async def _check_fit_aside(self, effect: effects.CheckFit) -> None:
+        failure = await asyncio.to_thread(self._fit, effect)
+        self.post(events.FitChecked(effect.key, failure))
+
+    def _fit(self, effect: effects.CheckFit) -> Failure | None:
+        reference = self._references.get(effect.key.capabilities.base_fingerprint)
+        if reference is None:
+            return Failure("INTERNAL", "the base model's tensors are not known any more")
+        try:
+            return check_fit(effect.manifest, effect.adapter, reference, effect.key)
+        except Exception:  # noqa: BLE001 (a preflight that fails must answer, not hang the push)
+            _log.exception("preflight failed unexpectedly")
+            return Failure("INTERNAL", "preflight failed; the coordinator's log says how")
+
+    async def _look_up(self, effect: effects.LookUp) -> None:
+        self.post(await look_up(effect, self._catalog, self._manifests, self.replicas))
+
+    async def _describe_held(self, effect: effects.DescribeHeld) -> None:
+        self.post(await describe_held(effect, self._catalog, self.replicas))
+
+    async def stop(self) -> None:
+        """Refuse what waits, end streams and calls, write what is left."""
+        self._stopping = True
+        self._wake.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        self.groups.close("the coordinator is stopping")
+        self._feed.close()
+        self.routes.close()
+        for task in list(self._aside):
+            task.cancel()
+        await self._orders.close()
+        await self.replicas.close()
+        saves, self._lazy = self._lazy, []
+        try:
+            if saves and self._failure is None:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+        finally:
+            self._writer.shutdown()
+
+
+def _away() -> PeerUnavailableError:
+    return PeerUnavailableError("the coordinator is stopping", reason="COORDINATOR_AWAY")

@@ -1,0 +1,442 @@
+"""All live side groups: who may use them, what their ranks say, and what they are told.
+
+The hot path (a report for every bucket and receiver) ends here: only what a
+decision needs becomes an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import (
+    REASONS,
+    CapacityError,
+    InvalidRequestError,
+    NotAllowedError,
+    RequestConflictError,
+    StaleEpochError,
+    WeftError,
+)
+from weft_rl.contract.layout.manifest import DIGEST_BYTES
+from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.progress import Word
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout
+from weft_rl.coordinator.messages.wire import group_to_proto
+from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
+from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, version_to_proto
+from weft_rl.tracing import untraced
+from weft_rl.v1 import rendezvous_pb2, types_pb2
+
+_MAX_REMEMBERED: Final = 256
+_MAX_ID: Final = 128
+_MAX_QUEUED: Final = 256
+_MAX_LAYOUTS: Final = 8
+
+
+class RankLink:
+    """One rank's stream: what it must still be told. Bounded; releases coalesce."""
+
+    def __init__(self, group_id: str, rank: int) -> None:
+        self.group_id = group_id
+        self.rank = rank
+        self._queue: deque[rendezvous_pb2.AttendResponse] = deque()
+        self._released: rendezvous_pb2.AttendResponse | None = None
+        self._ended = False
+        self._error: WeftError | None = None
+        self._wake = asyncio.Event()
+
+    def send(self, message: rendezvous_pb2.AttendResponse) -> None:
+        """Queue a message; a rank that reads nothing is cut off."""
+        if len(self._queue) >= _MAX_QUEUED:
+            self.end(CapacityError("the rank does not read its stream", reason="TOO_SLOW"))
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def release(self, transfer_id: str, num_buckets: int) -> None:
+        """Tell a sender how far it may reuse memory; only the newest count is kept."""
+        released = rendezvous_pb2.Released(transfer_id=transfer_id, num_buckets=num_buckets)
+        self._released = rendezvous_pb2.AttendResponse(released=released)
+        self._wake.set()
+
+    def end(self, error: WeftError | None) -> None:
+        """Close the stream after what is queued: with ``error``, or in peace."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._released = None  # of no use to a stream that closes
+        self._wake.set()
+
+    async def next(self) -> rendezvous_pb2.AttendResponse | None:
+        """The next message; None when the stream is to be closed in peace.
+
+        Raises:
+            WeftError: The stream is to be closed.
+        """
+        while True:
+            if self._queue:
+                return self._queue.popleft()
+            if self._released is not None:
+                message, self._released = self._released, None
+                return message
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+
+
+class Watermark:
+    """Counts, for one transfer, the buckets that every receiver has verified."""
+
+    def __init__(
+        self,
+        transfer_id: str,
+        num_receivers: int,
+        num_buckets: int,
+        first_bucket: int = 0,
+        num_senders: int = 1,
+    ) -> None:
+        self.transfer_id, self._num_senders = transfer_id, num_senders
+        self.num_verified = self._first = first_bucket
+        self._num_receivers = num_receivers
+        self._reports = [0] * num_buckets
+        self._next: dict[int, int] = {}
+
+    @property
+    def num_reported(self) -> Mapping[int, int]:
+        """Buckets, from the first, that each receiver has reported, of those that did."""
+        return self._next
+
+    def report(self, rank: int, bucket: int) -> bool:
+        """Count a report of all buckets up to one; return whether the watermark advanced.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``: the receiver has reported it, or there is none such.
+        """
+        expected = self._next.get(rank, self._first)
+        if not expected <= bucket < len(self._reports) or rank < self._num_senders:
+            raise InvalidRequestError(
+                f"rank {rank} reported bucket {bucket}, its next is {expected}", reason="PROTOCOL"
+            )
+        self._next[rank] = bucket + 1
+        for index in range(expected, bucket + 1):
+            self._reports[index] += 1
+        before = self.num_verified
+        while (
+            self.num_verified < len(self._reports)
+            and self._reports[self.num_verified] == self._num_receivers
+        ):
+            self.num_verified += 1
+        return self.num_verified > before
+
+    def is_through(self, rank: int) -> bool:
+        """Whether a receiver has reported every bucket."""
+        return self._next.get(rank, self._first) == len(self._reports)
+
+
+class LiveGroup:
+    """One live group: its store, its ranks' streams, and how far its receivers are."""
+
+    def __init__(self, group: Group) -> None:
+        self.group_id = group.group_id
+        # By digest, so that how long a look-up takes tells nothing of a token.
+        self.ranks = {token_digest(group.token_of(rank)): rank for rank in range(group.size)}
+        self.size, self.num_senders = group.size, group.num_senders
+        self.store = KeyValueStore()
+        self.links: dict[int, RankLink] = {}
+        self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
+        self.watermark: Watermark | None = None
+        #: Buckets that each sender keeps, as it has said when it came.
+        self.num_in_flight: dict[int, int] = {}
+        self.words: dict[int, Word] = {}
+        self.num_told: dict[int, int] = {}
+
+    @property
+    def senders(self) -> list[RankLink]:
+        """The streams of those senders that attend."""
+        return [self.links[rank] for rank in range(self.num_senders) if rank in self.links]
+
+    def take_progress(self) -> events.RanksHeard | None:
+        """What its ranks have said, and verified, since this was asked last; None if nothing."""
+        words, self.words = self.words, {}
+        transfer_id, new = "", dict[int, int]()
+        if (mark := self.watermark) is not None:
+            transfer_id, told = mark.transfer_id, self.num_told
+            new = {rank: n for rank, n in mark.num_reported.items() if told.get(rank) != n}
+            told.update(new)
+        if not words and not new:
+            return None
+        return events.RanksHeard(self.group_id, words, transfer_id, new)
+
+
+def token_digest(token: str) -> bytes:
+    """What a token is looked up by."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+class LiveGroups:
+    """All live groups. On the event loop; no method blocks.
+
+    Args:
+        post: Takes the events that streams give rise to.
+        trace_context: The traceparent of a transfer; empty where nobody traces.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[events.Event], None],
+        trace_context: Callable[[str], str] = untraced,
+    ) -> None:
+        self._post = post
+        self._trace_context = trace_context
+        self._live: dict[str, LiveGroup] = {}
+        self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
+
+    def open_group(self, group: Group) -> None:
+        """Let the members in."""
+        self._live[group.group_id] = LiveGroup(group)
+
+    def drop_group(self, group_id: str, why: str) -> None:
+        """Close the store and the streams with EPOCH_FENCED."""
+        live = self._live.pop(group_id, None)
+        if live is None:
+            return
+        self._dropped.put(group_id, why)
+        live.store.close(why)
+        for link in live.links.values():
+            link.end(StaleEpochError(f"the group was dropped: {why}"))
+
+    def close(self, why: str) -> None:
+        """Drop every group."""
+        for group_id in list(self._live):
+            self.drop_group(group_id, why)
+
+    def _authorised(self, group_id: str, token: str) -> tuple[LiveGroup, int]:
+        """A group, and the rank that the token is of."""
+        live = self._live.get(group_id)
+        if live is None:
+            why = self._dropped.get(group_id) or "it is not known here (any more)"
+            raise StaleEpochError(f"group {group_id[:64]!r} was dropped: {why}")
+        rank = live.ranks.get(token_digest(token))
+        if rank is None:
+            raise NotAllowedError(f"the token does not authorise group {group_id[:64]!r}")
+        return live, rank
+
+    def store(self, group_id: str, token: str) -> KeyValueStore:
+        """A group's store, for any of its ranks.
+
+        Raises:
+            NotAllowedError, StaleEpochError: Wrong token; no such group.
+        """
+        return self._authorised(group_id, token)[0].store
+
+    def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
+        """The layout of a transfer of the group, for any of its ranks."""
+        return self._authorised(group_id, token)[0].layouts.get(digest)
+
+    def attend(self, group_id: str, token: str, rank: int, num_in_flight: int = 0) -> RankLink:
+        """Open a rank's stream.
+
+        Args:
+            num_in_flight: Buckets that a sender keeps.
+
+        Raises:
+            NotAllowedError, StaleEpochError: Not the rank's own token; no such group.
+            InvalidRequestError: ``PROTOCOL``: the group has no such rank, or a sender does
+                not say how many buckets it keeps.
+            RequestConflictError: The rank attends already.
+        """
+        live, authorised = self._authorised(group_id, token)
+        if rank >= live.size:
+            raise InvalidRequestError(
+                f"rank {rank} of a group of {live.size} members", reason="PROTOCOL"
+            )
+        if rank != authorised:
+            raise NotAllowedError(
+                f"the token is of rank {authorised} of group {group_id[:64]!r}, not of rank {rank}"
+            )
+        if rank in live.links:
+            raise RequestConflictError(f"rank {rank} attends already")
+        if rank < live.num_senders:
+            if not num_in_flight:
+                raise InvalidRequestError(
+                    f"rank {rank} sends, and says how many buckets it keeps in flight: at least 1",
+                    reason="PROTOCOL",
+                )
+            live.num_in_flight[rank] = num_in_flight
+        link = live.links[rank] = RankLink(group_id, rank)
+        welcome = rendezvous_pb2.Welcome(num_attending=len(live.links))
+        link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
+        self._post(events.RankAttends(group_id, rank))
+        return link
+
+    def leave(self, link: RankLink, why: str) -> None:
+        """A stream has ended; said twice, the second is ignored."""
+        live = self._live.get(link.group_id)
+        if live is not None and live.links.get(link.rank) is link:
+            del live.links[link.rank]
+            self._post(events.RankGone(link.group_id, link.rank, why))
+
+    def receive(self, link: RankLink, message: rendezvous_pb2.AttendRequest) -> None:
+        """Take what a rank says.
+
+        Raises:
+            InvalidRequestError: ``PROTOCOL``.
+        """
+        group_id, rank = link.group_id, link.rank
+        match message.WhichOneof("message"):
+            case "bucket_verified":
+                self._verified(link, message.bucket_verified)
+            case "prepared":
+                prepared = message.prepared
+                self._post(
+                    events.RankPrepared(
+                        group_id, prepared.transfer_id, rank, prepared.num_buckets_verified
+                    )
+                )
+            case "progress":
+                self._progress(link, message.progress)
+            case "load_due":
+                self._post(events.RankLoadDue(group_id, message.load_due.transfer_id, rank))
+            case "staged":
+                self._staged(link, message.staged)
+            case "failed":
+                failed = message.failed
+                # A reason that is none of ours would be answered to the trainer as a bug here.
+                reason = failed.reason if failed.reason in REASONS else "TRANSFER_ABORTED"
+                self._post(
+                    events.RankFailed(group_id, failed.transfer_id, rank, reason, failed.message)
+                )
+            case other:
+                raise InvalidRequestError(
+                    f"{other or 'an empty message'} is not expected on an open stream",
+                    reason="PROTOCOL",
+                )
+
+    def _verified(self, link: RankLink, report: rendezvous_pb2.BucketVerified) -> None:
+        live = self._live.get(link.group_id)
+        mark = live.watermark if live else None
+        if live is None or mark is None or mark.transfer_id != report.transfer_id:
+            return  # of a transfer that has ended meanwhile
+        if mark.report(link.rank, report.bucket):
+            for sender in live.senders:
+                sender.release(mark.transfer_id, mark.num_verified)
+
+    def _progress(self, link: RankLink, said: rendezvous_pb2.Progress) -> None:
+        live = self._live.get(link.group_id)
+        if live is not None:
+            transfer_id = said.transfer_id[:_MAX_ID]
+            live.words[link.rank] = Word(
+                transfer_id, said.activity, said.bucket, said.done, said.total
+            )
+
+    def take_progress(self) -> list[events.RanksHeard]:
+        """What ranks have said of their work since this was asked last, by group: one event
+        for all of them, however many buckets they have verified."""
+        told = [live.take_progress() for live in self._live.values()]
+        return [heard for heard in told if heard is not None]
+
+    def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
+        live = self._live.get(link.group_id)
+        mark = live.watermark if live else None
+        if live is None or mark is None or mark.transfer_id != staged.transfer_id:
+            return
+        if link.rank >= live.num_senders and not mark.is_through(link.rank):
+            raise InvalidRequestError(
+                f"rank {link.rank} is staged before it reported every bucket", reason="PROTOCOL"
+            )
+        given = staged.content_digest
+        if len(given.value) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                f"rank {link.rank} has a digest of {len(given.value)} bytes; it has {DIGEST_BYTES}",
+                reason="PROTOCOL",
+            )
+        digest = ContentDigest(int(given.algorithm), given.value, given.size_bytes)
+        self._post(events.RankStaged(link.group_id, staged.transfer_id, link.rank, digest))
+
+    # -- what the driver carries out -------------------------------------------
+
+    def send_prepare(self, group_id: str, transfer: Transfer, time_left: float) -> None:
+        """Notify every receiver of what comes, and make its manifest available."""
+        live = self._live.get(group_id)
+        if live is None:
+            return
+        live.layouts.put(transfer.layout.digest, transfer.layout)
+        prepare = rendezvous_pb2.Prepare(
+            transfer_id=transfer.transfer_id,
+            version=version_to_proto(transfer.policy_version),
+            layout_digest=transfer.layout.digest,
+            nonce=transfer.ids.nonce,
+            kind=types_pb2.PolicyKind.ValueType(int(transfer.kind)),
+            timeout=duration_to_proto(time_left),
+            num_buckets_in_flight=min(live.num_in_flight.values()),
+            trace_context=self._trace_context(transfer.transfer_id),
+            carries_runs=transfer.purpose.carries_runs,
+            send_plan=send_plan_to_proto(transfer.send_plan) if transfer.send_plan else None,
+        )
+        self._send(live, rendezvous_pb2.AttendResponse(prepare=prepare), receivers_only=True)
+
+    def send_start(
+        self,
+        group_id: str,
+        transfer_id: str,
+        num_receivers: int,
+        num_buckets: int,
+        first_bucket: int,
+    ) -> None:
+        """Notify every rank that bytes may flow, and count from here."""
+        live = self._live.get(group_id)
+        if live is not None:
+            live.watermark = Watermark(
+                transfer_id, num_receivers, num_buckets, first_bucket, live.num_senders
+            )
+            live.num_told = {}
+            start = rendezvous_pb2.Start(transfer_id=transfer_id, first_bucket=first_bucket)
+            self._send(live, rendezvous_pb2.AttendResponse(start=start))
+            for sender in live.senders if first_bucket else ():
+                sender.release(transfer_id, first_bucket)
+
+    def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
+        """Notify each sender that it is to resume in another group, at the same rank."""
+        live = self._live.get(group_id)
+        for link in live.senders if live is not None else ():
+            reform = rendezvous_pb2.Reform(
+                transfer_id=transfer_id,
+                group=group_to_proto(renewed, [link.rank]),
+                message=message[:2000],
+            )
+            link.send(rendezvous_pb2.AttendResponse(reform=reform))
+
+    def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
+        """Notify every rank that it is to give the transfer up."""
+        live = self._live.get(group_id)
+        if live is not None:
+            abort = rendezvous_pb2.Abort(
+                transfer_id=transfer_id, reason=failure.reason, message=failure.message[:2000]
+            )
+            self._send(live, rendezvous_pb2.AttendResponse(abort=abort))
+
+    def _send(
+        self,
+        live: LiveGroup,
+        message: rendezvous_pb2.AttendResponse,
+        *,
+        receivers_only: bool = False,
+    ) -> None:
+        for rank, link in live.links.items():
+            if rank >= live.num_senders or not receivers_only:
+                link.send(message)
+
+    def num_verified(self, group_id: str, transfer_id: str) -> int:
+        """Buckets of a transfer under way that every receiver has verified."""
+        live = self._live.get(group_id)
+        mark = live.watermark if live else None
+        return mark.num_verified if mark and mark.transfer_id == transfer_id else 0

@@ -1,0 +1,206 @@
+"""Manifests and references that are known, by content, in memory and bounded; and what is
+looked up, or asked of a replica, of a version whose manifest is not known."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import Final, Protocol
+
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import DigestMismatchError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.v1 import types_pb2
+
+MAX_MANIFESTS: Final = 64
+#: About 2 GiB of Python objects at the very most, names included.
+MAX_TENSORS_HELD: Final = 4_000_000
+MAX_CHARS_HELD: Final = 256 * 2**20
+_MAX_ENCODED: Final = 4
+_MAX_REFERENCES: Final = 4
+
+_log = logging.getLogger(__name__)
+
+
+class LayoutCache:
+    """The layouts that were used last. A transfer keeps its own alive itself."""
+
+    def __init__(self) -> None:
+        self._layouts: Lru[bytes, Layout] = Lru(
+            MAX_MANIFESTS, lambda layout: self._count(layout, -1)
+        )
+        self._encoded: Lru[bytes, list[types_pb2.ManifestChunk]] = Lru(_MAX_ENCODED)
+        self._num_tensors = 0
+        self._num_chars = 0
+
+    def put(self, manifest: Manifest) -> Layout:
+        """Add a manifest and drop the least recently used beyond the bounds."""
+        known = self.get(manifest.layout_digest)
+        if known:
+            return known
+        layout = Layout.of(manifest)
+        self._layouts.put(layout.digest, layout)
+        self._count(layout, 1)
+        while len(self._layouts) > 1 and (
+            self._num_tensors > MAX_TENSORS_HELD or self._num_chars > MAX_CHARS_HELD
+        ):
+            self._layouts.drop_oldest()
+        return layout
+
+    def _count(self, layout: Layout, sign: int) -> None:
+        assert layout.manifest is not None
+        tensors = layout.manifest.tensors
+        self._num_tensors += sign * len(tensors)
+        self._num_chars += sign * sum(len(slot.meta.name) for slot in tensors)
+
+    def get(self, layout_digest: bytes) -> Layout | None:
+        """A layout that is still known."""
+        return self._layouts.get(layout_digest)
+
+    async def chunks(self, layout: Layout) -> list[types_pb2.ManifestChunk]:
+        """A layout as it travels; encoded once for all receivers."""
+        known = self._encoded.get(layout.digest)
+        if known:
+            return known
+        assert layout.manifest is not None
+        made: list[types_pb2.ManifestChunk] = []
+        for chunk in manifest_to_chunks(layout.manifest):
+            made.append(chunk)
+            await asyncio.sleep(0)  # a large manifest must not block the loop
+        self._encoded.put(layout.digest, made)
+        return made
+
+
+class ReferenceCache:
+    """The base models that replicas have described."""
+
+    def __init__(self) -> None:
+        self._references: Lru[str, Reference] = Lru(_MAX_REFERENCES)
+        self._exceptions: dict[tuple[str, DataType], dict[str, DataType]] = {}
+
+    def put(self, reference: Reference) -> None:
+        """Add a reference and drop the least recently used beyond the bound."""
+        self._references.put(reference.fingerprint, reference)
+        self._exceptions.clear()
+
+    def get(self, fingerprint: str) -> Reference | None:
+        """A reference that is known."""
+        return self._references.get(fingerprint)
+
+    def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> dict[str, DataType]:
+        """Tensors of a known reference that are not of the base's element type."""
+        key = (fingerprint, base_dtype)
+        if key not in self._exceptions:
+            reference = self._references.get(fingerprint)
+            assert reference is not None
+            self._exceptions[key] = {
+                meta.name: meta.dtype for meta in reference.tensors if meta.dtype != base_dtype
+            }
+        return self._exceptions[key]
+
+
+class Describer(Protocol):
+    """Who can ask a replica for a manifest."""
+
+    async def describe(self, address: str, version: PolicyVersion) -> Manifest:
+        """The manifest of a version that the replica at ``address`` holds.
+
+        Raises:
+            WeftError: It does not answer, or holds no copy.
+        """
+
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+        """What is to be recorded of a version that it holds with that digest.
+
+        Raises:
+            WeftError: It does not answer, or does not hold it.
+        """
+
+
+def fresh_ids() -> FreshIds:
+    """Unguessable names for a transfer and its group."""
+    return FreshIds(
+        transfer_id=f"t-{secrets.token_hex(8)}",
+        nonce=secrets.randbits(64),
+        group_id=f"g-{secrets.token_hex(8)}",
+        group_secret=secrets.token_urlsafe(32),
+        secret=secrets.token_urlsafe(32),
+    )
+
+
+async def look_up(
+    effect: effects.LookUp, catalog: Catalog, manifests: LayoutCache, describer: Describer
+) -> events.LookedUp:
+    """The version's record and its layout. A coordinator that was restarted has no
+    manifests: the source tells it. What a replica restores itself is not sent: of its
+    layout the digest will do."""
+    record = catalog.find_version(effect.version)
+    layout: Layout | None = None
+    failure: Failure | None = None
+    if record is not None:
+        layout = manifests.get(record.layout_digest)
+        if layout is None and effect.source_id == effect.replica_id:
+            size = record.content_digest.size_bytes if record.content_digest else 0
+            layout = Layout(None, record.layout_digest, size, 0, 0)
+        if layout is None:
+            try:
+                layout = await _fetch(effect, record, manifests, describer)
+            except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
+                failure = _failure_of(error)
+    return events.LookedUp(
+        replica_id=effect.replica_id,
+        incarnation=effect.incarnation,
+        source_id=effect.source_id,
+        version=effect.version,
+        ids=fresh_ids(),
+        record=record,
+        layout=layout,
+        failure=failure,
+    )
+
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, WeftError):
+        return Failure.of(error)
+    _log.error("a replica could not be asked what it holds", exc_info=error)
+    return Failure("INTERNAL", "asking the replica failed; the coordinator's log says how")
+
+
+async def describe_held(
+    effect: effects.DescribeHeld, catalog: Catalog, describer: Describer
+) -> events.HeldDescribed:
+    """What a replica says of a version, and what the catalog has of it by then."""
+    facts: VersionFacts | None = None
+    failure: Failure | None = None
+    try:
+        facts = await describer.facts(effect.address, effect.version, effect.digest)
+    except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
+        failure = _failure_of(error)
+    return events.HeldDescribed(
+        replica_id=effect.replica_id,
+        incarnation=effect.incarnation,
+        version=effect.version,
+        digest=effect.digest,
+        facts=facts,
+        failure=failure,
+        recorded=catalog.find_version(effect.version),
+    )
+
+
+async def _fetch(
+    effect: effects.LookUp, record: VersionRecord, manifests: LayoutCache, describer: Describer
+) -> Layout:
+    manifest = await describer.describe(effect.source_address, effect.version)
+    if manifest.layout_digest != record.layout_digest:
+        raise DigestMismatchError(
+            f"{effect.source_id} holds {effect.version} in another layout than was committed"
+        )
+    return manifests.put(manifest)

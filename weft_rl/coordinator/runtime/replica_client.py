@@ -1,0 +1,485 @@
+"""Channels to replicas, questions that change nothing, and orders.
+
+Each call has a deadline; the outcome of an order is posted as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Final
+
+import grpc
+
+from weft_rl.contract.errors import REASONS, NotFoundError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state.values import Failure, VersionFacts
+from weft_rl.coordinator.messages.sleep import asleep_from_proto, sleep_request
+from weft_rl.coordinator.messages.wire import (
+    adapter_to_proto,
+    digest_to_proto,
+    facts_from_proto,
+    group_to_proto,
+    held_to_proto,
+)
+from weft_rl.rpc.bounds import MAX_TEXT_CHARS
+from weft_rl.rpc.channel import open_aio_channel
+from weft_rl.rpc.codec import (
+    duration_from_proto,
+    duration_to_proto,
+    vector_from_proto,
+    version_to_proto,
+)
+from weft_rl.rpc.inbound import CheckedChannel
+from weft_rl.rpc.manifest_codec import ManifestDecoder
+from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.tracing import call_metadata, untraced
+from weft_rl.v1 import replica_pb2, replica_pb2_grpc, types_pb2
+
+_log = logging.getLogger(__name__)
+
+_DESCRIBE_SECONDS: Final = 60.0
+_DIGEST_SECONDS: Final = 600.0
+_GRACE_SECONDS: Final = 1.0
+_JOIN_SECONDS: Final = 10.0
+# Beyond the time after which a replica that says nothing is given up: the call itself does
+# not end before that.
+_AFTER_STALL_SECONDS: Final = 2.0
+# To pause generation, a replica waits for its engine's step.
+_LOAD_SECONDS: Final = 30.0
+_DISCARD_SECONDS: Final = 5.0
+_RETIRE_SECONDS: Final = 10.0
+_REFUSE_SECONDS: Final = 5.0
+_BEGUN_AT_ONCE: Final = 16
+# Before the second batch: the time that an answer takes to leave a quiet loop.
+_HEAD_START_SECONDS: Final = 0.005
+
+
+class ReplicaReader:
+    """The channels to replicas, and questions that change nothing.
+
+    Args:
+        credentials: What is shown to replicas.
+    """
+
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._credentials = credentials
+        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
+
+    async def close_channel(self, address: str) -> None:
+        """Let go of an address; calls under way have a second to end."""
+        entry = self._channels.pop(address, None)
+        if entry is not None:
+            await entry[0].close(grace=_GRACE_SECONDS)
+
+    async def close(self) -> None:
+        """Close every channel."""
+        for channel, _ in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def stub(self, address: str) -> Any:
+        """For calls to the replica at ``address``."""
+        if address not in self._channels:
+            channel = open_aio_channel(address, self._credentials)
+            # The generated stub is typed for the channels of grpc alone.
+            checked: Any = CheckedChannel(channel, f"the replica at {address}")
+            self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))
+        return self._channels[address][1]
+
+    async def describe(self, address: str, version: PolicyVersion) -> Manifest:
+        """The manifest of a version that the replica at ``address`` holds.
+
+        Raises:
+            WeftError: It does not answer, or holds no copy.
+        """
+        decoder = ManifestDecoder()
+        request = replica_pb2.DescribeVersionRequest(version=version_to_proto(version))
+        try:
+            call = self.stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
+            async for response in call:
+                decoder.add(response.chunk)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        return await asyncio.to_thread(decoder.finish)
+
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+        """What is to be recorded of a version that the replica at ``address`` holds with
+        that digest.
+
+        Raises:
+            WeftError: It does not answer, or does not hold it.
+        """
+        request = replica_pb2.DescribeVersionRequest(
+            version=version_to_proto(version), facts_of_digest=digest
+        )
+        try:
+            call = self.stub(address).DescribeVersion(request, timeout=_DESCRIBE_SECONDS)
+            async for response in call:
+                return facts_from_proto(response.facts)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        raise NotFoundError(f"the replica at {address} says nothing of {version}")
+
+    async def digests(
+        self, replica_id: str, address: str, version: PolicyVersion
+    ) -> AsyncGenerator[types_pb2.TensorDigestChunk, None]:
+        """Digests of a version's tensors, as the replica makes them now; raises as it does."""
+        request = replica_pb2.DigestVersionRequest(version=version_to_proto(version))
+        try:
+            stub = self.stub(address)
+            async for response in stub.DigestVersion(request, timeout=_DIGEST_SECONDS):
+                yield response.chunk
+        except grpc.RpcError as error:
+            raise failure_of(error, replica_id).error() from error
+
+
+class ReplicaCaller:
+    """Carries out calls concurrently.
+
+    Args:
+        reader: Has the channels.
+        generation: Tells that of this coordinator, which grows as it hears of later
+            ones; repeated in every order.
+        post: Takes the outcomes.
+        commit_seconds: Longest that a replica may take to switch.
+        trace_context: The traceparent of a transfer; empty where nobody traces.
+        stall_seconds: How long a replica may say nothing.
+    """
+
+    def __init__(
+        self,
+        reader: ReplicaReader,
+        generation: Callable[[], int],
+        post: Callable[[events.Event], None],
+        commit_seconds: float,
+        trace_context: Callable[[str], str] = untraced,
+        stall_seconds: float = 0.0,
+    ) -> None:
+        self._reader = reader
+        self._least_seconds = stall_seconds + _AFTER_STALL_SECONDS
+        self._trace_context = trace_context
+        self._generation = generation
+        self._post = post
+        self._commit_seconds = commit_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: deque[effects.ReplicaCall] = deque()
+
+    def start(self, call: effects.ReplicaCall) -> None:
+        """Begin a call soon, in the order of these calls; returns at once.
+
+        A few begin in each turn of the loop: a thousand at once would delay the
+        answer that their push's trainer waits for, and everybody's heartbeats. After
+        the first few there is a pause, in which that answer leaves.
+        """
+        if not self._waiting:
+            self._spawn(self._begin_waiting())
+        self._waiting.append(call)
+
+    async def _begin_waiting(self) -> None:
+        pause = _HEAD_START_SECONDS
+        while True:
+            for _ in range(min(_BEGUN_AT_ONCE, len(self._waiting))):
+                self._spawn(self._carry_out(self._waiting.popleft()))
+            if not self._waiting:
+                return
+            await asyncio.sleep(pause)
+            pause = 0.0
+
+    async def _carry_out(self, call: effects.ReplicaCall) -> None:
+        try:
+            await self._make(call)
+        except Exception as error:  # noqa: BLE001 (whoever waits for the answer would wait on)
+            _log.error("a call to a replica failed unexpectedly", exc_info=error)
+            text = f"the coordinator could not make the call: {error}"[:MAX_TEXT_CHARS]
+            failed = _unanswered(call, Failure("INTERNAL", text, {"member": call.replica_id}))
+            if failed is not None:
+                self._post(failed)
+
+    async def _make(self, call: effects.ReplicaCall) -> None:
+        match call:
+            case effects.CallJoin():
+                await self._join(call)
+            case effects.CallLoad():
+                await self._load(call)
+            case effects.CallCommit():
+                await self._commit(call)
+            case effects.CallSend():
+                await self._send(call)
+            case effects.CallSwitch():
+                await self._switch(call)
+            case effects.CallRestore():
+                await self._restore(call)
+            case effects.CallDiscard():
+                await self._discard(call)
+            case effects.CallRetire():
+                await self._retire(call)
+            case effects.CallRefuse():
+                await self._refuse(call)
+            case effects.CallSleep() | effects.CallWake():
+                await self._sleep_or_wake(call)
+
+    def close_channel(self, address: str) -> None:
+        """Let go of an address; calls under way have a second to end."""
+        self._spawn(self._reader.close_channel(address))
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        self._waiting.clear()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("a call to a replica failed unexpectedly", exc_info=task.exception())
+
+    def _metadata(self, transfer_id: str) -> Any:
+        return call_metadata(self._trace_context(transfer_id))
+
+    async def _join(self, call: effects.CallJoin) -> None:
+        request = replica_pb2.JoinGroupRequest(
+            coordinator_generation=self._generation(),
+            trainer_id=call.group.trainer_id,
+            group=group_to_proto(call.group, call.group.ranks_from(call.first_rank)),
+            is_probe=call.group.is_probe,
+        )
+        failure = None
+        try:
+            await self._reader.stub(call.address).JoinGroup(
+                request, timeout=max(_JOIN_SECONDS, self._least_seconds)
+            )
+        except grpc.RpcError as error:
+            failure = failure_of(error, call.replica_id)
+        self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
+
+    async def _load(self, call: effects.CallLoad) -> None:
+        request = replica_pb2.LoadTransferRequest(
+            coordinator_generation=self._generation(),
+            transfer_id=call.transfer_id,
+            version=version_to_proto(call.version),
+            timeout=duration_to_proto(call.timeout_seconds),
+        )
+        failure = None
+        try:
+            await self._reader.stub(call.address).LoadTransfer(
+                request,
+                timeout=max(_LOAD_SECONDS, self._least_seconds),
+                metadata=self._metadata(call.transfer_id),
+            )
+        except grpc.RpcError as error:
+            failure = failure_of(error, call.replica_id)
+        self._post(events.LoadAnswered(call.transfer_id, call.replica_id, failure))
+
+    async def _commit(self, call: effects.CallCommit) -> None:
+        request = replica_pb2.CommitTransferRequest(
+            coordinator_generation=self._generation(),
+            transfer_id=call.transfer_id,
+            version=version_to_proto(call.version),
+            adapter=adapter_to_proto(call.adapter) if call.adapter else None,
+            content_digest=digest_to_proto(call.content_digest),
+            alias=call.alias,
+            layout_digest=call.layout_digest,
+            incarnation=call.incarnation,
+        )
+        await self._have_switched(
+            call, self._reader.stub(call.address).CommitTransfer, request, self._commit_seconds
+        )
+
+    async def _switch(self, call: effects.CallSwitch) -> None:
+        request = replica_pb2.SwitchVersionRequest(
+            coordinator_generation=self._generation(),
+            version=version_to_proto(call.version),
+            incarnation=call.incarnation,
+        )
+        await self._have_switched(
+            call, self._reader.stub(call.address).SwitchVersion, request, self._commit_seconds
+        )
+
+    async def _restore(self, call: effects.CallRestore) -> None:
+        request = replica_pb2.SwitchVersionRequest(
+            coordinator_generation=self._generation(),
+            version=version_to_proto(call.version),
+            spilled=replica_pb2.SpilledCopy(
+                transfer_id=call.transfer_id,
+                adapter=adapter_to_proto(call.adapter) if call.adapter else None,
+                content_digest=digest_to_proto(call.content_digest),
+                layout_digest=call.layout_digest,
+                alias=call.alias,
+            ),
+            incarnation=call.incarnation,
+        )
+        await self._have_switched(
+            call,
+            self._reader.stub(call.address).SwitchVersion,
+            request,
+            call.timeout_seconds + self._commit_seconds,
+        )
+
+    async def _have_switched(
+        self,
+        call: effects.CallCommit | effects.CallSwitch | effects.CallRestore,
+        method: Any,
+        request: Any,
+        timeout_seconds: float,
+    ) -> None:
+        vector, pause, retained, as_started, failure = None, 0.0, (), False, None
+        try:
+            metadata = self._metadata(call.transfer_id)
+            response = await method(request, timeout=timeout_seconds, metadata=metadata)
+            vector = vector_from_proto(response.version_vector)
+            pause = duration_from_proto(response.pause)
+            retained = tuple(response.retained_base_versions)
+            # SwitchVersion's answer has none: what comes of it, a heartbeat says.
+            as_started = getattr(response, "base_as_started", False)
+        except grpc.RpcError as error:
+            failure = failure_of(error, call.replica_id)
+            _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,
+                         failure.message)  # fmt: skip
+        self._post(
+            events.CommitAnswered(
+                call.transfer_id,
+                call.replica_id,
+                call.incarnation,
+                vector,
+                pause,
+                failure,
+                retained,
+                as_started,
+            )
+        )
+
+    async def _send(self, call: effects.CallSend) -> None:
+        request = replica_pb2.SendVersionRequest(
+            coordinator_generation=self._generation(),
+            transfer_id=call.transfer_id,
+            version=version_to_proto(call.version),
+            group=group_to_proto(call.group, call.group.senders),
+            nonce=call.nonce,
+            timeout=duration_to_proto(call.timeout_seconds),
+        )
+        failure = None
+        try:
+            await self._reader.stub(call.address).SendVersion(
+                request, timeout=max(_JOIN_SECONDS, self._least_seconds)
+            )
+        except grpc.RpcError as error:
+            failure = failure_of(error, call.replica_id)
+        self._post(events.JoinAnswered(call.transfer_id, call.replica_id, failure))
+
+    async def _discard(self, call: effects.CallDiscard) -> None:
+        request = replica_pb2.DiscardTransferRequest(
+            coordinator_generation=self._generation(), transfer_id=call.transfer_id
+        )
+        try:
+            response = await self._reader.stub(call.address).DiscardTransfer(
+                request, timeout=_DISCARD_SECONDS
+            )
+        except grpc.RpcError as error:
+            _log.debug("replica %s was not told to discard %s: %s", call.replica_id,
+                       call.transfer_id, error_from_rpc(error))  # fmt: skip
+            return
+        self._post(
+            events.DiscardAnswered(
+                call.replica_id,
+                call.transfer_id,
+                response.incarnation,
+                vector_from_proto(response.version_vector),
+            )
+        )
+
+    async def _retire(self, call: effects.CallRetire) -> None:
+        request = replica_pb2.RetireVersionsRequest(
+            coordinator_generation=self._generation(),
+            versions=map(version_to_proto, call.versions),
+            mistaken_versions=map(held_to_proto, call.mistaken),
+            ended_policies=call.ended,
+        )
+        try:
+            response = await self._reader.stub(call.address).RetireVersions(
+                request, timeout=_RETIRE_SECONDS
+            )
+        except grpc.RpcError as error:
+            _log.info("replica %s did not retire versions, asked again later: %s",
+                      call.replica_id, error_from_rpc(error))  # fmt: skip
+            return
+        vector = vector_from_proto(response.version_vector)
+        self._post(events.RetireAnswered(call.replica_id, call.incarnation, vector))
+
+    async def _refuse(self, call: effects.CallRefuse) -> None:
+        request = replica_pb2.RefuseRequestsRequest(
+            coordinator_generation=self._generation(),
+            incarnation=call.incarnation,
+            refuse_reason=call.reason,
+            order_number=call.number,
+        )
+        try:
+            response = await self._reader.stub(call.address).RefuseRequests(
+                request, timeout=_REFUSE_SECONDS
+            )
+        except grpc.RpcError as error:
+            _log.info("replica %s hears with its next heartbeat what it is to refuse: %s",
+                      call.replica_id, error_from_rpc(error))  # fmt: skip
+            return
+        self._post(
+            events.RefuseAnswered(
+                call.replica_id, call.incarnation, response.refusing, response.order_number
+            )
+        )
+
+    async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
+        stub, asleep, failure, dirty_reason = self._reader.stub(call.address), None, None, ""
+        request = sleep_request(call, self._generation())
+        try:
+            if isinstance(request, replica_pb2.SleepRequest):
+                response = await stub.Sleep(request, timeout=call.timeout_seconds)
+                asleep = asleep_from_proto(response)
+            else:
+                woken = await stub.WakeUp(request, timeout=call.timeout_seconds)
+                dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]
+        except grpc.RpcError as error:
+            failure = failure_of(error, call.replica_id)
+        of = (call.replica_id, call.incarnation)
+        if isinstance(call, effects.CallSleep):
+            self._post(events.SleepAnswered(*of, asleep, failure))
+        else:
+            self._post(events.WakeAnswered(*of, failure, dirty_reason))
+
+
+def _unanswered(call: effects.ReplicaCall, failure: Failure) -> events.Event | None:
+    """The outcome of a call that could not be made; None of those that are made again anyhow."""
+    of_transfer = getattr(call, "transfer_id", ""), call.replica_id
+    match call:
+        case effects.CallJoin() | effects.CallSend():
+            return events.JoinAnswered(*of_transfer, failure)
+        case effects.CallLoad():
+            return events.LoadAnswered(*of_transfer, failure)
+        case effects.CallCommit() | effects.CallSwitch() | effects.CallRestore():
+            return events.CommitAnswered(*of_transfer, call.incarnation, None, 0.0, failure, ())
+        case effects.CallSleep():
+            return events.SleepAnswered(call.replica_id, call.incarnation, None, failure)
+        case effects.CallWake():
+            return events.WakeAnswered(call.replica_id, call.incarnation, failure, "")
+    return None
+
+
+def failure_of(error: grpc.RpcError, replica_id: str) -> Failure:
+    """The outcome of a failed call; no answer at all means that the peer is gone, and so
+    does one that nobody can make sense of."""
+    typed: WeftError = error_from_rpc(error)
+    reason = typed.reason
+    if reason == "COORDINATOR_AWAY" or reason not in REASONS:
+        reason = "PEER_GONE"
+    metadata = {key: value[:MAX_TEXT_CHARS] for key, value in typed.metadata.items()}
+    return Failure(reason, typed.message[:MAX_TEXT_CHARS], {**metadata, "member": replica_id})

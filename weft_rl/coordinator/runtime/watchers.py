@@ -1,0 +1,198 @@
+"""What happens, and where requests may be sent, to everyone who watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from weft_rl.contract.errors import CapacityError, PeerUnavailableError
+from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.runtime.log import Log
+from weft_rl.rpc.codec import timestamp_to_proto
+from weft_rl.v1 import inspect_pb2
+
+#: A watcher that falls this far behind is cut off.
+MAX_BEHIND: Final = 1000
+#: Events that are kept for those who ask later.
+MAX_KEPT: Final = 1000
+#: Replicas whose last change of routes is known; who is behind the oldest of these is told
+#: the whole list.
+MAX_REMEMBERED: Final = 10_000
+
+
+class Watcher:
+    """One reader's queue of events."""
+
+    def __init__(self) -> None:
+        self._queue: deque[inspect_pb2.WatchEventsResponse] = deque()
+        self._wake = asyncio.Event()
+        self._too_slow = False
+        self._closed = False
+
+    def put(self, event: inspect_pb2.WatchEventsResponse) -> None:
+        """Queue an event, or mark the reader as too slow."""
+        if len(self._queue) >= MAX_BEHIND:
+            self._too_slow = True
+            self._queue.clear()  # nobody is told of them any more
+        else:
+            self._queue.append(event)
+        self._wake.set()
+
+    def close(self) -> None:
+        """The coordinator stops."""
+        self._closed = True
+        self._wake.set()
+
+    async def next(self) -> inspect_pb2.WatchEventsResponse:
+        """The next event.
+
+        Raises:
+            CapacityError: ``TOO_SLOW``.
+            PeerUnavailableError: The coordinator stops.
+        """
+        while True:
+            if self._too_slow:
+                raise CapacityError(
+                    f"the reader fell {MAX_BEHIND} events behind", reason="TOO_SLOW"
+                )
+            if self._queue:
+                return self._queue.popleft()
+            if self._closed:
+                raise _stopping()
+            self._wake.clear()
+            await self._wake.wait()
+
+
+@dataclass(frozen=True)
+class KeptEvent:
+    """An event, and its number from 1 on."""
+
+    revision: int
+    message: inspect_pb2.WatchEventsResponse
+
+
+class Feed:
+    """All watchers, and the last events for those who come later.
+
+    Args:
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._watchers: set[Watcher] = set()
+        self._kept = Log[KeptEvent](MAX_KEPT)
+        self._num_published = 0
+        self._began = timestamp_to_proto(clock())
+
+    @property
+    def kept_since(self) -> Timestamp:
+        """Since when every event is kept."""
+        is_whole = self._num_published <= MAX_KEPT
+        return self._began if is_whole else self._kept.since()[0].message.time
+
+    def past(self, before: int | None = None) -> list[KeptEvent]:
+        """What is kept, newest first.
+
+        Args:
+            before: Only those with a smaller number.
+        """
+        newest_first = reversed(self._kept.since())
+        return [kept for kept in newest_first if before is None or kept.revision < before]
+
+    def since(self, number: int) -> list[KeptEvent]:
+        """What is kept with a larger number, oldest first; on any thread."""
+        return self._kept.since(number)
+
+    def watch(self) -> Watcher:
+        """A new reader, from now on; give it back to ``unwatch``."""
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        return watcher
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """A reader has gone."""
+        self._watchers.discard(watcher)
+
+    def publish(self, unix_seconds: float, kind: EventKind, subject: str, message: str) -> None:
+        """Keep an event, and notify every watcher."""
+        event = inspect_pb2.WatchEventsResponse(
+            time=timestamp_to_proto(unix_seconds),
+            kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{kind.name}"),
+            subject=subject,
+            message=message,
+        )
+        self._num_published += 1
+        self._kept.add(KeptEvent(self._num_published, event))
+        for watcher in self._watchers:
+            watcher.put(event)
+
+    def close(self) -> None:
+        """End all readers."""
+        for watcher in self._watchers:
+            watcher.close()
+
+
+class RouteFeed:
+    """The revision of the routes, and which replicas changed with which. Readers ask for
+    what has changed when they can take it, so nothing is queued for a slow one."""
+
+    def __init__(self) -> None:
+        self._revision = 0
+        self._forgotten = 0
+        # Replicas, listed or not, by the revision of their last change; oldest first.
+        self._changed_in: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    def change(self, replica_ids: Iterable[str]) -> None:
+        """These replicas came, went, or are other than they were."""
+        self._revision += 1
+        for replica_id in replica_ids:
+            self._changed_in.pop(replica_id, None)
+            self._changed_in[replica_id] = self._revision
+        while len(self._changed_in) > MAX_REMEMBERED:
+            self._forgotten = self._changed_in.pop(next(iter(self._changed_in)))
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def changed_since(self, revision: int) -> list[str] | None:
+        """Replicas that have changed since; None if that is not known any more. O(changes)."""
+        if revision < self._forgotten:
+            return None
+        newest_first = reversed(self._changed_in.items())
+        return [name for name, _ in takewhile(lambda item: item[1] > revision, newest_first)]
+
+    async def newer(self, revision: int) -> int:
+        """The newest revision, once it is above ``revision``.
+
+        Raises:
+            PeerUnavailableError: The coordinator stops.
+        """
+        while not self._closed.is_set():
+            if self._revision > revision:
+                return self._revision
+            await self._changed.wait()
+        raise _stopping()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for so long, or until the coordinator stops."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+
+    def close(self) -> None:
+        """End all readers."""
+        self._closed.set()
+        self._changed.set()
+
+
+def _stopping() -> PeerUnavailableError:
+    return PeerUnavailableError("the coordinator is stopping", reason="COORDINATOR_AWAY")

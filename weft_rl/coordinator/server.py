@@ -1,0 +1,258 @@
+"""A coordinator as a process runs it, or a test or a replica embeds it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable
+
+from weft_rl.coordinator.config import CoordinatorConfig
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.page import site
+from weft_rl.coordinator.page.document import Document
+from weft_rl.coordinator.page.history import History
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache
+from weft_rl.coordinator.runtime.metrics import pool_registry
+from weft_rl.coordinator.runtime.traces import TransferTraces
+from weft_rl.coordinator.runtime.watchers import Feed
+from weft_rl.coordinator.services.admin import AdminServicer
+from weft_rl.coordinator.services.inspect import InspectServicer
+from weft_rl.coordinator.services.publish import PublishServicer
+from weft_rl.coordinator.services.registry import RegistryServicer
+from weft_rl.coordinator.services.rendezvous import RendezvousServicer
+from weft_rl.coordinator.services.uploads import Uploads
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, make_server
+from weft_rl.telemetry.ports import Ports
+from weft_rl.telemetry.process import refusal_counter
+from weft_rl.telemetry.traces import open_tracer
+from weft_rl.tracing import NO_TRACER, untraced
+from weft_rl.v1 import (
+    admin_pb2_grpc,
+    inspect_pb2_grpc,
+    publish_pb2_grpc,
+    registry_pb2_grpc,
+    rendezvous_pb2_grpc,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Everything of one coordinator; ``start`` and ``stop`` it on one event loop."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.port = 0
+        self._catalog: Catalog | None = None
+        self._driver: Driver | None = None
+        self._server: WeftServer | None = None
+        self._deciding: asyncio.Task[None] | None = None
+        self._tracer = NO_TRACER
+        #: Metrics and health, where they have ports of their own.
+        self.ports = Ports()
+
+    @property
+    def target(self) -> str:
+        """HOST:PORT to dial, once started."""
+        return f"{self.config.listen.rpartition(':')[0]}:{self.port}"
+
+    async def start(self) -> int:
+        """Open the catalog, listen, and decide; returns the port.
+
+        Raises:
+            CatalogError: The catalog is in use, foreign or too new.
+            UnsupportedError: It is to trace, and lacks what that needs.
+            NotReadyError: The address cannot be listened on.
+        """
+        self._catalog = await asyncio.to_thread(Catalog.open, self.config.catalog)
+        try:
+            await self._start(self._catalog)
+        except BaseException:
+            await self.stop()
+            raise
+        return self.port
+
+    async def _start(self, catalog: Catalog) -> None:
+        config = self.config
+        security = Security(
+            credentials=config.credentials,
+            access=AccessFile(config.access) if config.access else None,
+            insecure=config.insecure,
+        )
+        manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
+        traces = self._traces(lambda: driver.now()) if config.telemetry.traces else None
+        uploads = Uploads()
+        state = _initial_state(catalog, self.config)
+        metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
+        history = History(state, time.monotonic)
+        driver = self._driver = Driver(
+            state,
+            catalog,
+            references,
+            feed,
+            manifests=manifests,
+            commit_seconds=self.config.commit_timeout_seconds,
+            credentials=config.credentials,
+            on_step=[
+                *([metrics.count, history.count] if config.telemetry.metrics else []),
+                *([traces.follow] if traces else []),
+            ],
+            trace_context=traces.context_of if traces else untraced,
+        )
+        publish = PublishServicer(driver, catalog, manifests, references, uploads, traces)
+        inspect = InspectServicer(driver, catalog, feed)
+        registry = RegistryServicer(driver, references, catalog, uploads)
+        rendezvous = RendezvousServicer(driver.groups, manifests)
+        self._server = await make_server(
+            [
+                Servicer(
+                    "weft.v1.InspectService",
+                    inspect,
+                    inspect_pb2_grpc.add_InspectServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.AdminService",
+                    AdminServicer(driver, catalog),
+                    admin_pb2_grpc.add_AdminServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.PublishService",
+                    publish,
+                    publish_pb2_grpc.add_PublishServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.RegistryService",
+                    registry,
+                    registry_pb2_grpc.add_RegistryServiceServicer_to_server,
+                ),
+                Servicer(
+                    "weft.v1.RendezvousService",
+                    rendezvous,
+                    rendezvous_pb2_grpc.add_RendezvousServiceServicer_to_server,
+                ),
+            ],
+            security,
+            on_refused=refusal_counter(metrics_registry),
+        )
+        self.port = bind(self._server.server, self.config.listen, security)
+        document = Document(
+            history,
+            feed,
+            self.target,
+            lambda: driver.state,
+            driver.now,
+            driver.groups.num_verified,
+        )
+        self.ports = await Ports.open(
+            config.telemetry, self._server, metrics_registry, security, site.pages(document)
+        )
+        self._deciding = driver.start()
+        await self._server.server.start()
+        _log.info(
+            "coordinator listens on %s, generation %s, catalog %s",
+            self.target,
+            state.generation,
+            self.config.catalog,
+        )
+
+    def _traces(self, now: Callable[[], float]) -> TransferTraces:
+        self._tracer = open_tracer("weft-coordinator")
+        return TransferTraces(self._tracer, now)
+
+    async def wait(self) -> None:
+        """Wait until it is stopped.
+
+        Raises:
+            Exception: It cannot continue: the catalog could not be written.
+        """
+        if self._deciding is not None:
+            await asyncio.shield(self._deciding)
+
+    async def stop(self) -> None:
+        """End what is under way within ``stop_seconds`` and let go of the catalog.
+
+        Idempotent. A transfer that was not committed is aborted at the next start.
+        """
+        server, self._server = self._server, None
+        driver, self._driver = self._driver, None
+        catalog, self._catalog = self._catalog, None
+        await self.ports.close()
+        if driver is not None:
+            await driver.stop()
+        if server is not None:
+            await server.server.stop(self.config.stop_seconds)
+        if catalog is not None:
+            catalog.close()
+        await asyncio.to_thread(self._tracer.close)
+
+
+def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
+    known = catalog.snapshot()
+    now, restarted = time.monotonic(), known.generation > 1
+    return PoolState(
+        settings=config.settings,
+        generation=known.generation,
+        wall_offset_seconds=time.time() - now,
+        restart_over_at=now + restarted * config.settings.lost_after_seconds,
+        fingerprint=known.fingerprint,
+        architecture=known.architecture,
+        checkpoint=known.checkpoint,
+        base_contents=known.base_contents,
+        as_started=known.as_started,
+        epoch=known.epoch,
+        opened_generation=known.generation,
+        opened_epoch=known.epoch,
+        number_floor=known.number_floor,
+        token_floor=known.token_floor,
+        coordinator_id=secrets.token_hex(8),
+        secret=secrets.token_hex(32),
+        policies={policy.name: policy for policy in known.policies if not policy.forgotten},
+        forgotten={policy.name: policy for policy in known.policies if policy.forgotten},
+        out_of_service=known.out_of_service,
+    )
+
+
+async def serve(
+    config: CoordinatorConfig, *, ready: Callable[[int, Ports], None] | None = None
+) -> None:
+    """Run a coordinator until SIGTERM or SIGINT, then stop it in order.
+
+    Args:
+        ready: Told the port, and those beside it, once calls are answered.
+
+    Raises:
+        WeftError: It cannot start; says why.
+        Exception: It cannot continue: the catalog could not be written.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    coordinator = Coordinator(config)
+    try:
+        port = await coordinator.start()
+        # What was imported stays: the collector's full passes, in which nobody is
+        # answered, need not look at it.
+        gc.collect()
+        gc.freeze()
+        if ready is not None:
+            ready(port, coordinator.ports)
+        told = loop.create_task(stopping.wait())
+        failed = loop.create_task(coordinator.wait())
+        await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if failed.done():
+            failed.result()
+        failed.cancel()
+        _log.info("coordinator stops")
+    finally:
+        await coordinator.stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,211 @@
+"""AdminService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc
+
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sleep import DEFAULT_REQUESTS_SECONDS
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas import base_binding
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.manifests import fresh_ids
+from weft_rl.rpc.codec import (
+    duration_from_proto,
+    duration_to_proto,
+    vector_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
+from weft_rl.rpc.sleep_codec import aborts_from_proto, level_from_proto
+from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: A wait on behalf of a caller that set no deadline.
+MAX_WAIT_SECONDS: Final = 3_600.0
+#: Of a drain for which no time is given.
+DRAIN_SECONDS: Final = 300.0
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """What operators may ask for and order."""
+
+    def __init__(self, driver: Driver, catalog: Catalog) -> None:
+        self._driver = driver
+        self._catalog = catalog
+
+    async def Rollback(
+        self, request: admin_pb2.RollbackRequest, context: Context
+    ) -> admin_pb2.RollbackResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer_by = self._answer_by(context)
+        await self._driver.flush()
+        recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
+        answer = await self._driver.call(
+            lambda ticket: events.Rollback(
+                ticket, request.policy, request.to_version, fresh_ids(), answer_by, recorded
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.RollbackAnswer)
+        return admin_pb2.RollbackResponse(
+            version=version_to_proto(answer.version),
+            replaced_version=answer.replaced_version,
+            replica_ids=answer.replica_ids,
+            pause=duration_to_proto(answer.pause_seconds),
+        )
+
+    async def Pin(self, request: admin_pb2.PinRequest, context: Context) -> admin_pb2.PinResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        version = version_from_proto(request.version)
+        await self._driver.flush()
+        recorded = self._catalog.find_version(version)
+        await self._driver.call(
+            lambda ticket: events.Pin(
+                ticket, version.policy, version.version, request.pinned, recorded
+            )
+        )
+        return admin_pb2.PinResponse()
+
+    async def Retire(
+        self, request: admin_pb2.RetireRequest, context: Context
+    ) -> admin_pb2.RetireResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        version = version_from_proto(request.version)
+        await self._driver.flush()
+        recorded = self._catalog.find_version(version)
+        await self._driver.call(
+            lambda ticket: events.RetireVersion(ticket, version.policy, version.version, recorded)
+        )
+        return admin_pb2.RetireResponse()
+
+    async def SetRetention(
+        self, request: admin_pb2.SetRetentionRequest, context: Context
+    ) -> admin_pb2.SetRetentionResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.SetRetention(ticket, request.policy, request.num_versions)
+        )
+        assert isinstance(answer, effects.RetentionAnswer)
+        return admin_pb2.SetRetentionResponse(num_versions=answer.num_versions)
+
+    async def ForgetPolicy(
+        self, request: admin_pb2.ForgetPolicyRequest, context: Context
+    ) -> admin_pb2.ForgetPolicyResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.ForgetPolicy(ticket, request.policy, request.force)
+        )
+        assert isinstance(answer, effects.ForgetAnswer)
+        return admin_pb2.ForgetPolicyResponse(
+            retired_versions=[version_to_proto(version) for version in answer.retired]
+        )
+
+    async def Cordon(
+        self, request: admin_pb2.CordonRequest, context: Context
+    ) -> admin_pb2.CordonResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        await self._take_out(request.replica_id, ReplicaState.CORDONED, request.reason)
+        return admin_pb2.CordonResponse()
+
+    async def Quarantine(
+        self, request: admin_pb2.QuarantineRequest, context: Context
+    ) -> admin_pb2.QuarantineResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        await self._take_out(request.replica_id, ReplicaState.QUARANTINED, request.reason)
+        return admin_pb2.QuarantineResponse()
+
+    async def _take_out(self, replica_id: str, state: ReplicaState, reason: str) -> None:
+        order = OutOfService(state, reason)
+        await self._driver.call(lambda ticket: events.TakeOutOfService(ticket, replica_id, order))
+
+    async def Uncordon(
+        self, request: admin_pb2.UncordonRequest, context: Context
+    ) -> admin_pb2.UncordonResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
+        assert isinstance(answer, effects.UncordonAnswer)
+        return admin_pb2.UncordonResponse(
+            state=inspect_pb2.ReplicaState.ValueType(int(answer.state or 0)),
+            state_reason=answer.why,
+        )
+
+    async def GetBase(
+        self, request: admin_pb2.GetBaseRequest, context: Context
+    ) -> admin_pb2.GetBaseResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        state = self._driver.state
+        return admin_pb2.GetBaseResponse(
+            base_fingerprint=state.fingerprint,
+            architecture=state.architecture,
+            version_vector=vector_to_proto(state.vector),
+            replica_ids=base_binding.present(state),
+            num_transfers=len(state.transfers),
+            checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
+            checkpoint_replica_id=state.checkpoint.replica_id if state.checkpoint else "",
+        )
+
+    async def RebindBase(
+        self, request: admin_pb2.RebindBaseRequest, context: Context
+    ) -> admin_pb2.RebindBaseResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.RebindBase(ticket, request.base_fingerprint)
+        )
+        assert isinstance(answer, effects.RebindAnswer)
+        return admin_pb2.RebindBaseResponse(
+            retired_versions=[version_to_proto(version) for version in answer.retired]
+        )
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: Context
+    ) -> admin_pb2.DrainResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        seconds = DRAIN_SECONDS
+        if request.HasField("timeout"):
+            seconds = duration_from_proto(request.timeout)
+        await self._driver.call(
+            lambda ticket: events.DrainReplica(ticket, request.replica_id, seconds, request.reason)
+        )
+        return admin_pb2.DrainResponse()
+
+    async def SleepReplica(
+        self, request: admin_pb2.SleepReplicaRequest, context: Context
+    ) -> admin_pb2.SleepReplicaResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        aborts, level = aborts_from_proto(request.when_running), level_from_proto(request.level)
+        seconds = DEFAULT_REQUESTS_SECONDS
+        if request.HasField("timeout"):
+            seconds = duration_from_proto(request.timeout)
+        answer_by = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.SleepReplica(
+                ticket, request.replica_id, aborts, seconds, answer_by, level
+            ),
+            until=answer_by,
+        )
+        return admin_pb2.SleepReplicaResponse()
+
+    async def WakeReplica(
+        self, request: admin_pb2.WakeReplicaRequest, context: Context
+    ) -> admin_pb2.WakeReplicaResponse:
+        """Source: protos/weft/v1/admin.proto."""
+        answer_by = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.WakeReplica(ticket, request.replica_id, answer_by),
+            until=answer_by,
+        )
+        return admin_pb2.WakeReplicaResponse()
+
+    def _answer_by(self, context: Context) -> float:
+        """When a caller is answered at the latest: before it stops to wait."""
+        left = context.time_remaining()
+        left = MAX_WAIT_SECONDS if left is None else left - min(0.25, left * 0.2)
+        return self._driver.now() + left

@@ -1,0 +1,311 @@
+"""InspectService: what is known now. Reads the last durable state; decides nothing."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+import grpc
+
+from weft_rl.contract.errors import NotFoundError
+from weft_rl.contract.names import BASE_POLICY, check_name
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.step import unknown_transfer
+from weft_rl.coordinator.messages.listing import each, entry_of
+from weft_rl.coordinator.messages.overview import pool_to_proto
+from weft_rl.coordinator.messages.pages import (
+    PAGE_BYTES,
+    Page,
+    Vectors,
+    check_request,
+    cut,
+    invalid_token,
+    number_of,
+)
+from weft_rl.coordinator.messages.route_list import route_messages
+from weft_rl.coordinator.messages.wire import (
+    policy_to_proto,
+    replica_to_proto,
+    transfer_from_record,
+    transfer_to_proto,
+    version_record_to_proto,
+)
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.watchers import Feed
+from weft_rl.rpc.codec import vector_to_proto, version_from_proto, version_to_proto
+from weft_rl.rpc.inbound import on_call_end
+from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_DEFAULT_PAGE: Final = 100
+_MAX_PAGE: Final = 1000
+_BETWEEN_LISTS_SECONDS: Final = 0.05
+_NO_VERSION_ABOVE: Final = 2**62
+# Of GetPool, beside the replicas: the policies, and the transfers.
+_PART_BYTES: Final = 128 * 1024
+# Of each version vector there.
+_MOST_ADAPTERS: Final = 1024
+# What readers are told that know different revisions.
+_KEPT_LISTS: Final = 8
+
+
+class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
+    """Read-only."""
+
+    def __init__(self, driver: Driver, catalog: Catalog, feed: Feed) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._feed = feed
+        self._restart_over_at = driver.state.restart_over_at
+        self._routes: dict[tuple[int, int], list[inspect_pb2.WatchRoutesResponse]] = {}
+        self._routes_of = -1
+
+    async def GetPool(
+        self, request: inspect_pb2.GetPoolRequest, context: Context
+    ) -> inspect_pb2.GetPoolResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        state = self._driver.state
+        last = next(reversed([*state.history.values()]), None)
+        vectors = Vectors(_MOST_ADAPTERS) if request.share_version_vectors else None
+        replicas = self._replicas(sorted(state.replicas), vectors=vectors, most=_MOST_ADAPTERS)
+        policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
+        under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
+        known = inspect_pb2.GetPoolResponse(
+            version_vector=vector_to_proto(state.vector, _MOST_ADAPTERS),
+            replicas=replicas.entries,
+            policies=policies.entries,
+            active_transfers=under_way.entries,
+            last_transfer=self._shown(last) if last else None,
+            version_vectors=vectors.messages if vectors else (),
+            next_replica_page_token=replicas.last or "",
+            next_policy_page_token=policies.last or "",
+            next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
+            unused_files=UNUSED_FILES.list(),
+            num_policies=len(state.policies),
+        )
+        known.MergeFrom(pool_to_proto(state, time.time()))
+        return known
+
+    async def ListReplicas(
+        self, request: inspect_pb2.ListReplicasRequest, context: Context
+    ) -> inspect_pb2.ListReplicasResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_request(request)
+        names = sorted(self._driver.state.replicas)
+        if request.replica_ids:
+            wanted = set(request.replica_ids)
+            names = [name for name in names if name in wanted]
+        vectors = Vectors() if request.share_version_vectors else None
+        page = self._replicas(
+            [name for name in names if name > request.page_token],
+            page_size=request.page_size,
+            vectors=vectors,
+        )
+        return inspect_pb2.ListReplicasResponse(
+            replicas=page.entries,
+            next_page_token=page.last or "",
+            version_vectors=vectors.messages if vectors else (),
+        )
+
+    async def ListPolicies(
+        self, request: inspect_pb2.ListPoliciesRequest, context: Context
+    ) -> inspect_pb2.ListPoliciesResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_request(request)
+        names = _policy_names(self._driver.state)
+        if request.page_token:
+            names = [name for name in names if _place(name) > _place(request.page_token)]
+        page = self._policies(names, page_size=request.page_size)
+        return inspect_pb2.ListPoliciesResponse(
+            policies=page.entries, next_page_token=page.last or ""
+        )
+
+    async def ListVersions(
+        self, request: inspect_pb2.ListVersionsRequest, context: Context
+    ) -> inspect_pb2.ListVersionsResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        state = self._driver.state
+        if request.policy not in state.policies and request.policy not in state.forgotten:
+            raise NotFoundError(
+                f"no policy {request.policy[:80]!r} is known", reason="POLICY_UNKNOWN"
+            )
+        check_request(request)
+        token = number_of(request.page_token)
+        before = _NO_VERSION_ABOVE if token is None else min(_NO_VERSION_ABOVE, token)
+        limit = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
+        await self._driver.flush()
+        state = self._driver.state
+        records = self._catalog.list_versions(request.policy, before, limit + 1)
+        more = len(records) > limit
+        records = records[:limit]
+        return inspect_pb2.ListVersionsResponse(
+            versions=each(
+                records,
+                lambda record: version_record_to_proto(record, state),
+                lambda record, _: inspect_pb2.Version(version=version_to_proto(record.version)),
+            ),
+            next_page_token=str(records[-1].version.version) if more else "",
+        )
+
+    async def ListTransfers(
+        self, request: inspect_pb2.ListTransfersRequest, context: Context
+    ) -> inspect_pb2.ListTransfersResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_request(request)
+        state = self._driver.state
+        transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
+        if request.page_token:
+            names = [transfer.transfer_id for transfer in transfers]
+            if request.page_token not in names:
+                raise invalid_token()
+            transfers = transfers[names.index(request.page_token) + 1 :]
+        page = self._transfers(transfers, page_size=request.page_size)
+        return inspect_pb2.ListTransfersResponse(
+            transfers=page.entries,
+            next_page_token=page.last.transfer_id if page.last else "",
+        )
+
+    async def GetTransfer(
+        self, request: inspect_pb2.GetTransferRequest, context: Context
+    ) -> inspect_pb2.GetTransferResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        state = self._driver.state
+        transfer = state.transfers.get(request.transfer_id) or state.history.get(
+            request.transfer_id
+        )
+        if transfer is not None:
+            return inspect_pb2.GetTransferResponse(transfer=self._transfer(transfer))
+        record = self._catalog.find_transfer(request.transfer_id)
+        if record is None:
+            raise unknown_transfer(request.transfer_id)
+        return inspect_pb2.GetTransferResponse(transfer=transfer_from_record(record, state))
+
+    async def WatchEvents(
+        self, request: inspect_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.WatchEventsResponse]:
+        """Source: protos/weft/v1/inspect.proto."""
+        watcher = self._feed.watch()
+        on_call_end(context, lambda: self._feed.unwatch(watcher))
+        # Headers now: a reader knows that it misses nothing from here.
+        await context.send_initial_metadata(())
+        while True:
+            yield await watcher.next()
+
+    async def ListEvents(
+        self, request: inspect_pb2.ListEventsRequest, context: Context
+    ) -> inspect_pb2.ListEventsResponse:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_request(request)
+        past = self._feed.past(number_of(request.page_token))
+        page = cut(past, lambda kept: kept.message, page_size=request.page_size)
+        return inspect_pb2.ListEventsResponse(
+            events=page.entries,
+            next_page_token=str(page.last.revision) if page.last else "",
+            kept_since=self._feed.kept_since,
+        )
+
+    async def WatchRoutes(
+        self, request: inspect_pb2.WatchRoutesRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.WatchRoutesResponse]:
+        """Source: protos/weft/v1/inspect.proto."""
+        feed, revision = self._driver.routes, -1
+        await feed.wait(self._restart_over_at - self._driver.now())
+        while True:
+            before, revision = revision, await feed.newer(revision)
+            for message in self._route_messages(before, revision):
+                yield message
+            await feed.wait(_BETWEEN_LISTS_SECONDS)
+
+    async def DigestTensors(
+        self, request: inspect_pb2.DigestTensorsRequest, context: Context
+    ) -> AsyncIterator[inspect_pb2.DigestTensorsResponse]:
+        """Source: protos/weft/v1/inspect.proto."""
+        check_name(request.version.policy, "policy")
+        replica = self._driver.state.replicas.get(request.replica_id)
+        if replica is None:
+            raise NotFoundError(
+                f"no replica {request.replica_id[:80]!r} is in the pool", reason="REPLICA_UNKNOWN"
+            )
+        version = version_from_proto(request.version)
+        chunks = self._driver.replicas.digests(request.replica_id, replica.address, version)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield inspect_pb2.DigestTensorsResponse(chunk=chunk)
+
+    def _route_messages(self, before: int, revision: int) -> list[inspect_pb2.WatchRoutesResponse]:
+        """What those who know ``before`` are told now; made once for all of them."""
+        key = before, revision
+        if key not in self._routes:
+            if len(self._routes) >= _KEPT_LISTS or revision != self._routes_of:
+                self._routes, self._routes_of = {}, revision
+            changed = self._driver.routes.changed_since(before)
+            self._routes[key] = route_messages(self._driver.state, changed, before, revision)
+        return self._routes[key]
+
+    def _replicas(
+        self,
+        names: Sequence[str],
+        *,
+        page_size: int = 0,
+        vectors: Vectors | None = None,
+        most: int | None = None,
+    ) -> Page[str, inspect_pb2.Replica]:
+        state, now = self._driver.state, self._driver.now()
+
+        def make(name: str) -> inspect_pb2.Replica:
+            return entry_of(
+                state.replicas[name],
+                lambda replica: replica_to_proto(state, replica, now, vectors, most),
+                lambda _, why: inspect_pb2.Replica(replica_id=name, state_reason=why),
+            )
+
+        return cut(names, make, page_size=page_size, vectors=vectors)
+
+    def _policies(
+        self, names: Sequence[str], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
+    ) -> Page[str, inspect_pb2.Policy]:
+        state, now = self._driver.state, self._driver.now()
+
+        def make(name: str) -> inspect_pb2.Policy:
+            return entry_of(
+                state.policies[name],
+                lambda policy: policy_to_proto(state, policy, now),
+                lambda _, why: inspect_pb2.Policy(policy=name),
+            )
+
+        return cut(names, make, page_size=page_size, max_bytes=max_bytes)
+
+    def _transfers(
+        self, transfers: Sequence[Transfer], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
+    ) -> Page[Transfer, publish_pb2.Transfer]:
+        return cut(transfers, self._shown, page_size=page_size, max_bytes=max_bytes)
+
+    def _shown(self, transfer: Transfer) -> publish_pb2.Transfer:
+        return entry_of(
+            transfer,
+            self._transfer,
+            lambda transfer, why: publish_pb2.Transfer(
+                transfer_id=transfer.transfer_id, failure_message=why
+            ),
+        )
+
+    def _transfer(self, transfer: Transfer) -> publish_pb2.Transfer:
+        driver = self._driver
+        verified = driver.groups.num_verified(transfer.group_id, transfer.transfer_id)
+        return transfer_to_proto(transfer, driver.state, driver.now(), verified)
+
+
+def _policy_names(state: PoolState) -> list[str]:
+    return sorted(state.policies, key=_place)
+
+
+def _place(policy: str) -> tuple[bool, str]:
+    """The base first, then by name."""
+    return policy != BASE_POLICY, policy

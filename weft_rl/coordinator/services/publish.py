@@ -1,0 +1,316 @@
+"""PublishService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from weft_rl.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
+from weft_rl.contract.names import check_name
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.replica_state import (
+    base_targets,
+    eligible_targets,
+    shared_backends,
+)
+from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.values import PolicyKind, VersionRecord, VersionState
+from weft_rl.coordinator.decisions.step import already_committed, not_its_owner
+from weft_rl.coordinator.messages.wire import (
+    adapter_from_proto,
+    begin_to_proto,
+    lease_to_proto,
+    process_from_proto,
+    transfer_from_record,
+    transfer_to_proto,
+)
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, fresh_ids
+from weft_rl.coordinator.runtime.traces import TransferTraces
+from weft_rl.coordinator.services.uploads import Uploads
+from weft_rl.rpc.bounds import check_revision
+from weft_rl.rpc.codec import dtype_to_proto, duration_from_proto, send_plan_from_proto
+from weft_rl.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
+from weft_rl.rpc.security.guard import CALLER
+from weft_rl.rpc.sleep_codec import aborts_from_proto, level_from_proto
+from weft_rl.tracing import parent_in
+from weft_rl.v1 import publish_pb2, publish_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: A push that names no timeout gets this much; one that names more gets at most a day.
+DEFAULT_TIMEOUT_SECONDS: Final = 600.0
+MAX_TIMEOUT_SECONDS: Final = 86_400.0
+#: A wait on behalf of a caller that set no deadline.
+MAX_WAIT_SECONDS: Final = 3_600.0
+
+
+class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
+    """Trainers own policies here, push versions, and learn what became of them."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        catalog: Catalog,
+        manifests: LayoutCache,
+        references: ReferenceCache,
+        uploads: Uploads,
+        traces: TransferTraces | None = None,
+    ) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._manifests = manifests
+        self._references = references
+        self._uploads = uploads
+        self._traces = traces
+
+    def _answer_by(self, context: Context) -> float:
+        """When a wait must end so that the caller still gets our answer."""
+        left = context.time_remaining()
+        if left is None:
+            return self._driver.now() + MAX_WAIT_SECONDS
+        return self._driver.now() + left - min(0.25, left * 0.2)
+
+    async def DescribeTarget(
+        self, request: publish_pb2.DescribeTargetRequest, context: Context
+    ) -> publish_pb2.DescribeTargetResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        deadline = self._answer_by(context)
+        await self._driver.call(
+            lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
+        )
+        state = self._driver.state
+        replicas = base_targets(state)
+        if not replicas:
+            raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
+        targets = eligible_targets(state) or replicas
+        capabilities = replicas[0].capabilities
+        exceptions = self._references.dtype_exceptions(state.fingerprint, capabilities.base_dtype)
+        return publish_pb2.DescribeTargetResponse(
+            base_fingerprint=state.fingerprint,
+            architecture=state.architecture,
+            base_dtype=dtype_to_proto(capabilities.base_dtype),
+            base_dtype_exceptions={n: dtype_to_proto(d) for n, d in exceptions.items()},
+            adapter_dtype=dtype_to_proto(capabilities.adapter_dtype),
+            base_version=state.vector.base,
+            base_checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",
+            num_replicas=len(eligible_targets(state)),
+            backends=shared_backends(targets),
+            trial_names=[target.capabilities.trial_name for target in targets],
+            gpu_uuids=[uuid for target in targets for uuid in target.capabilities.gpu_uuids],
+        )
+
+    async def GetReference(
+        self, request: publish_pb2.GetReferenceRequest, context: Context
+    ) -> AsyncIterator[publish_pb2.GetReferenceResponse]:
+        """Source: protos/weft/v1/publish.proto."""
+        reference = self._references.get(request.fingerprint)
+        if reference is None:
+            raise NotReadyError(
+                f"no model of the fingerprint {request.fingerprint[:12]!r} is known here",
+                reason="MANIFEST_UNKNOWN",
+            )
+        for chunk in reference_to_chunks(reference):
+            yield publish_pb2.GetReferenceResponse(chunk=chunk)
+
+    async def AcquirePolicy(
+        self, request: publish_pb2.AcquirePolicyRequest, context: Context
+    ) -> publish_pb2.AcquirePolicyResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        if int(request.kind) not in set(PolicyKind):
+            raise InvalidRequestError("the kind of the policy is not set")
+        answer = await self._driver.call(
+            lambda ticket: events.AcquirePolicy(
+                ticket,
+                request.trainer_id,
+                request.session_id,
+                request.policy,
+                PolicyKind(request.kind),
+                process_from_proto(request.process),
+                request.displaced_token,
+                request.last_version,
+                request.last_fencing_token,
+                CALLER.get(),
+            )
+        )
+        assert isinstance(answer, effects.LeaseAnswer)
+        return publish_pb2.AcquirePolicyResponse(
+            lease=lease_to_proto(answer.policy, answer.lease, answer.time_to_live),
+            last_version=answer.last_version,
+            publish_again_version=answer.publish_again_version,
+        )
+
+    async def RenewLease(
+        self, request: publish_pb2.RenewLeaseRequest, context: Context
+    ) -> publish_pb2.RenewLeaseResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        answer = await self._driver.call(
+            lambda ticket: events.RenewLease(
+                ticket, request.policy, request.fencing_token, request.session_id
+            )
+        )
+        assert isinstance(answer, effects.LeaseAnswer)
+        lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
+        return publish_pb2.RenewLeaseResponse(
+            lease=lease, publish_again_version=answer.publish_again_version
+        )
+
+    async def ReleasePolicy(
+        self, request: publish_pb2.ReleasePolicyRequest, context: Context
+    ) -> publish_pb2.ReleasePolicyResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        await self._driver.call(
+            lambda ticket: events.ReleasePolicy(
+                ticket, request.policy, request.fencing_token, request.session_id
+            )
+        )
+        return publish_pb2.ReleasePolicyResponse()
+
+    async def PutManifest(
+        self, request_iterator: AsyncIterator[publish_pb2.PutManifestRequest], context: Context
+    ) -> publish_pb2.PutManifestResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        manifest = await self._uploads.read(request_iterator, ManifestDecoder())
+        layout = self._manifests.put(manifest)
+        return publish_pb2.PutManifestResponse(layout_digest=layout.digest)
+
+    async def BeginTransfer(
+        self, request: publish_pb2.BeginTransferRequest, context: Context
+    ) -> publish_pb2.BeginTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        check_revision(request.protocol_revision, "the trainer")
+        check_name(request.policy, "policy")
+        adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
+        plan = send_plan_from_proto(request.send_plan) if request.HasField("send_plan") else None
+        timeout = duration_from_proto(request.timeout) if request.HasField("timeout") else 0.0
+        timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
+        deadline = self._driver.now() + timeout
+        answer_by = min(deadline, self._answer_by(context))
+        ids = fresh_ids()
+        if self._traces is not None:
+            self._traces.expect(ids.transfer_id, parent_in(context.invocation_metadata()))
+        answer = await self._driver.call(
+            lambda ticket: events.BeginTransfer(
+                ticket=ticket,
+                request_id=request.request_id,
+                policy=request.policy,
+                fencing_token=request.fencing_token,
+                layout_digest=request.layout_digest,
+                layout=self._manifests.get(request.layout_digest),
+                adapter=adapter,
+                min_replicas=request.require.min_replicas if request.HasField("require") else 1,
+                deadline=deadline,
+                answer_by=answer_by,
+                backend=request.backend,
+                backend_reason=request.backend_reason,
+                trial_names=frozenset(request.trial_names),
+                group_id=request.group_id,
+                ids=ids,
+                session_id=request.session_id,
+                recorded=self._recorded(request.policy, request.request_id),
+                check_finite=request.check_finite,
+                refuse_other_base=request.refuse_other_base,
+                carries_runs=request.carries_runs,
+                send_plan=plan,
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.BeginAnswer)
+        return begin_to_proto(answer)
+
+    def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
+        """What the lease's owner made of this request id before, by the catalog."""
+        policy = self._driver.state.policies.get(policy_name)
+        if policy is None or policy.lease is None:
+            return None
+        # Asked of a policy without versions too: the id may be another policy's.
+        return self._catalog.find_request(policy.lease.trainer_id, request_id)
+
+    async def AwaitTransfer(
+        self, request: publish_pb2.AwaitTransferRequest, context: Context
+    ) -> publish_pb2.AwaitTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        record = self._forgotten(request.transfer_id)
+        if record is not None:
+            if record.failure:
+                raise record.failure.error()
+            message = transfer_from_record(record, self._driver.state)
+            return publish_pb2.AwaitTransferResponse(transfer=message)
+        answer = await self._driver.call(
+            lambda ticket: events.AwaitTransfer(ticket, request.transfer_id)
+        )
+        assert isinstance(answer, Transfer)
+        driver = self._driver
+        message = transfer_to_proto(answer, driver.state, driver.now(), answer.layout.num_buckets)
+        return publish_pb2.AwaitTransferResponse(transfer=message)
+
+    def _forgotten(self, transfer_id: str) -> VersionRecord | None:
+        """The catalog's record of a transfer that the state no longer has."""
+        state = self._driver.state
+        if transfer_id in state.transfers or transfer_id in state.history:
+            return None
+        record = self._catalog.find_transfer(transfer_id)
+        return record if record and record.state is not VersionState.STAGING else None
+
+    async def AbortTransfer(
+        self, request: publish_pb2.AbortTransferRequest, context: Context
+    ) -> publish_pb2.AbortTransferResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        record = self._forgotten(request.transfer_id) if request.transfer_id else None
+        if record is not None:
+            if record.version.policy != request.policy:
+                raise not_its_owner(request.transfer_id, request.policy, request.fencing_token)
+            if record.state not in (VersionState.ABORTED, VersionState.FAILED):
+                raise already_committed(str(record.version))
+            return publish_pb2.AbortTransferResponse()
+        await self._driver.call(
+            lambda ticket: events.AbortTransfer(
+                ticket,
+                request.transfer_id,
+                request.policy,
+                request.fencing_token,
+                request.message,
+                request.request_id,
+            )
+        )
+        return publish_pb2.AbortTransferResponse()
+
+    async def SleepRollouts(
+        self, request: publish_pb2.SleepRolloutsRequest, context: Context
+    ) -> publish_pb2.SleepRolloutsResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        aborts, answer_by = aborts_from_proto(request.when_running), self._answer_by(context)
+        level = level_from_proto(request.level)
+        answer = await self._driver.call(
+            lambda ticket: events.SleepRollouts(
+                ticket=ticket,
+                fencing_token=request.fencing_token,
+                session_id=request.session_id,
+                gpu_uuids=frozenset(request.gpu_uuids),
+                level=level,
+                aborts=aborts,
+                seconds=duration_from_proto(request.timeout),
+                answer_by=answer_by,
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.SleepAnswer)
+        return publish_pb2.SleepRolloutsResponse(replica_ids=answer.replica_ids)
+
+    async def WakeRollouts(
+        self, request: publish_pb2.WakeRolloutsRequest, context: Context
+    ) -> publish_pb2.WakeRolloutsResponse:
+        """Source: protos/weft/v1/publish.proto."""
+        answer_by = self._answer_by(context)
+        answer = await self._driver.call(
+            lambda ticket: events.WakeRollouts(
+                ticket, request.fencing_token, request.session_id, answer_by
+            ),
+            until=answer_by,
+        )
+        assert isinstance(answer, effects.SleepAnswer)
+        return publish_pb2.WakeRolloutsResponse(replica_ids=answer.replica_ids)

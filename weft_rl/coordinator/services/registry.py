@@ -1,0 +1,242 @@
+"""RegistryService: thin, from messages to events and back."""
+
+# ruff: noqa: N802 (methods are named as in the proto)
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+import grpc
+
+from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.replicas.membership import check_free
+from weft_rl.coordinator.decisions.state.progress import Work
+from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
+from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.messages.sleep import asleep_from_proto
+from weft_rl.coordinator.messages.wire import held_from_proto
+from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.driver import Driver
+from weft_rl.coordinator.runtime.manifests import ReferenceCache
+from weft_rl.coordinator.services.uploads import Uploads
+from weft_rl.rpc.bounds import check_revision
+from weft_rl.rpc.checkpoint_codec import checkpoint_from_proto
+from weft_rl.rpc.codec import (
+    capabilities_from_proto,
+    duration_from_proto,
+    duration_to_proto,
+    vector_from_proto,
+    version_to_proto,
+    versions_from_proto,
+)
+from weft_rl.rpc.manifest_codec import ReferenceDecoder
+from weft_rl.v1 import registry_pb2, registry_pb2_grpc, types_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+#: Leftovers that one heartbeat may speak of; the others come with the next.
+_MAX_STAGED: Final = 64
+#: Spilled versions that are taken note of.
+_MAX_SPILLED: Final = 4096
+#: Versions whose digests are taken note of: those, and what is in memory.
+_MAX_HELD: Final = 3 * _MAX_SPILLED
+_HELD_AT_ONCE: Final = 256
+#: Versions that a replica lacks, and is told of.
+_MAX_LACKING: Final = 4096
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
+    """Replicas join the pool here, stay in it, and leave it."""
+
+    def __init__(
+        self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: Uploads
+    ) -> None:
+        self._driver = driver
+        self._uploads = uploads
+        self._catalog = catalog
+        self._references = references
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: Context
+    ) -> registry_pb2.RegisterResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        check_revision(request.protocol_revision, "the replica")
+        capabilities = capabilities_from_proto(request.capabilities)
+        held = await self._heard(request.held_versions)
+        told = request.HasField("checkpoint") and request.checkpoint.state
+        checkpoint = checkpoint_from_proto(request.checkpoint) if told else NOT_TOLD
+        answer = await self._driver.call(
+            lambda ticket: events.Register(
+                ticket=ticket,
+                replica_id=request.replica_id,
+                incarnation=request.incarnation,
+                address=request.address,
+                http_url=request.http_url,
+                model_name=request.model_name,
+                capabilities=capabilities,
+                vector=vector_from_proto(request.version_vector),
+                retained=tuple(request.retained_base_versions),
+                dirty_reason=request.dirty_reason,
+                spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
+                drain=_drain_note(request),
+                held=held,
+                last_generation=request.last_coordinator_generation,
+                last_epoch=request.last_epoch,
+                last_coordinator_id=request.last_coordinator_id,
+                checkpoint=checkpoint,
+                refusing=request.refusing,
+                asleep=asleep_from_proto(request),
+                out_of_service=_order_from_proto(request),
+                base_as_started=request.base_as_started,
+            )
+        )
+        assert isinstance(answer, effects.RegisterAnswer)
+        return registry_pb2.RegisterResponse(
+            heartbeat_interval=duration_to_proto(answer.heartbeat_seconds),
+            reference_wanted=answer.reference_wanted,
+            coordinator_generation=answer.generation,
+            coordinator_id=answer.coordinator_id,
+            refuse_reason=answer.refuse_reason,
+            order_number=answer.order_number,
+            out_of_service=_order_to_proto(answer.out_of_service),
+            epoch=answer.epoch,
+        )
+
+    async def CheckReplica(
+        self, request: registry_pb2.CheckReplicaRequest, context: Context
+    ) -> registry_pb2.CheckReplicaResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        check_revision(request.protocol_revision, "the replica")
+        driver = self._driver
+        check_free(driver.state, request.replica_id, request.incarnation, driver.now())
+        return registry_pb2.CheckReplicaResponse()
+
+    async def PutReference(
+        self, request_iterator: AsyncIterator[registry_pb2.PutReferenceRequest], context: Context
+    ) -> registry_pb2.PutReferenceResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        reference = await self._uploads.read(request_iterator, ReferenceDecoder())
+        if self._driver.state.fingerprint in ("", reference.fingerprint):  # no other is of use
+            self._references.put(reference)
+            self._driver.post(events.ReferenceKnown(reference.fingerprint))
+        return registry_pb2.PutReferenceResponse()
+
+    async def ReportCheckpoint(
+        self, request: registry_pb2.ReportCheckpointRequest, context: Context
+    ) -> registry_pb2.ReportCheckpointResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        checkpoint = checkpoint_from_proto(request.checkpoint)
+        await self._driver.call(
+            lambda ticket: events.ReportCheckpoint(
+                ticket, request.replica_id, request.incarnation, checkpoint
+            )
+        )
+        return registry_pb2.ReportCheckpointResponse()
+
+    async def Heartbeat(
+        self, request: registry_pb2.HeartbeatRequest, context: Context
+    ) -> registry_pb2.HeartbeatResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        staged = {
+            transfer_id: self._catalog.find_transfer(transfer_id)
+            for transfer_id in request.staged_transfer_ids[:_MAX_STAGED]
+        }
+        held = await self._heard(request.held_versions)
+        answer = await self._driver.call(
+            lambda ticket: events.Heartbeat(
+                ticket,
+                request.replica_id,
+                request.incarnation,
+                vector_from_proto(request.version_vector),
+                request.adapter_used_bytes,
+                tuple(request.retained_base_versions),
+                request.dirty_reason,
+                staged,
+                frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
+                _drain_note(request),
+                frozenset(request.pinned_base_versions),
+                request.pinned_base_bytes,
+                held,
+                request.held_versions_complete,
+                request.refusing,
+                request.order_number,
+                asleep_from_proto(request),
+                _work(request),
+                request.base_as_started,
+            )
+        )
+        assert isinstance(answer, effects.HeartbeatAnswer)
+        response = registry_pb2.HeartbeatResponse(
+            ready=answer.ready,
+            in_transfer=answer.in_transfer,
+            refuse_reason=answer.refuse_reason,
+            pinned_base_versions=answer.pinned_bases,
+            held_versions_wanted=answer.held_wanted,
+            coordinator_generation=answer.generation,
+            order_number=answer.order_number,
+            lacking=map(version_to_proto, answer.lacking[:_MAX_LACKING]),
+            lacking_more=len(answer.lacking) > _MAX_LACKING,
+            base_doubt=answer.base_doubt,
+            out_of_service=_order_to_proto(answer.out_of_service),
+            epoch=answer.epoch,
+            absent_policies=[
+                registry_pb2.AbsentPolicy(
+                    policy=one.policy, last_version=one.last_version, reason=one.reason
+                )
+                for one in answer.absent
+            ],
+        )
+        if answer.drain_seconds is not None:
+            response.drain.reason = answer.drain_reason
+            response.drain.time_left.CopyFrom(duration_to_proto(answer.drain_seconds))
+        return response
+
+    async def Leave(
+        self, request: registry_pb2.LeaveRequest, context: Context
+    ) -> registry_pb2.LeaveResponse:
+        """Source: protos/weft/v1/registry.proto."""
+        await self._driver.call(
+            lambda ticket: events.Leave(ticket, request.replica_id, request.incarnation)
+        )
+        return registry_pb2.LeaveResponse()
+
+    async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[events.Heard, ...]:
+        """What a replica holds, beside what the catalog has of it; others are answered
+        between a few."""
+        heard = []
+        for index, message in enumerate(messages[:_MAX_HELD]):
+            held = held_from_proto(message)
+            heard.append(events.Heard(held, self._catalog.find_version(held.version)))
+            if index % _HELD_AT_ONCE == _HELD_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return tuple(heard)
+
+
+def _work(request: registry_pb2.HeartbeatRequest) -> Work | None:
+    if not request.HasField("work"):
+        return None
+    return Work(request.work.what, duration_from_proto(request.work.silence))
+
+
+def _order_from_proto(request: registry_pb2.RegisterRequest) -> OutOfService | None:
+    if not request.HasField("out_of_service"):
+        return None
+    told = request.out_of_service
+    state = ReplicaState.QUARANTINED if told.quarantined else ReplicaState.CORDONED
+    return OutOfService(state, told.reason)
+
+
+def _order_to_proto(order: OutOfService | None) -> registry_pb2.OutOfService | None:
+    if order is None:
+        return None
+    return registry_pb2.OutOfService(
+        quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
+    )
+
+
+def _drain_note(
+    request: registry_pb2.RegisterRequest | registry_pb2.HeartbeatRequest,
+) -> events.DrainNote | None:
+    if not request.HasField("drain"):
+        return None
+    return events.DrainNote(duration_from_proto(request.drain.time_left), request.drain.reason)

@@ -1,0 +1,228 @@
+"""Protos to contract values and back; lists travel in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
+from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
+from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
+
+#: Entries of a list in one message: at most 2.2 MiB with the longest names.
+CHUNK_ENTRIES: Final = 4096
+
+
+def chunk_ranges(count: int) -> Iterator[slice]:
+    """Slices of at most ``CHUNK_ENTRIES`` that cover ``count`` entries."""
+    return (slice(i, i + CHUNK_ENTRIES) for i in range(0, count, CHUNK_ENTRIES))
+
+
+def dtype_from_proto(number: int) -> DataType:
+    """The element type of that number.
+
+    Raises:
+        InvalidRequestError: Unset or unknown.
+    """
+    try:
+        return DataType(number)
+    except ValueError:
+        raise InvalidRequestError(f"{number} is not a data type") from None
+
+
+def dtype_to_proto(dtype: DataType) -> types_pb2.DataType.ValueType:
+    """The enum value of ``dtype``."""
+    return types_pb2.DataType.ValueType(int(dtype))
+
+
+def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
+    """What a replica can do, for Register."""
+    return registry_pb2.Capabilities(
+        engine_version=value.engine_version,
+        base_fingerprint=value.base_fingerprint,
+        architecture=value.architecture,
+        base_dtype=dtype_to_proto(value.base_dtype),
+        adapter_dtype=dtype_to_proto(value.adapter_dtype),
+        backends=value.backends,
+        num_receivers=value.num_receivers,
+        tensor_parallel_size=value.tensor_parallel_size,
+        lora_enabled=value.lora_enabled,
+        max_lora_rank=value.max_lora_rank,
+        lora_modules=value.lora_modules,
+        lora_on_experts=value.lora_on_experts,
+        staging_capacity_bytes=value.staging_capacity_bytes,
+        adapter_capacity_bytes=value.adapter_capacity_bytes,
+        loads_in_place=value.loads_in_place,
+        served_names=value.served_names,
+        quantization=value.quantization,
+        logprobs_mode=value.logprobs_mode,
+        logprobs_truncated=value.logprobs_truncated,
+        takes_runs=value.takes_runs,
+        running_requests=value.running_requests,
+        trial_name=value.trial_name,
+        gpu_uuids=value.gpu_uuids,
+        can_sleep=value.can_sleep,
+        base_refusal=value.base_refusal,
+        lora_unapplied=value.lora_unapplied,
+    )
+
+
+def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
+    """What a replica can do, from Register.
+
+    Raises:
+        InvalidRequestError: An element type is unset, or there are no receivers.
+    """
+    if not message.num_receivers:
+        raise InvalidRequestError("num_receivers is 0; a replica adds at least 1 member")
+    return Capabilities(
+        engine_version=message.engine_version,
+        base_fingerprint=message.base_fingerprint,
+        architecture=message.architecture,
+        base_dtype=dtype_from_proto(message.base_dtype),
+        adapter_dtype=dtype_from_proto(message.adapter_dtype),
+        backends=tuple(message.backends),
+        num_receivers=message.num_receivers,
+        tensor_parallel_size=message.tensor_parallel_size,
+        lora_enabled=message.lora_enabled,
+        max_lora_rank=message.max_lora_rank,
+        lora_modules=tuple(message.lora_modules),
+        lora_on_experts=message.lora_on_experts,
+        staging_capacity_bytes=message.staging_capacity_bytes,
+        adapter_capacity_bytes=message.adapter_capacity_bytes,
+        loads_in_place=message.loads_in_place,
+        served_names=tuple(message.served_names),
+        quantization=message.quantization,
+        logprobs_mode=message.logprobs_mode,
+        logprobs_truncated=message.logprobs_truncated,
+        takes_runs=message.takes_runs,
+        running_requests=message.running_requests or "recompute",
+        trial_name=message.trial_name,
+        gpu_uuids=tuple(message.gpu_uuids),
+        can_sleep=message.can_sleep,
+        base_refusal=message.base_refusal,
+        lora_unapplied=tuple(message.lora_unapplied),
+    )
+
+
+def vector_to_proto(vector: VersionVector, most: int | None = None) -> types_pb2.VersionVector:
+    """What is served, adapters by name.
+
+    Args:
+        most: Of so many adapters, and how many more there are.
+    """
+    return types_pb2.VersionVector(
+        base=vector.base,
+        adapters=[
+            types_pb2.AdapterVersions(policy=policy, versions=entry.versions, alias=entry.alias)
+            for policy, entry in sorted(vector.adapters.items())[:most]
+        ],
+        num_more_adapters=max(0, len(vector.adapters) - most) if most is not None else 0,
+    )
+
+
+def vector_from_proto(message: types_pb2.VersionVector) -> VersionVector:
+    """What is served."""
+    return VersionVector(
+        base=message.base,
+        adapters={
+            entry.policy: AdapterVersions(tuple(sorted(entry.versions)), entry.alias)
+            for entry in message.adapters
+        },
+    )
+
+
+def version_to_proto(version: PolicyVersion) -> types_pb2.PolicyVersion:
+    """``math@17`` as a message."""
+    return types_pb2.PolicyVersion(policy=version.policy, version=version.version)
+
+
+def version_from_proto(message: types_pb2.PolicyVersion) -> PolicyVersion:
+    """``math@17`` from a message; the name is not checked."""
+    return PolicyVersion(message.policy, message.version)
+
+
+def versions_from_proto(messages: Iterable[types_pb2.PolicyVersion]) -> list[PolicyVersion]:
+    """Several of them."""
+    return [version_from_proto(message) for message in messages]
+
+
+def content_to_proto(manifest: Manifest, digest: bytes) -> types_pb2.ContentDigest:
+    """The digest of a version of that layout."""
+    return types_pb2.ContentDigest(
+        algorithm=types_pb2.DigestAlgorithm.ValueType(int(manifest.digest_algorithm)),
+        value=digest,
+        size_bytes=manifest.total_bytes,
+    )
+
+
+def duration_to_proto(seconds: float) -> Duration:
+    """Seconds as a message, of any float: negative ones are 0, and what is above what
+    ``weft_rl.rpc.bounds`` takes is that much."""
+    message = Duration()
+    bounded = min(max(0.0, seconds), MAX_DURATION_SECONDS)  # of NaN: 0
+    message.FromTimedelta(timedelta(seconds=bounded))
+    return message
+
+
+def duration_from_proto(message: Duration) -> float:
+    """Seconds."""
+    return message.seconds + message.nanos * 1e-9
+
+
+def timestamp_to_proto(unix_seconds: float) -> Timestamp:
+    """Seconds since 1970 as a message, of any float; times outside the years that a
+    ``Timestamp`` has are the nearest of them."""
+    bounded = min(max(0.0, unix_seconds), LAST_SECOND)
+    whole = int(bounded // 1)
+    return Timestamp(seconds=whole, nanos=int((bounded - whole) * 1e9))
+
+
+def ticket_from_proto(
+    message: publish_pb2.GroupPlan, *, coordinator: str, host: str
+) -> GroupTicket:
+    """A member's place in a side group; ``coordinator`` and ``host`` as in ``GroupTicket``."""
+    return GroupTicket(
+        coordinator=coordinator,
+        host=host,
+        group_id=message.group_id,
+        token=message.token,
+        epoch=message.epoch,
+        rank=message.rank,
+        size=message.size,
+        backend=message.backend,
+        num_senders=message.num_senders or 1,
+    )
+
+
+def send_plan_to_proto(plan: SendPlan) -> types_pb2.SendPlan:
+    """Who sends what, as lists."""
+    return types_pb2.SendPlan(
+        num_senders=plan.num_senders,
+        senders=[wire.sender for wire in plan.buckets],
+        buckets=[wire.bucket for wire in plan.buckets],
+        payload_bytes=[wire.payload_bytes for wire in plan.buckets],
+        num_runs=[wire.num_runs for wire in plan.buckets],
+    )
+
+
+def send_plan_from_proto(message: types_pb2.SendPlan) -> SendPlan:
+    """Who sends what.
+
+    Raises:
+        InvalidRequestError: It is no plan of any layout.
+    """
+    lists = (message.senders, message.buckets, message.payload_bytes, message.num_runs)
+    if len({len(entries) for entries in lists}) != 1:
+        raise InvalidRequestError("the lists of a send plan are of different lengths")
+    return make_send_plan(message.num_senders, map(WireBucket, *lists))

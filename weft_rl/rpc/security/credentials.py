@@ -1,0 +1,329 @@
+"""What a process shows to others, and whom it trusts: files of certificates, and a token.
+
+Files are named, never read ahead: each handshake of a server, and each new connection of a
+client, uses what they hold then, so certificates can be rotated under a running process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import grpc
+
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.rpc.security.unused_files import UNUSED_FILES, read_file, stamp_of
+
+_log = logging.getLogger(__name__)
+
+#: Where each field is read from where nothing is said: a worker process of an engine gets
+#: the paths so, never in its arguments.
+VARIABLES: Final = {
+    "tls_cert": "WEFT_TLS_CERT",
+    "tls_key": "WEFT_TLS_KEY",
+    "tls_ca": "WEFT_TLS_CA",
+    "token_file": "WEFT_TOKEN_FILE",
+}
+_READS: Final = 6
+_REREAD_SECONDS: Final = 0.02
+_MAX_TOKEN_CHARS: Final = 4096
+_Stamp = tuple[int, int, int]
+
+
+class _Pem(NamedTuple):
+    """The content of one state of the files."""
+
+    ca: bytes
+    key: bytes
+    cert: bytes
+
+
+class _InForce:
+    """What the files of this process said when they could be used last; thread-safe. A file
+    that is removed, or spoilt, must not end what runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._certificates: dict[tuple[str, ...], tuple[tuple[_Stamp, ...], _Pem]] = {}
+        self._tokens: dict[str, tuple[_Stamp, str]] = {}
+
+    def certificates(self, shown: Credentials) -> _Pem:
+        """The certificates to use now.
+
+        Raises:
+            InvalidRequestError: They cannot be used, and never could.
+        """
+        key = (shown.tls_cert, shown.tls_key, shown.tls_ca)
+        with self._lock:
+            known = self._certificates.get(key)
+            stamps = shown.stamps()
+            if known is not None and known[0] == stamps:
+                return known[1]
+            name = shown.tls_cert or shown.tls_ca
+            try:
+                pem = shown.read_certificates()
+            except InvalidRequestError as error:
+                if known is None:
+                    raise
+                UNUSED_FILES.put(name, error.message)
+                pem = known[1]
+            else:
+                UNUSED_FILES.drop(name)
+            # Stamps of before the reading: what is replaced meanwhile is read again.
+            self._certificates[key] = stamps, pem
+            return pem
+
+    def token(self, path: str) -> str:
+        """The token to send now; the file is read when it changes.
+
+        Raises:
+            InvalidRequestError: It cannot be read, and never could.
+        """
+        if not path:
+            return ""
+        with self._lock:
+            known, stamp = self._tokens.get(path), stamp_of(path)
+            if known is not None and known[0] == stamp:
+                return known[1]
+            try:
+                token = _token_of(path)
+            except InvalidRequestError as error:
+                if known is None:
+                    raise
+                UNUSED_FILES.put(path, error.message)
+                token = known[1]
+            else:
+                UNUSED_FILES.drop(path)
+            self._tokens[path] = stamp, token
+            return token
+
+
+_IN_FORCE: Final = _InForce()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """Paths of PEM files, and a bearer token; all may be empty.
+
+    Raises:
+        InvalidRequestError: A certificate without its key, or the reverse.
+    """
+
+    tls_cert: str = ""
+    """This process's certificate chain: a server's, and what a client shows."""
+    tls_key: str = ""
+    """Its private key."""
+    tls_ca: str = ""
+    """Whom it trusts, as a client and as a server that asks for certificates."""
+    token_file: str = ""
+    """Holds the bearer token that it sends; read again when it changes."""
+    token: str = field(default="", repr=False)
+    """The token itself, for callers that have it in memory."""
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InvalidRequestError(
+                "a certificate needs its key: give --tls-cert and --tls-key together"
+            )
+        if self.token and self.token_file:
+            raise InvalidRequestError("give a token or a file that holds it, not both")
+        if len(self.token) > _MAX_TOKEN_CHARS or not self.token.isprintable():
+            raise InvalidRequestError("the token is too long, or not printable text")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Credentials:
+        """What ``VARIABLES`` say; of this process where no environment is given."""
+        known = os.environ if environment is None else environment
+        return cls(**{name: known.get(variable, "") for name, variable in VARIABLES.items()})
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that a child process is to be given; a token in memory is in none."""
+        found = {variable: getattr(self, name) for name, variable in VARIABLES.items()}
+        return {name: value for name, value in found.items() if value}
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether channels are encrypted."""
+        return bool(self.tls_ca or self.tls_cert)
+
+    def paths(self) -> tuple[str, ...]:
+        """The files that connections are made of; the token's is not among them."""
+        return tuple(path for path in (self.tls_cert, self.tls_key, self.tls_ca) if path)
+
+    def stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """What changes when one of ``paths`` is replaced; cheap."""
+        return tuple(stamp_of(path) for path in self.paths())
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """What a new connection is made with: of the files as they are, or as they were last,
+        where they cannot be used now.
+
+        Raises:
+            InvalidRequestError: They cannot be used, and never could.
+        """
+        ca, key, cert = _IN_FORCE.certificates(self)
+        return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
+
+    def read_certificates(self) -> _Pem:
+        """Authority, key and certificate, of one state of the files: those that are just being
+        replaced are read again, for a tenth of a second at most.
+
+        Raises:
+            InvalidRequestError: One cannot be read, or the key is another certificate's.
+        """
+        for _ in range(_READS - 1):
+            try:
+                return self._read_now()
+            except InvalidRequestError:
+                time.sleep(_REREAD_SECONDS)
+        return self._read_now()
+
+    def _read_now(self) -> _Pem:
+        stamps = self.stamps()
+        ca = _read(self.tls_ca, "--tls-ca")
+        key = _read(self.tls_key, "--tls-key")
+        cert = _read(self.tls_cert, "--tls-cert")
+        if cert:
+            try:  # gRPC would take a pair that does not match, and fail every handshake
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key)
+            except (OSError, ssl.SSLError) as error:
+                raise InvalidRequestError(
+                    f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} cannot be used "
+                    f"together: {error}"
+                ) from None
+        if stamps != self.stamps():
+            raise InvalidRequestError("the files of the certificates are just being replaced")
+        return _Pem(ca, key, cert)
+
+    def metadata(self, target: str) -> tuple[tuple[str, str], ...]:
+        """What each call carries: the token, where there is one.
+
+        Raises:
+            InvalidRequestError: It would be readable on its way.
+        """
+        token = self.token or _IN_FORCE.token(self.token_file)
+        if not token:
+            return ()
+        if not self.has_tls and not is_loopback(target):
+            raise InvalidRequestError(
+                f"a token is sent over TLS only, and to {target} there is none: give --tls-ca, the "
+                "certificate of who signed the server's"
+            )
+        return (("authorization", f"Bearer {token}"),)
+
+    def server_credentials(self, *, ask: bool) -> grpc.ServerCredentials:
+        """What a server shows, and whether it asks clients for certificates.
+
+        Raises:
+            InvalidRequestError: A file cannot be read, or nobody says whom to trust.
+        """
+        if ask and not self.tls_ca:
+            raise InvalidRequestError(
+                "the access file names certificates: give --tls-ca, whose certificates are trusted"
+            )
+        current = _IN_FORCE.certificates(self)
+
+        def fetch() -> Any:  # None where nothing has changed
+            nonlocal current
+            if (now := _IN_FORCE.certificates(self)) == current:
+                return None
+            current = now
+            _log.info("new certificates are used from now on")
+            return _configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(current), fetch, ask)
+
+
+def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(pem.key, pem.cert)], root_certificates=pem.ca or None
+    )
+
+
+#: Of a process that shows nothing.
+NO_CREDENTIALS: Final = Credentials()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Paths of PEM files, as a trainer names them."""
+
+    ca: str | os.PathLike[str]
+    """Certificates of who signs the coordinator's."""
+    cert: str | os.PathLike[str] = ""
+    """The trainer's own certificate chain, where the coordinator asks for it."""
+    key: str | os.PathLike[str] = ""
+    """Its private key."""
+
+
+def credentials_of(tls: Tls | None, token: str | None) -> Credentials:
+    """The credentials that a program names; those of the environment for what it does not.
+
+    Raises:
+        InvalidRequestError: They cannot be used.
+    """
+    if tls is not None and not isinstance(tls, Tls):  # handed over by a user's program
+        raise InvalidRequestError(f"tls={tls!r:.80}: give Tls(ca=..., cert=..., key=...)")
+    if token is not None and not (isinstance(token, str) and token):
+        raise InvalidRequestError("token must be a string that is not empty")
+    known = Credentials.from_environment()
+    if tls is not None:
+        paths = (os.fspath(path) for path in (tls.ca, tls.cert, tls.key))
+        ca, cert, key = (str(path) for path in paths)
+        known = Credentials(tls_ca=ca, tls_cert=cert, tls_key=key, token_file=known.token_file)
+    if token is not None:
+        known = replace(known, token=token, token_file="")
+    return known
+
+
+def is_loopback(target: str) -> bool:
+    """Whether HOST:PORT, or a host, is this machine by its loopback interface."""
+    host = target.rpartition(":")[0] if target.rpartition(":")[2].isdigit() else target
+    host = host.strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: str, option: str) -> bytes:
+    """A PEM file; nothing where none is named.
+
+    Raises:
+        InvalidRequestError: It cannot be read, or is no PEM file.
+    """
+    if not path:
+        return b""
+    try:
+        data = read_file(path)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{option} {path}: {error.message}") from None
+    if b"-----BEGIN " not in data:
+        raise InvalidRequestError(f"{option} {path} is no PEM file: it has no BEGIN line")
+    return data
+
+
+def _token_of(path: str) -> str:
+    """The token that a file holds.
+
+    Raises:
+        InvalidRequestError: It cannot be read, or holds none.
+    """
+    try:
+        token = read_file(path).decode("ascii").strip()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"--token-file {path}: {error.message}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"--token-file {path}: it is not ASCII text") from None
+    if not token or len(token) > _MAX_TOKEN_CHARS or not token.isprintable() or " " in token:
+        raise InvalidRequestError(f"--token-file {path} holds no token: one line of printable text")
+    return token

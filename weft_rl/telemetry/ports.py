@@ -1,0 +1,77 @@
+"""The ports of a process beside that of its services: metrics over HTTP, and health alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from weft_rl.rpc.server import Security, WeftServer, serve_health
+from weft_rl.telemetry.config import TelemetryConfig
+from weft_rl.telemetry.http_server import HttpServer
+from weft_rl.telemetry.site import Page, open_site
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Ports:
+    """Those that are open; 0 where one is not."""
+
+    metrics_port: int = 0
+    metrics_url: str = ""
+    """Where that one is; pages are beside ``/metrics``."""
+    health_port: int = 0
+    _http: HttpServer | None = None
+    _health: grpc.aio.Server | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        config: TelemetryConfig,
+        made: WeftServer,
+        registry: CollectorRegistry,
+        security: Security,
+        pages: Mapping[str, Page] | None = None,
+    ) -> Ports:
+        """Open what ``config`` names.
+
+        Args:
+            made: Whose health is served.
+            registry: What ``/metrics`` says.
+            pages: Further ones of the HTTP port.
+
+        Raises:
+            NotReadyError: An address cannot be listened on.
+            InvalidRequestError: Nobody could ever read what is protected.
+        """
+        ports = cls()
+        try:
+            if config.health:
+                ports._health, ports.health_port = await serve_health(made, config.health)
+            if config.metrics:
+                ports._http, ports.metrics_port = open_site(
+                    config.metrics, registry, security, auth=config.metrics_auth, pages=pages
+                )
+        except BaseException:
+            await ports.close()
+            raise
+        if config.metrics:
+            scheme = "https" if security.credentials.tls_cert else "http"
+            host = config.metrics.rpartition(":")[0]
+            ports.metrics_url = f"{scheme}://{host}:{ports.metrics_port}"
+            _log.info("metrics on %s/metrics", ports.metrics_url)
+        return ports
+
+    async def close(self) -> None:
+        """Close them. Idempotent."""
+        http, self._http = self._http, None
+        health, self._health = self._health, None
+        if http is not None:
+            await asyncio.to_thread(http.stop)
+        if health is not None:
+            await health.stop(0)

@@ -1,0 +1,388 @@
+"""What carries a side group's bytes: gloo between hosts' memories, NCCL between accelerators',
+and within one host a backend of our own (``one_sided``).
+
+The libraries' are built directly on torch's process-group classes, so the application's own
+``torch.distributed`` state is neither used nor touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
+
+from weft_rl.contract.capabilities import GLOO, NCCL, ONE_SIDED
+from weft_rl.contract.errors import UnsupportedError
+from weft_rl.interrupts import Flag
+from weft_rl.transport.arrived import IN_ITS_BUFFER, WHOLE, Arrived, BucketOptions, write_tail
+from weft_rl.transport.one_sided import device_memory
+from weft_rl.transport.one_sided.directory import why_unavailable
+from weft_rl.transport.one_sided.memory_file import allocate as allocate_file
+from weft_rl.transport.one_sided.receiving import Receiving
+from weft_rl.transport.one_sided.sending import Sending
+from weft_rl.transport.rendezvous_store import RendezvousStore
+
+_log = logging.getLogger(__name__)
+
+#: Rank of the sender in every side group.
+SENDER_RANK = 0
+
+# How long NCCL's watchdog would let an operation last. It ends the process when that
+# is over, so it must never be: our own deadlines abort long before.
+_NEVER = timedelta(days=30)
+_POLL_SECONDS = 0.0001
+
+
+class Work(Protocol):
+    """A broadcast that a library carries out."""
+
+    def wait_until(self, deadline: float) -> bool:
+        """Block until it ended or was woken, or till ``time.monotonic()`` is ``deadline``:
+        then False."""
+
+    def finish(self) -> None:
+        """Make the bytes usable by this thread, once it has ended.
+
+        Raises:
+            RuntimeError: The connection broke.
+        """
+
+    @property
+    def done(self) -> bool:
+        """Whether the library has let go of the buffer."""
+
+    @property
+    def arrived(self) -> Arrived:
+        """How the bytes have arrived, once it has ended; until ``give_back``."""
+
+    def give_back(self) -> None:
+        """Nothing reads what was lent any more, nor will; called in any case where a broadcast
+        borrows.
+
+        Raises:
+            RuntimeError: The sender has left: it may have changed the bytes meanwhile.
+        """
+
+    def keep(self) -> bool:
+        """Tell the sender that this receiver has verified the bucket and keeps it; never blocks,
+        never raises. Returns whether the backend carries that."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether every receiver has said so to this sender; never, where they cannot."""
+
+    def wake(self) -> None:
+        """End ``wait_until`` early."""
+
+
+class Backend(Protocol):
+    """One rank's membership of a group, as its library knows it."""
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether ``broadcast`` returns at once; else it blocks till all members take part
+        in it, or ``abort`` is called."""
+
+    def broadcast(
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
+    ) -> Work:
+        """Begin to send or receive; see ``SideGroup.broadcast``."""
+
+    def abort(self) -> None:
+        """End what is under way, as far as the library can; never blocks, never raises."""
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """Block until no operation can touch memory any more, after ``abort``.
+
+        Returns:
+            Whether that is so; always False where the library cannot tell.
+        """
+
+
+def available_backends(device: torch.device) -> tuple[str, ...]:
+    """Backends that a process whose weights lie on ``device`` can use, best first. Whether
+    two processes share a host is for ``trial`` to find out."""
+    has_nccl = device.type == "cuda" and dist.is_nccl_available()
+    is_exportable = device.type == "cpu" or not device_memory.why_unavailable()
+    # One-sided is as fast as NCCL, forms at once, and works where two share a GPU.
+    one_sided = (ONE_SIDED,) if is_exportable and not why_unavailable() else ()
+    return *one_sided, *((NCCL,) if has_nccl else ()), GLOO
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Of an accelerator, as NVIDIA's driver prints it; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 buffer that a sender over this backend may send from, zeros.
+
+    Not ``torch.empty``: touched memory is sent and filled more than twice as fast.
+
+    Raises:
+        CapacityError: This machine has no room.
+    """
+    if backend == ONE_SIDED:
+        if device.type == "cuda":
+            return device_memory.allocate(num_bytes, device)
+        return allocate_file(num_bytes)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def open_backend(
+    name: str, store: RendezvousStore, rank: int, size: int, *, host: str, device: torch.device
+) -> Backend:
+    """Become a member; see ``SideGroup``.
+
+    Raises:
+        UnsupportedError: A backend that this process does not have.
+    """
+    if name not in available_backends(device):
+        raise UnsupportedError(
+            f"side-group backend {name!r} is not available for {device}; "
+            f"have {', '.join(available_backends(device))}"
+        )
+    if name == NCCL:
+        return _Nccl(store, rank, size, device)
+    if name == ONE_SIDED:
+        return Sending(store, size) if rank == SENDER_RANK else Receiving(store, rank, device)
+    return _Gloo(store, rank, size, host)
+
+
+# -- gloo ------------------------------------------------------------------------
+
+# Gloo's threads drop what told of an operation's end, and then the operation with its tensor
+# unless it is held here, too. Either takes the interpreter's lock, and a thread that asks for
+# that while the interpreter is torn down ends the process with SIGABRT.
+_TOLD: weakref.WeakSet[_Tell] = weakref.WeakSet()
+_SENT: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_GlooWork]]] = {}
+
+
+def works_to_hold(seconds: float) -> list[object]:
+    """What must never be dropped when the process ends, so that gloo's threads need no
+    interpreter any more; first waits for what they are about to drop, so long at most."""
+    deadline = time.monotonic() + seconds
+    while True:
+        works = [work() for _, work in [*_SENT.values()]]
+        if (not len(_TOLD) and None not in works) or time.monotonic() > deadline:
+            return [work for work in works if work is not None]
+        time.sleep(0.001)
+
+
+class _Tell:
+    """Tells that an operation has ended, on gloo's thread."""
+
+    def __init__(self, ended: Flag) -> None:
+        self._ended = ended
+
+    def __call__(self, future: object) -> None:
+        _TOLD.add(self)
+        self._ended.set()
+
+
+class _GlooWork:
+    """An operation.
+
+    Args:
+        sent: What gloo was given: a handle of the buffer that nobody else has.
+    """
+
+    def __init__(self, work: Any, sent: torch.Tensor) -> None:
+        self._work = work
+        self._ended = Flag()
+        key = id(sent)
+        _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key, None)), weakref.ref(self)
+        work.get_future().add_done_callback(_Tell(self._ended))
+
+    def wait_until(self, deadline: float) -> bool:
+        return self._ended.wait(deadline - time.monotonic())
+
+    def finish(self) -> None:
+        # The future is done a moment before the work says so: this wait is that moment.
+        self._work.wait()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    arrived = IN_ITS_BUFFER
+    is_kept = False
+
+    def give_back(self) -> None:
+        pass
+
+    def keep(self) -> bool:
+        return False
+
+    def wake(self) -> None:
+        self._ended.set()
+
+
+class _Gloo:
+    """Between hosts' memories. Forming is lazy: the first broadcast connects.
+
+    It cannot be aborted (``ProcessGroupGloo.abort`` does nothing in torch 2.13): what is
+    under way is left to its own timeout, and its memory with it.
+    """
+
+    def __init__(self, store: RendezvousStore, rank: int, size: int, host: str) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=True)]
+        options._timeout = store.timeout
+        self._store = store  # the group holds its C++ half only
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+
+    #: Threads of its own connect.
+    is_formed = True
+
+    def broadcast(
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
+    ) -> Work:
+        write_tail(buffer, options)
+        how = BroadcastOptions()
+        how.rootRank = SENDER_RANK
+        how.timeout = timedelta(seconds=timeout_seconds)
+        sent = buffer.view_as(buffer)
+        return _GlooWork(self._group.broadcast([sent], how), sent)
+
+    def abort(self) -> None:
+        pass
+
+    def settle(self, timeout_seconds: float) -> bool:
+        return False
+
+
+# -- NCCL ------------------------------------------------------------------------
+
+
+class _NcclWork:
+    """Its end is asked for, not waited for: a wait inside CUDA could not be woken."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._woken = False
+
+    def wait_until(self, deadline: float) -> bool:
+        while not (self._woken or self._work.is_completed()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def finish(self) -> None:
+        self._work.wait()  # what this stream does next comes after it
+
+    @property
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    arrived = IN_ITS_BUFFER
+    is_kept = False
+
+    def give_back(self) -> None:
+        pass
+
+    def keep(self) -> bool:
+        return False
+
+    def wake(self) -> None:
+        self._woken = True
+
+
+class _Nccl:
+    """Between accelerators' memories, on ``device``.
+
+    The communicator is made by the first broadcast (about a second) and kept. Work is
+    ordered after what the calling thread's current CUDA stream was given before.
+
+    ``abort`` frees every member that is left, when all of them do it (measured: 0.1 to
+    0.5 s); a communicator that failed is never destroyed in another way.
+    """
+
+    def __init__(self, store: RendezvousStore, rank: int, size: int, device: torch.device) -> None:
+        group_class: Any = dist.ProcessGroupNCCL
+        options = group_class.Options()
+        options._timeout = _NEVER
+        options.config.blocking = 0  # forming can be aborted, too
+        self._store = store  # the group holds its C++ half only
+        self._device = device
+        with _tame_watchdog():
+            self._group: Any = group_class(store, rank, size, options)
+        self._lock = threading.Lock()
+        self._ending: threading.Thread | None = None
+        self.is_formed = False
+
+    def broadcast(
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
+    ) -> Work:
+        write_tail(buffer, options)
+        how = BroadcastOptions()
+        how.rootRank = SENDER_RANK
+        with torch.cuda.device(self._device):
+            work = _NcclWork(self._group.broadcast([buffer], how))
+        self.is_formed = True
+        return work
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._ending is None:
+                self._ending = threading.Thread(
+                    target=self._abort, name="weft-nccl-abort", daemon=True
+                )
+                self._ending.start()
+
+    def settle(self, timeout_seconds: float) -> bool:
+        if self._ending is None:
+            return False
+        self._ending.join(timeout_seconds)
+        return not self._ending.is_alive()
+
+    def _abort(self) -> None:
+        try:
+            self._group.abort()
+        except Exception:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("NCCL could not abort a side group")
+
+
+_WATCHDOG = {
+    # It would end the process of a trainer whose peer has died.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # It would be looked for in the group's store, also after that is gone.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Waits must only order streams: we watch the clock ourselves.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+_environment_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _tame_watchdog() -> Iterator[None]:
+    """Let a process group that is made inside the ``with`` not end this process.
+
+    torch reads these variables when a group is made, and from the environment only; the
+    application's own groups keep what it has set for them.
+    """
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in _WATCHDOG}
+        os.environ.update(_WATCHDOG)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

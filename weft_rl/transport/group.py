@@ -1,0 +1,362 @@
+"""A lane of a side group: one sender, and all receivers, which its bytes flow to."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from weft_rl.contract.capabilities import GLOO, ONE_SIDED
+from weft_rl.contract.errors import (
+    PeerUnavailableError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft_rl.transport.arrived import WHOLE, Arrived, BucketOptions
+from weft_rl.transport.backends import (
+    SENDER_RANK,
+    Backend,
+    Work,
+    open_backend,
+    works_to_hold,
+)
+from weft_rl.transport.rendezvous_store import RendezvousStore
+from weft_rl.transport.speaking import SPEAK_SECONDS, speaking
+
+__all__ = [
+    "SENDER_RANK",
+    "Operation",
+    "SideGroup",
+    "num_parked_groups",
+    "on_device",
+    "window",
+]
+
+CPU = torch.device("cpu")
+
+
+def window(device: torch.device, backend: str) -> int:
+    """Buckets that a sender keeps under way: as many buffers it has. It announces them, for
+    a receiver may have no more receives posted.
+
+    On an accelerator a receive that waits for its sender occupies the device, where an
+    allocation, or the loading of a kernel, may wait for it: if the sender itself waited
+    for this receiver's word, that would be for ever. A bucket is sent there in less time
+    than its release takes over the control plane, so one more is under way; and another where
+    receives occupy nothing.
+    """
+    if device.type == "cpu":
+        return 2
+    return 4 if backend == ONE_SIDED else 3
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Let what this thread does inside the ``with`` run on ``device``, beside all else:
+    on a CUDA stream of its own. Nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(_new_stream(device)):
+        yield
+
+
+def same_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What lets another thread work in this one's CUDA stream."""
+    if device.type != "cuda":
+        return contextlib.nullcontext
+    stream = torch.cuda.current_stream(device)
+    return lambda: torch.cuda.stream(stream)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _silent() -> None:
+    pass
+
+
+class Operation:
+    """A broadcast under way. It owns a reference to its buffer until it ends."""
+
+    def __init__(self, group: SideGroup, work: Work, buffer: torch.Tensor) -> None:
+        self._group = group
+        self._work = work
+        self._buffer = buffer
+
+    def wait(self, deadline: float, speak: Callable[[], None] = _silent) -> None:
+        """Block until the bytes are sent or received.
+
+        Args:
+            deadline: ``time.monotonic()`` at which to give up.
+            speak: Called at least every ``SPEAK_SECONDS`` while it blocks.
+
+        Raises:
+            TransferTimeoutError: Not done by then; abort the group.
+            PeerUnavailableError: The connection broke.
+            WeftError: What ``SideGroup.abort`` was called with.
+        """
+        while not (ended := self._work.wait_until(min(deadline, time.monotonic() + SPEAK_SECONDS))):
+            self._group.check()
+            if time.monotonic() >= deadline:
+                break
+            speak()
+        self._group.check()
+        if not ended:
+            raise TransferTimeoutError("a bucket was neither sent nor received before the deadline")
+        try:
+            self._work.finish()
+        except RuntimeError as error:
+            raise PeerUnavailableError(f"the side group broke: {error}") from error
+        self._group.finished(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether the backend has let go of the buffer."""
+        return self._work.done
+
+    @property
+    def arrived(self) -> Arrived:
+        """After ``wait``, of a receive: how the bytes have arrived."""
+        return self._work.arrived
+
+    def give_back(self) -> None:
+        """Let the sender use its memory again; due in any case of a receive that borrows, once
+        nothing reads there any more.
+
+        Raises:
+            PeerUnavailableError: The sender has left: it may have changed the bytes meanwhile.
+        """
+        try:
+            self._work.give_back()
+        except RuntimeError as error:
+            raise PeerUnavailableError(f"the side group broke: {error}") from error
+
+    def keep(self) -> bool:
+        """Tell the sender at once that this rank has verified the bucket and keeps it, whatever
+        becomes of this group; after ``give_back``.
+
+        Returns:
+            Whether the backend carries that: else the sender waits for the coordinator's word.
+        """
+        return self._work.keep()
+
+    @property
+    def is_kept(self) -> bool:
+        """Of a send: whether every receiver has said so. It may never be said: then the
+        coordinator's word is the only one."""
+        return self._work.is_kept
+
+    def wake(self) -> None:
+        """End ``wait`` early; it then asks the group why."""
+        self._work.wake()
+
+
+class SideGroup:
+    """One rank's membership of one lane of a side group: all of it where one rank sends.
+
+    Args:
+        store: The lane's rendezvous store; kept referenced here.
+        rank: Of this process in the lane; its sender is 0.
+        size: Number of members.
+        backend: One of ``backends.available_backends(device)``.
+        host: Address of this machine that peers connect to (gloo).
+        device: Where this rank's buffers lie.
+
+    Forming is lazy: the constructor returns at once, connections are made by the
+    first broadcast. One thread sends or receives; ``abort`` may come from any.
+
+    Raises:
+        UnsupportedError: A backend this process does not have.
+    """
+
+    def __init__(
+        self,
+        store: RendezvousStore,
+        rank: int,
+        size: int,
+        *,
+        backend: str = GLOO,
+        host: str,
+        device: torch.device = CPU,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._error: WeftError | None = None
+        self._lock = threading.Lock()
+        self._in_flight: list[Operation] = []
+        self._backend: Backend | None = open_backend(
+            backend, store, rank, size, host=host, device=device
+        )
+        if backend == GLOO:  # NCCL has threads that must not outlive the driver
+            _PARKED.opened(self._backend)
+
+    def broadcast(
+        self,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        forming: Callable[[], None] = _silent,
+        options: BucketOptions = WHOLE,
+    ) -> Operation:
+        """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the
+        first one of a backend that connects its members in it.
+
+        Every rank must call it with the same number of bytes in the same order.
+        The buffer must not be touched until the operation has ended; if it is
+        abandoned, the backend may still use it for up to ``timeout_seconds``.
+
+        Args:
+            forming: Called at least every ``SPEAK_SECONDS`` while it connects.
+            options: What goes beside the buffer, or may; see ``Operation.arrived``.
+
+        Raises:
+            PeerUnavailableError: The group could not be formed.
+            WeftError: What ``abort`` was called with.
+        """
+        with self._lock:
+            self.check()
+            backend = self._backend
+        assert backend is not None  # ``check`` raises once it is closed
+        # Outside the lock: forming may take long, and ``abort`` must get in meanwhile.
+        try:
+            if backend.is_formed:
+                work = backend.broadcast(buffer, timeout_seconds, options)
+            else:
+                work = self._form(backend, buffer, timeout_seconds, forming, options)
+        except RuntimeError as error:
+            self.check()
+            raise PeerUnavailableError(f"the side group could not be formed: {error}") from error
+        operation = Operation(self, work, buffer)
+        with self._lock:
+            if self._error is not None:
+                _PARKED.park(backend, [operation])
+                raise self._error
+            self._in_flight.append(operation)
+        return operation
+
+    def _form(
+        self,
+        backend: Backend,
+        buffer: torch.Tensor,
+        timeout_seconds: float,
+        forming: Callable[[], None],
+        options: BucketOptions,
+    ) -> Work:
+        """The first broadcast, which waits inside the library for all members; on another
+        thread, with this one's stream, so that this one can speak and be aborted."""
+        with_stream = same_stream(buffer.device)
+
+        def first() -> Work:
+            with with_stream():
+                return backend.broadcast(buffer, timeout_seconds, options)
+
+        def speak() -> None:
+            self.check()
+            forming()
+
+        return speaking(first, speak)
+
+    def check(self) -> None:
+        """Raise what ``abort`` was called with, if it was."""
+        if self._error is not None:
+            raise self._error
+
+    def finished(self, operation: Operation) -> None:
+        """Forget an operation that has ended."""
+        with self._lock:
+            if operation in self._in_flight:  # not so if ``close`` came between
+                self._in_flight.remove(operation)
+
+    def abort(self, error: WeftError) -> None:
+        """Make every wait, now and later, raise ``error``; never blocks.
+
+        What a backend cannot abort is abandoned: group, buffers and store are parked
+        until it lets go of them.
+        """
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            operations, backend = list(self._in_flight), self._backend
+        if backend is not None:
+            backend.abort()
+        for operation in operations:
+            operation.wake()
+        _PARKED.park(backend, operations)
+
+    def close(self, settle_seconds: float = 0.0) -> bool:
+        """Leave the group; operations still under way are parked, not waited for.
+
+        With none under way the backend's threads and sockets end here. They must not
+        wait for this object: it lies in a circle of references, and the collector
+        may come late.
+
+        Args:
+            settle_seconds: How long to wait until memory is safe to use again.
+
+        Returns:
+            Whether it is: False if an abandoned operation may still touch its buffer.
+        """
+        with self._lock:
+            if self._error is None:
+                self._error = TransferAbortedError("this rank left the side group")
+            operations, self._in_flight = self._in_flight, []
+            backend, self._backend = self._backend, None
+        if backend is None:
+            return False
+        backend.abort()
+        _PARKED.park(backend, operations)
+        return not operations or backend.settle(settle_seconds)
+
+
+#: Of a few instructions on threads that are about to run.
+_DROP_SECONDS = 2.0
+
+
+class _Parked:
+    """Groups whose operations may still touch memory, held until they end; and what becomes of
+    groups when the process ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Operation, object] = {}
+        self._open: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+    def opened(self, backend: Backend) -> None:
+        """There is one more, until nobody refers to it."""
+        with self._lock:
+            self._open.add(backend)
+
+    def park(self, backend: object, operations: list[Operation]) -> None:
+        with self._lock:
+            held = {**self._held, **dict.fromkeys(operations, backend)}
+            self._held = {op: of for op, of in held.items() if not op.done}
+
+    def count(self) -> int:
+        with self._lock:
+            return len({id(backend) for backend in self._held.values()})
+
+    def abandon(self) -> None:
+        """Never destroy what is held, nor what is open: the process ends. The destructors of
+        the former would wait for the operations, as long as a push may take; those of the
+        latter close connections, and operations end by that while the interpreter is torn down
+        (see ``works_to_hold``)."""
+        with self._lock:
+            held, opened = dict(self._held), list(self._open)
+        left = (held, opened, works_to_hold(_DROP_SECONDS))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+
+
+_PARKED = _Parked()
+atexit.register(_PARKED.abandon)
+
+
+def num_parked_groups() -> int:
+    """Groups abandoned with operations that had not ended when last looked at."""
+    return _PARKED.count()

@@ -1,0 +1,324 @@
+"""A rank's place in a side group: channel, store, process group and stream as one thing.
+
+On the stream reports go up and directions come down. The thread that works speaks on it,
+never the stream's own: so one that hangs is silent, and is found out. A long step is
+therefore cut so that the thread can speak in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import grpc
+import torch
+
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import (
+    PeerUnavailableError,
+    StaleEpochError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    WeftError,
+)
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.interrupts import Flag
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.manifest_codec import manifest_from_chunks
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.transport.group import SENDER_RANK, SideGroup, window
+from weft_rl.transport.rendezvous_store import RendezvousStore
+from weft_rl.transport.speaking import SPEAK_SECONDS
+from weft_rl.v1 import rendezvous_pb2 as pb
+from weft_rl.v1 import types_pb2
+from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
+
+_log = logging.getLogger(__name__)
+
+# Reports are a few dozen bytes, at most three a bucket; one that cannot be queued
+# means that the stream is dead.
+_MAX_QUEUED = 10_000
+_WELCOME_SECONDS = 10.0
+
+
+class Attendance:
+    """One rank's Attend stream, open as long as its group is kept.
+
+    ``on_message`` is called on the stream's own thread for every direction but the
+    welcome, and must not block; ``on_closed`` once, on the same thread, when the
+    stream ends for any reason but ``close``. ``num_in_flight`` is what a sender announces:
+    how many buckets it keeps.
+    """
+
+    def __init__(
+        self,
+        stub: RendezvousServiceStub,
+        credential: pb.GroupCredential,
+        rank: int,
+        *,
+        on_message: Callable[[pb.AttendResponse], None],
+        on_closed: Callable[[WeftError], None],
+        num_in_flight: int = 0,
+    ) -> None:
+        self._queue: queue.SimpleQueue[pb.AttendRequest | None] = queue.SimpleQueue()
+        self._on_message, self._on_closed = on_message, on_closed
+        self._closing = False
+        self._welcome = Flag()
+        self._error: WeftError | None = None
+        #: ``time.monotonic()`` when the rank said something last.
+        self.sent_at = time.monotonic()
+        hello = pb.Hello(
+            credential=credential,
+            rank=rank,
+            protocol_revision=PROTOCOL_REVISION,
+            num_buckets_in_flight=num_in_flight,
+        )
+        self._queue.put(pb.AttendRequest(hello=hello))
+        self._call = stub.Attend(self._requests())
+        self._thread = threading.Thread(target=self._read, name=f"weft-attend-{rank}", daemon=True)
+        self._thread.start()
+
+    def wait_welcome(self, timeout_seconds: float = _WELCOME_SECONDS) -> None:
+        """Block until the coordinator attends this rank.
+
+        Raises:
+            TransferTimeoutError: It did not in time.
+            WeftError: It refused.
+        """
+        if not self._welcome.wait(timeout_seconds):
+            raise TransferTimeoutError(
+                f"the coordinator did not answer on the group's stream in {timeout_seconds:.0f} s"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def send(self, request: pb.AttendRequest) -> None:
+        """Report; returns at once. Reports after the stream's end are dropped: the
+        coordinator has taken the rank for dead by then."""
+        self.sent_at = time.monotonic()
+        if self._queue.qsize() < _MAX_QUEUED:
+            self._queue.put(request)
+        else:
+            self._call.cancel()
+
+    def close(self) -> None:
+        """End the stream and its thread; blocks at most 5 s."""
+        self._closing = True
+        self._queue.put(None)
+        self._call.cancel()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _requests(self) -> Iterator[pb.AttendRequest]:
+        while (request := self._queue.get()) is not None:
+            yield request
+
+    def _read(self) -> None:
+        error: WeftError = StaleEpochError("the coordinator closed the group's stream")
+        try:
+            for response in self._call:
+                if response.HasField("welcome"):
+                    self._welcome.set()
+                else:
+                    self._on_message(response)
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+        except Exception as unexpected:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("a direction from the coordinator could not be followed")
+            error = WeftError(f"internal error on the group's stream: {unexpected!r}")
+            self._call.cancel()
+        self._error = error
+        self._queue.put(None)
+        self._welcome.set()
+        if not self._closing:
+            self._on_closed(error)
+
+
+class Progress:
+    """Says what a rank does; any of its threads may call it.
+
+    Nothing is sent where the rank has sent something else less than ``SPEAK_SECONDS``
+    ago: a push that is fast is told by its buckets alone.
+
+    Args:
+        attendance: The rank's stream.
+    """
+
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
+
+    def say(
+        self,
+        activity: pb.Activity.ValueType,
+        transfer_id: str = "",
+        bucket: int = 0,
+        done: int = 0,
+        total: int = 0,
+    ) -> None:
+        """Say it, if it is time to; returns at once. See ``weft.v1.Progress``."""
+        if time.monotonic() - self._attendance.sent_at < SPEAK_SECONDS:
+            return
+        progress = pb.Progress(
+            transfer_id=transfer_id, activity=activity, bucket=bucket, done=done, total=total
+        )
+        self._attendance.send(pb.AttendRequest(progress=progress))
+
+
+# How long one store call may wait for another member's key while connecting.
+_FORMING_SECONDS = 30.0
+# NCCL's abort was measured at 0.1 to 0.5 s.
+_SETTLE_SECONDS = 5.0
+
+
+class Membership:
+    """One rank's place in a side group, from joining to leaving.
+
+    Each sender has a lane: a group of its own with all receivers, so that no sender's bytes go
+    to another. A sender is in its own lane; a receiver is in all, and must send and receive
+    nothing in them but in the order of the transfer's buckets, as all others do.
+
+    Args:
+        ticket: The place; a channel of its own to the coordinator is opened.
+        device: Where this rank's buffers lie.
+        on_message: Called with each direction, on the stream's thread; must not block.
+        on_closed: Called once when the stream ends unasked; the group has been
+            aborted with the same error by then.
+        credentials: What the channel shows; by default this process's.
+
+    Raises:
+        PeerUnavailableError: The coordinator does not answer.
+    """
+
+    def __init__(
+        self,
+        ticket: GroupTicket,
+        device: torch.device,
+        *,
+        on_message: Callable[[pb.AttendResponse], None],
+        on_closed: Callable[[WeftError], None],
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.credential = pb.GroupCredential(group_id=ticket.group_id, token=ticket.token)
+        self._channel: grpc.Channel = open_channel(ticket.coordinator, credentials)
+        self.stub = RendezvousServiceStub(self._channel)
+        self._user_on_closed = on_closed
+        is_sender = ticket.rank < ticket.num_senders
+        #: By the rank of the sender.
+        self.lanes: dict[int, SideGroup] = {}
+        try:
+            for sender in (ticket.rank,) if is_sender else range(ticket.num_senders):
+                self.lanes[sender] = self._open_lane(ticket, sender, device)
+            self.attendance = Attendance(
+                self.stub,
+                self.credential,
+                ticket.rank,
+                on_message=on_message,
+                on_closed=self._closed,
+                num_in_flight=window(device, ticket.backend) if is_sender else 0,
+            )
+        except BaseException as error:  # an interrupt, too, leaves no thread behind
+            self._close_lanes()
+            self._channel.close()
+            if isinstance(error, RuntimeError):  # what torch makes of a store that does not answer
+                raise PeerUnavailableError(
+                    f"the side group could not be formed: {error}"
+                ) from error
+            raise
+        self.progress = Progress(self.attendance)
+
+    def abort(self, error: WeftError) -> None:
+        """Make every wait in the group, now and later, raise ``error``; never blocks."""
+        for lane in self.lanes.values():
+            lane.abort(error)
+
+    def check(self) -> None:
+        """Raise what ``abort`` was called with, if it was."""
+        for lane in self.lanes.values():
+            lane.check()
+
+    def leave(self) -> bool:
+        """Close the stream, the lanes and the channel; blocks at most 10 s.
+
+        Returns:
+            Whether the memory of operations that were under way is safe to use again.
+        """
+        self.attendance.close()
+        settled = self._close_lanes()
+        self._channel.close()
+        return settled
+
+    def _open_lane(self, ticket: GroupTicket, sender: int, device: torch.device) -> SideGroup:
+        others = ticket.num_senders - 1  # senders that are not in this lane
+        return SideGroup(
+            RendezvousStore(self.stub, self.credential, _FORMING_SECONDS, f"{sender}/"),
+            SENDER_RANK if ticket.rank == sender else ticket.rank - others,
+            ticket.size - others,
+            backend=ticket.backend,
+            host=ticket.host,
+            device=device,
+        )
+
+    def _close_lanes(self) -> bool:
+        self.abort(TransferAbortedError("this rank left the side group"))  # all at once
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        settled = [
+            lane.close(max(0.0, deadline - time.monotonic())) for lane in self.lanes.values()
+        ]
+        return all(settled)
+
+    def _closed(self, error: WeftError) -> None:
+        self.abort(error)
+        self._user_on_closed(error)
+
+
+#: Layouts kept: one for the base and one for each of some adapters.
+MAX_KEPT = 32
+
+
+class FetchedManifests:
+    """Least-recently-used manifests of one process; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: Lru[bytes, Manifest] = Lru(MAX_KEPT)
+
+    def get(
+        self,
+        layout_digest: bytes,
+        stub: RendezvousServiceStub,
+        credential: pb.GroupCredential,
+        timeout_seconds: float,
+        speak: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        """The manifest, from memory or (blocking) from the coordinator.
+
+        Args:
+            speak: Called with each part that comes.
+
+        Raises:
+            NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
+            InvalidManifestError: What came is not what the digest names.
+        """
+        manifest = self._kept.get(layout_digest)
+        if manifest is None:
+            request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
+            try:
+                responses = stub.GetManifest(request, timeout=timeout_seconds)
+                manifest = manifest_from_chunks(_spoken(responses, speak))
+            except grpc.RpcError as error:
+                raise error_from_rpc(error) from error
+            self._kept.put(layout_digest, manifest)
+        return manifest
+
+
+def _spoken(
+    responses: Iterable[pb.GetManifestResponse], speak: Callable[[], None]
+) -> Iterator[types_pb2.ManifestChunk]:
+    for response in responses:
+        speak()
+        yield response.chunk

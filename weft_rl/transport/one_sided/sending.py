@@ -1,0 +1,310 @@
+"""The sender's end: says where the bytes lie, and hears when each receiver has its copy."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from weft_rl.transport.arrived import WHOLE, BucketOptions, write_tail
+from weft_rl.transport.one_sided.device_memory import DeviceBlock, DeviceView, view_of
+from weft_rl.transport.one_sided.directory import listen, unlink
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.memory_file import MemoryFile, file_of
+from weft_rl.transport.one_sided.messages import (
+    MAX_TAIL_BYTES,
+    Channel,
+    Hello,
+    Kept,
+    Left,
+    Message,
+    Ready,
+    Taken,
+    Welcome,
+    Withdraw,
+    Withdrawn,
+)
+from weft_rl.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
+
+_log = logging.getLogger(__name__)
+
+# Connections of this user's processes that are not members (yet).
+_MAX_STRANGERS = 16
+_SENDER = 0
+# After an accept that failed; the receivers that have come are heard as much later.
+_RETRY_SECONDS = 0.05
+
+
+class SentWork(OneSidedWork):
+    """A broadcast, and the receivers that have still to copy it."""
+
+    def __init__(
+        self, buffer: torch.Tensor, sequence: int, missing: set[int], options: BucketOptions
+    ) -> None:
+        super().__init__(buffer, options)
+        self.memory: MemoryFile | DeviceView
+        self.memory, self.first_byte = view_of(buffer) or file_of(buffer)
+        self.sequence, self.missing = sequence, missing
+        #: Receivers that have not said yet that they keep it.
+        self.unkept = set(missing)
+
+
+@dataclass
+class _Member:
+    """A receiver that has said who it is, and the memory files that it knows."""
+
+    rank: int
+    channel: Channel
+    known: dict[int, weakref.ref[MemoryFile | DeviceView]] = field(default_factory=dict)
+    mapped: dict[int, DeviceBlock] = field(default_factory=dict)
+    """What must not be freed before it says that it has unmapped it."""
+
+    def tell(self, message: Message, fd: int | None = None) -> None:
+        """Say something to it.
+
+        Raises:
+            OneSidedError: It is gone; names it.
+        """
+        try:
+            self.channel.send(message, fd)
+        except OneSidedError as error:
+            raise OneSidedError(f"rank {self.rank} is gone: {error}") from error
+
+    def say(self, work: SentWork) -> None:
+        """Let it copy a bucket; raises as ``tell``."""
+        for known_id, used in [*self.known.items()]:
+            if used() is None:
+                del self.known[known_id]
+                self.tell(Withdraw(known_id))
+        memory = work.memory
+        if memory.export_id not in self.known:
+            self.tell(*memory.offer())
+            self.known[memory.export_id] = weakref.ref(memory)
+            if isinstance(memory, DeviceView):
+                self.mapped[memory.export_id] = memory.block
+        size = work.buffer.numel()
+        self.tell(Ready(work.sequence, memory.export_id, work.first_byte, size, work.options.tail))
+
+    def wait_unmapped(self) -> None:
+        """Block until nothing on a GPU is mapped by it; it is, or its process has ended, when
+        it closes its socket. However long that takes: what is freed earlier is read no more,
+        says CUDA, with undefined results."""
+        with contextlib.suppress(OneSidedError):
+            while self.mapped:
+                message, fd = self.channel.receive()
+                if fd is not None:
+                    os.close(fd)
+                if isinstance(message, Withdrawn):
+                    self.mapped.pop(message.export_id, None)
+
+
+class Sending:
+    """See ``backends.Backend``; rank 0."""
+
+    #: Receivers come to a thread of its own.
+    is_formed = True
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._place, self._ranks = Place(store), frozenset(range(1, size))
+        self._lock = threading.Lock()  # guards what follows
+        self._works: dict[int, SentWork] = {}
+        #: Those that some receiver has not said yet that it keeps.
+        self._unkept: dict[int, SentWork] = {}
+        self._members: dict[int, _Member] = {}
+        self._error = ""
+        self._num_sent = 0
+        self._digests: dict[int, str] = {}
+        self._strangers: list[Channel] = []
+        self._wakeup = Wakeup()
+        self._listener, self._name = listen()
+        self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:  # interrupted: nobody else could end it
+            self.abort()
+            raise
+
+    def broadcast(
+        self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
+    ) -> OneSidedWork:
+        """See ``Backend``.
+
+        Args:
+            buffer: Of ``backends.allocate``.
+        """
+        if len(options.tail) > MAX_TAIL_BYTES:
+            write_tail(buffer, options)
+            options = WHOLE
+        if buffer.is_cuda and not options.tail:
+            torch.cuda.current_stream(buffer.device).synchronize()
+        with self._lock:
+            if self._error:
+                raise OneSidedError(self._error)
+            work = SentWork(buffer, self._num_sent, set(self._ranks), options)
+            self._num_sent += 1
+            self._works[work.sequence] = work
+            if options.on_kept is not None:
+                self._unkept[work.sequence] = work
+            members = [*self._members.values()]
+            try:
+                for member in members:
+                    member.say(work)
+            except OneSidedError as error:
+                self._fail(str(error))
+        return work
+
+    def abort(self) -> None:
+        """See ``Backend``. A receiver that is still copying finds the socket closed when it
+        says so, and takes its copy for nothing."""
+        with self._lock:
+            self._fail("this rank left the group")
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """See ``Backend``: nothing here writes."""
+        return bool(self._error)
+
+    def _fail(self, error: str) -> None:
+        """Called with the lock held."""
+        self._error = self._error or error
+        for member in self._members.values():
+            member.channel.end()
+        for work in self._works.values():
+            work.end(self._error)
+        self._works.clear()
+        self._unkept.clear()
+        self._wakeup.set()
+
+    # -- on its thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._place.announce(_SENDER, self._name)
+            for rank in self._ranks:
+                self._digests[rank], _ = self._place.find(rank)
+            self._serve()
+        except Exception as error:  # noqa: BLE001 (the edge of a thread)
+            # Also what the store raises when the group is over.
+            text = f"the group's receivers were not met: {error!r}"
+            with self._lock:
+                self._fail(str(error) if isinstance(error, OneSidedError) else text)
+        finally:
+            unlink(self._name)
+            self._listener.close()
+            with self._lock:
+                members = [*self._members.values()]
+                self._members.clear()
+            self._wakeup.close()
+            for channel in self._strangers:
+                channel.close()
+            for member in members:
+                member.wait_unmapped()
+                member.channel.close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while True:
+                events = selector.select()
+                self._wakeup.clear()
+                if self._error:
+                    raise OneSidedError(self._error)
+                for key, _ in events:
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif isinstance(key.fileobj, Channel) and key.data is None:
+                        self._introduce(key.fileobj, selector)
+                    elif isinstance(key.fileobj, Channel):
+                        self._hear(key.data)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except OSError as error:  # no descriptor is free, say
+            _log.warning("no receiver can connect: %s", error)
+            time.sleep(_RETRY_SECONDS)
+            return
+        try:
+            channel = Channel(connected)
+        except OneSidedError as error:
+            _log.warning("refused on a group's socket: %s", error)
+            return
+        if len(self._strangers) >= len(self._ranks) + _MAX_STRANGERS:
+            channel.close()
+            return
+        self._strangers.append(channel)
+        selector.register(channel, selectors.EVENT_READ)
+
+    def _introduce(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        """Let a receiver in that says who it is; close the connection of anybody else."""
+        self._strangers.remove(channel)
+        try:
+            member = self._recognise(channel)
+        except OneSidedError as error:
+            _log.debug("refused on a group's socket: %s", error)
+            selector.unregister(channel)
+            channel.close()
+            return
+        selector.modify(channel, selectors.EVENT_READ, member)
+        with self._lock:
+            self._members[member.rank] = member
+            member.tell(Welcome(self._place.secret))
+            for work in self._works.values():
+                member.say(work)
+
+    def _recognise(self, channel: Channel) -> _Member:
+        hello, fd = channel.receive()
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(hello, Hello):
+            raise OneSidedError(f"it began with {type(hello).__name__}")
+        if hello.rank not in self._digests or hello.rank in self._members:
+            raise OneSidedError(f"no rank {hello.rank} is awaited")
+        check_secret(hello.secret, self._digests[hello.rank], hello.rank)
+        return _Member(hello.rank, channel)
+
+    def _hear(self, member: _Member) -> None:
+        try:
+            message, fd = member.channel.receive()
+        except OneSidedError as error:
+            raise OneSidedError(f"rank {member.rank} is gone: {error}") from error
+        if fd is not None:
+            os.close(fd)
+        if isinstance(message, Left):
+            raise OneSidedError(f"rank {member.rank} is gone: it has left the group")
+        if isinstance(message, Kept):
+            self._note_kept(member.rank, message.sequence)
+            return
+        with self._lock:
+            if isinstance(message, Withdrawn):
+                member.mapped.pop(message.export_id, None)
+                return
+            work = self._works.get(message.sequence) if isinstance(message, Taken) else None
+            if work is None or member.rank not in work.missing:
+                raise OneSidedError(f"rank {member.rank} has taken what it was not given")
+            work.missing.remove(member.rank)
+            if not work.missing:
+                del self._works[work.sequence]
+                work.end()
+
+    def _note_kept(self, rank: int, sequence: int) -> None:
+        with self._lock:
+            work = self._unkept.get(sequence)
+            if work is None:
+                return  # whoever sent it did not ask
+            if rank in work.missing or rank not in work.unkept:
+                raise OneSidedError(f"rank {rank} keeps what it has not taken")
+            work.unkept.remove(rank)
+            if work.unkept:
+                return
+            del self._unkept[sequence]
+            work.is_kept = True
+        if work.options.on_kept is not None:
+            work.options.on_kept()

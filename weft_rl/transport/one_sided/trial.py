@@ -1,0 +1,175 @@
+"""Whether processes can read each other's memory: found out by doing it.
+
+A replica answers under a name that it registers with; a trainer hands a memory file over there,
+and is told what lies in it. Another host, a container of its own or another user fail in one of
+the steps that a group would fail in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import CapacityError
+from weft_rl.transport.one_sided.device_memory import DeviceMapping, view_of
+from weft_rl.transport.one_sided.device_memory import allocate as on_device
+from weft_rl.transport.one_sided.directory import connect, listen, unlink
+from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
+from weft_rl.transport.one_sided.messages import (
+    SECRET_BYTES,
+    Channel,
+    ExportDevice,
+    Tried,
+    Try,
+    TryDevice,
+)
+from weft_rl.transport.one_sided.works import recorded
+
+_log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+_ASK_SECONDS = 2.0
+# Of a memory file that is mapped for a trial: anybody on this host may ask for one.
+_MAX_TRIED_BYTES = 64 * 1024
+# After an error that is not the socket's end.
+_RETRY_SECONDS = 0.1
+# Replicas that a trainer remembers: more than a pool of one host has.
+_MAX_PASSED = 1024
+
+
+class TrialAnswerer:
+    """Answers trials, on a thread of its own, until it is closed.
+
+    Args:
+        device: Where it would receive.
+
+    Raises:
+        OneSidedError: There is no directory for it.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+        self._listener, self.name = listen()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="weft-trials", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; blocks for an answer under way, at most some seconds. Again: nothing."""
+        self._closed = True
+        unlink(self.name)
+        with contextlib.suppress(OSError):
+            # What waits in accept is woken by this, not by ``close``.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_ASK_SECONDS + 1.0)
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                _log.warning("no trial of one-sided reading is answered: %s", error)
+                time.sleep(_RETRY_SECONDS)
+                continue
+            try:
+                self._answer(Channel(connected))
+            except OneSidedError as error:
+                _log.debug("a trial of one-sided reading failed: %s", error)
+            except Exception:  # noqa: BLE001 (the edge of a thread)
+                _log.exception("a trial of one-sided reading failed")
+            finally:
+                connected.close()
+
+    def _answer(self, channel: Channel) -> None:
+        asked, fd = channel.receive(_ASK_SECONDS)
+        mapped: Mapping | DeviceMapping
+        try:
+            if isinstance(asked, TryDevice):
+                export = ExportDevice(0, asked.num_bytes, asked.gpu, asked.handle)
+                mapped = DeviceMapping(export, self._device)
+            elif isinstance(asked, Try) and fd is not None:
+                if asked.num_bytes > _MAX_TRIED_BYTES:
+                    raise OneSidedError(f"a trial of {asked.num_bytes:,} bytes")
+                mapped = Mapping(fd, asked.num_bytes)
+            else:
+                raise OneSidedError(f"it began with {type(asked).__name__}")
+        finally:
+            if fd is not None:
+                os.close(fd)
+        try:
+            content = torch.zeros(SECRET_BYTES, dtype=torch.uint8, device=self._device)
+            mapped.copy(0, content, lambda: None, recorded(content))
+        finally:
+            mapped.close()
+        channel.send(Tried(content.cpu().numpy().tobytes()))
+
+
+class Trials:
+    """What a process has found of others; not thread-safe.
+
+    A name is one process's, and a process that could read this one's memory still can: it is not
+    asked again with each push.
+    """
+
+    def __init__(self) -> None:
+        self._passed: Lru[tuple[str, torch.device], bool] = Lru(_MAX_PASSED)
+
+    def why_not_readable(self, names: Sequence[str], device: torch.device = CPU) -> str:
+        """As the function, of names that have not passed yet."""
+        unknown = [name for name in names if not self._passed.get((name, device))]
+        why = why_not_readable(unknown, device) if unknown else ""
+        if not why:
+            for name in names:
+                self._passed.put((name, device), True)
+        return why
+
+
+def why_not_readable(
+    names: Iterable[str],
+    device: torch.device = CPU,
+    timeout_seconds: float = _ASK_SECONDS,
+) -> str:
+    """Why a process of those names cannot read this one's memory; empty if all can. Blocks for
+    a fraction of a millisecond each, or for so long in all.
+
+    Args:
+        device: Where that memory is.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        buffer = allocate(SECRET_BYTES) if device.type == "cpu" else on_device(SECRET_BYTES, device)
+        buffer.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        if buffer.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
+        offer, fd = (view_of(buffer) or file_of(buffer))[0].offer()
+        asked: Try | TryDevice = Try(offer.num_bytes)
+        if isinstance(offer, ExportDevice):
+            asked = TryDevice(offer.num_bytes, offer.gpu, offer.handle)
+        for name in names:
+            if not name:
+                return "a replica takes part in no trial"
+            channel = Channel(connect(name, max(0.001, deadline - time.monotonic())))
+            try:
+                channel.send(asked, fd)
+                tried, _ = channel.receive(max(0.001, deadline - time.monotonic()))
+            finally:
+                channel.close()
+            if tried != Tried(secret):
+                return f"the process {channel.pid} read other bytes than were written"
+    except (RuntimeError, CapacityError) as error:
+        return str(error)
+    return ""

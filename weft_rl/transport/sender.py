@@ -1,0 +1,418 @@
+"""A sender of a side group: sends buckets, keeps each until all receivers have verified it.
+
+A ``SendingRank`` is one membership. It knows neither where the bytes come from (a trainer's
+model, a replica's own copy) nor what they are: ``Buckets`` makes each when its turn has come.
+How far a transfer is outlives a membership (``Sending``): a push whose members are lost is
+sent on by another membership, in another group; a clone never is.
+
+Where a transfer has several senders, each sends its wire buckets of the send plan, in their
+order, and counts in that order what receivers have verified of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from weft_rl.contract.errors import (
+    PeerUnavailableError,
+    TransferTimeoutError,
+    WeftError,
+    error_from_reason,
+)
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.interrupts import Doorbell
+from weft_rl.rpc.codec import content_to_proto, ticket_from_proto
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.arrived import BucketOptions
+from weft_rl.transport.buckets import Sealed
+from weft_rl.transport.digests.wsum64 import content_digest
+from weft_rl.transport.group import Operation
+from weft_rl.transport.member import Membership
+from weft_rl.transport.speaking import speaking_time
+from weft_rl.v1 import rendezvous_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+# How often a sender looks whether the others have come to their end, too.
+_SUM_SECONDS = 0.0005
+
+#: Called after each release with (buckets verified by all, buckets in all).
+Progress = Callable[[int, int], None]
+
+
+class Buckets(Protocol):
+    """The buckets of one transfer, made one after the other in a few reused buffers."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Their layout."""
+
+    @property
+    def num_buffers(self) -> int:
+        """How many buckets are held at once."""
+
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
+        """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
+        Blocks until its bytes are there.
+
+        Args:
+            index: Of those that this sender sends, from 0; see ``Sending.indices``.
+            speak: Called now and then by what may take long.
+        """
+
+    def are_summed(self) -> bool:
+        """Whether ``digests`` returns at once: where several ranks send, each adds its part.
+        Asked again and again after the last bucket; the first time begins it."""
+
+    def digests(self, made: list[int]) -> list[int]:
+        """Digests of the version's tensors, in the manifest's order, once ``made`` are those
+        of all trailers."""
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The uint8 bytes of a bucket that is held, with room for its tail: a view, on the
+        buffers' device."""
+
+
+@dataclass
+class Sending:
+    """One transfer's progress; it outlives the groups that carry it."""
+
+    transfer_id: str
+    buckets: Buckets
+    deadline: float
+    """``time.monotonic()`` at which to give up."""
+    progress: Progress | None = None
+    plan: SendPlan | None = None
+    """Who sends what; None where one rank sends the manifest's buckets."""
+    sender: int = 0
+    """Which of its senders this is: its rank."""
+    digests: list[int] = field(default_factory=list)
+    """Of the trailers of the buckets made so far, in order."""
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+    """Those that are held."""
+    num_released: int = 0
+    """Buckets that every receiver has verified, in whatever group."""
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the transfer, whoever sends them, released or not."""
+        return len(self.plan.buckets if self.plan else self.buckets.manifest.buckets)
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Of the transfer's buckets, those that are sent here, ascending."""
+        return self.plan.sent_by(self.sender) if self.plan else range(self.num_buckets)
+
+
+class Reformed(Exception):
+    """Members were lost; the transfer resumes in ``SendingRank.successor``."""
+
+
+@dataclass
+class _Direction:
+    """What the coordinator has said about the transfer that is under way."""
+
+    transfer_id: str = ""
+    started: bool = False
+    first_bucket: int = 0
+    num_released: int = 0
+    error: WeftError | None = None
+
+
+class SendingRank:
+    """One membership as a sender, kept across transfers while membership stays.
+
+    Used by one thread, but for ``abort``; the group's stream has a thread of its own.
+
+    Args:
+        ticket: The sender's place.
+        device: Where its buffers lie.
+        credentials: What it shows to the coordinator; by default this process's.
+
+    Raises:
+        PeerUnavailableError: The coordinator does not answer.
+    """
+
+    def __init__(
+        self,
+        ticket: GroupTicket,
+        device: torch.device,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.ticket = ticket
+        #: The place in the group that the transfer resumes in, if it is another one.
+        self.successor: GroupTicket | None = None
+        self._lock = threading.RLock()  # guards all that the stream's thread says
+        self._changed = Doorbell()
+        self._direction = _Direction()
+        self._broken: WeftError | None = None
+        self._num_sent = 0
+        self._membership = Membership(
+            ticket,
+            device,
+            on_message=self._on_message,
+            on_closed=self._on_closed,
+            credentials=credentials,
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the group can carry a further transfer."""
+        return self._broken is None and self.successor is None
+
+    def wait_attended(self) -> None:
+        """Block until the coordinator attends this rank, some seconds at most: from then on it
+        knows at once if this process ends.
+
+        Raises:
+            TransferTimeoutError: It does not answer.
+            WeftError: It has refused this rank.
+        """
+        self._membership.attendance.wait_welcome()
+
+    def come_to(self, transfer_id: str) -> None:
+        """Say that this rank is at work for a transfer, before it sends: in a group that is kept
+        it attends in any case."""
+        said = pb.Progress(transfer_id=transfer_id, activity=pb.ACTIVITY_PACKING)
+        self._membership.attendance.send(pb.AttendRequest(progress=said))
+
+    def send(self, sending: Sending) -> bytes:
+        """Send every bucket that the receivers lack, each kept until all have verified it.
+
+        Blocks until the last bucket was released. Says what it sent as soon as all is handed
+        over, so that nobody waits for it once all have verified. Where the receivers have a
+        beginning of the transfer already, it is made for its digests and not sent again. The
+        first bucket is made before the receivers are ready: its work overlaps their
+        allocation.
+
+        Returns:
+            The content digest.
+
+        Raises:
+            Reformed: The transfer resumes elsewhere.
+            TransferTimeoutError: The deadline passed.
+            WeftError: The transfer or the group has ended, with its reason; or ``buckets``
+                failed. Nobody was told: ``give_up`` does.
+        """
+        self._follow(sending.transfer_id)
+        operations = self._hand_over(sending)
+        digest = self._stage(sending) if sending.buckets.are_summed() else b""
+        for operation in operations:
+            self._await_sent(operation, sending.deadline)
+        self._await_released(sending, sending.num_buckets)
+        if not digest:
+            self._await_sum(sending)
+            digest = self._stage(sending)
+        return digest
+
+    def give_up(self, transfer_id: str, error: Exception) -> None:
+        """Tell the others that this rank cannot continue; the group is over."""
+        typed = error if isinstance(error, WeftError) else WeftError(repr(error))
+        self._report_failure(transfer_id, typed)
+        self._broken = self._broken or typed
+
+    def num_released(self, transfer_id: str) -> int:
+        """Buckets of a transfer that every receiver in this group has verified."""
+        direction = self._direction
+        return direction.num_released if direction.transfer_id == transfer_id else 0
+
+    def wait(self, done: Callable[[], bool], timeout_seconds: float) -> None:
+        """Block until ``done``, which is looked at whenever the coordinator has said
+        something and at each ``wake``, or for so long."""
+        self._changed.wait_for(done, timeout_seconds)
+
+    def wake(self) -> None:
+        """Let ``wait`` look again; from any thread."""
+        self._changed.ring()
+
+    def abort(self, error: WeftError) -> None:
+        """Make ``send`` raise ``error`` soon; from any thread, never blocks."""
+        with self._lock:
+            self._broken = self._broken or error
+        self._changed.ring()
+        self._membership.abort(error)
+
+    def leave(self) -> bool:
+        """Leave the group; blocks at most 10 s.
+
+        Returns:
+            Whether the buffers of operations that were under way are safe to use again.
+        """
+        self._broken = self._broken or WeftError("the sender has left the group")
+        return self._membership.leave()
+
+    def _hand_over(self, sending: Sending) -> list[Operation]:
+        """Hand over every bucket that is lacked; what is under way at the end."""
+        buckets = sending.buckets
+        if not sending.digests:
+            self._make(sending)  # while the group still forms
+        direction = self._direction
+        self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
+        first = direction.first_bucket
+        if first < sending.num_released:
+            what = f"bucket {first}, which it had verified and which is no longer held here"
+            raise PeerUnavailableError(f"a receiver lost {what}; push again")
+        self._num_sent = first
+        indices, lane = sending.indices, self._membership.lanes[self.ticket.rank]
+        to_send = bisect_left(indices, first)
+        operations: dict[int, Operation] = {}
+        for nth in range(min(to_send, len(sending.digests)), len(indices)):
+            if nth >= len(sending.digests):
+                reused = nth - buckets.num_buffers
+                if reused >= to_send:
+                    operation = operations.pop(reused)
+                    self._await_released(sending, indices[reused] + 1, operation)
+                    self._await_sent(operation, sending.deadline)
+                self._make(sending)
+            if nth < to_send:
+                self._raise_end()
+                continue
+            seconds = max(1.0, sending.deadline - time.monotonic())
+            forming = partial(self._say, pb.ACTIVITY_FORMING)
+            wire, sealed = buckets.wire(nth), sending.sealed[nth]
+            room = wire.numel() - sealed.payload_bytes
+            options = BucketOptions(tail_bytes=room, tail=sealed.tail, on_kept=self.wake)
+            operations[nth] = lane.broadcast(wire, seconds, forming, options)
+            self._num_sent = indices[nth] + 1
+        return [*operations.values()]
+
+    def _stage(self, sending: Sending) -> bytes:
+        """Say what was handed over; its content digest."""
+        digest = content_digest(sending.buckets.digests(sending.digests))
+        content = content_to_proto(sending.buckets.manifest, digest)
+        staged = pb.Staged(transfer_id=sending.transfer_id, content_digest=content)
+        self._membership.attendance.send(pb.AttendRequest(staged=staged))
+        return digest
+
+    def _make(self, sending: Sending) -> None:
+        speak = partial(self._say, pb.ACTIVITY_PACKING)
+        speak()
+        nth, buckets = len(sending.digests), sending.buckets
+        sealed = sending.sealed[nth] = buckets.make(nth, speak)
+        sending.sealed.pop(nth - buckets.num_buffers, None)
+        sending.digests.append(sealed.digest)
+
+    def _await_released(
+        self, sending: Sending, num_wanted: int, operation: Operation | None = None
+    ) -> None:
+        """Block until so many buckets are verified by all; by the coordinator's word, or by that
+        of the receivers themselves on ``operation``, the last of them: it comes sooner.
+
+        Receivers verify in one order for all senders, so the buckets before it are, too.
+        """
+        direction = self._direction
+        what = f"every receiver to verify bucket {num_wanted - 1}"
+
+        def is_released() -> bool:
+            is_kept = operation is not None and operation.is_kept
+            return is_kept or direction.num_released >= num_wanted
+
+        self._await(is_released, sending.deadline, what)
+        sending.num_released = max(sending.num_released, direction.num_released, num_wanted)
+        if sending.progress is not None:
+            sending.progress(sending.num_released, sending.num_buckets)
+
+    def _await_sum(self, sending: Sending) -> None:
+        """Block until the other senders' parts of the digests are known, or the transfer goes
+        on in another group."""
+        while not sending.buckets.are_summed():
+            if time.monotonic() >= sending.deadline:
+                raise TransferTimeoutError("the deadline passed while waiting for other senders")
+            self.wait(self._is_over, _SUM_SECONDS)
+            self._raise_end()
+            self._say(pb.ACTIVITY_WAITING)
+
+    def _await_sent(self, operation: Operation, deadline: float) -> None:
+        """Block until the backend has let go of a buffer; raises as ``send``.
+
+        A broken connection says that somebody died, not who, nor whether the transfer goes
+        on: the coordinator is told, and its word is awaited.
+        """
+        try:
+            operation.wait(deadline, partial(self._say, pb.ACTIVITY_SENDING))
+        except PeerUnavailableError as error:
+            if not self._is_over():
+                self._report_failure(self._direction.transfer_id, error)
+            self._await(lambda: False, deadline, "word of what became of the transfer")
+        except WeftError:
+            self._raise_end()
+            raise
+
+    def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
+        woken = partial(self._changed.wait_for, lambda: ready() or self._is_over())
+        while not woken(speaking_time(deadline)):
+            if time.monotonic() >= deadline:
+                raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
+            self._say(pb.ACTIVITY_WAITING)
+        self._raise_end()
+
+    def _say(self, activity: pb.Activity.ValueType) -> None:
+        """Say what the thread that makes and sends buckets does, if it is time to."""
+        self._membership.progress.say(activity, self._direction.transfer_id, self._num_sent)
+
+    def _report_failure(self, transfer_id: str, error: WeftError) -> None:
+        failed = pb.RankFailed(transfer_id=transfer_id, reason=error.reason, message=error.message)
+        self._membership.attendance.send(pb.AttendRequest(failed=failed))
+
+    def _is_over(self) -> bool:
+        return not self.usable or self._direction.error is not None
+
+    def _raise_end(self) -> None:
+        if self.successor is not None:
+            raise Reformed
+        if self._direction.error is not None:
+            raise self._direction.error
+        if self._broken is not None:
+            raise self._broken
+
+    # -- on the stream's thread ----------------------------------------------
+
+    def _on_message(self, response: pb.AttendResponse) -> None:
+        kind = response.WhichOneof("message")
+        with self._lock:
+            if kind == "start":
+                direction = self._follow(response.start.transfer_id)
+                direction.first_bucket = response.start.first_bucket
+                direction.started = True
+            elif kind == "released":
+                released = response.released
+                self._follow(released.transfer_id).num_released = released.num_buckets
+            elif kind == "abort":
+                abort = response.abort
+                error = error_from_reason(abort.reason, abort.message)
+                self._follow(abort.transfer_id).error = error
+                # Other ranks leave with operations under way: the group is over.
+                self._broken = error
+                self._membership.abort(error)
+            elif kind == "reform":
+                reform = response.reform
+                _log.warning("resuming in epoch %d: %s", reform.group.epoch, reform.message)
+                self.successor = ticket_from_proto(
+                    reform.group, coordinator=self.ticket.coordinator, host=self.ticket.host
+                )
+                self._membership.abort(WeftError("resuming in another group"))
+        self._changed.ring()
+
+    def _follow(self, transfer_id: str) -> _Direction:
+        """The direction of a transfer; Start may come before ``send`` is called."""
+        with self._lock:
+            if self._direction.transfer_id != transfer_id:
+                self._direction = _Direction(transfer_id)
+                self._num_sent = 0
+            return self._direction
+
+    def _on_closed(self, error: WeftError) -> None:
+        with self._lock:
+            self._broken = self._broken or error  # an abort said why already
+        self._changed.ring()
