@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.pool import Policy
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import PolicyKind, ReplicaState, VersionState
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.state.values import HeldVersion, VersionState
+from weft_rl.coordinator.decisions.state.values import Heard, HeldVersion, VersionState
 from weft_rl.coordinator.decisions.step import already_committed
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ class Services:
         heard = self._heard(held)
         return events.Register(**args, held=heard, http_url="", model_name="tiny")
 
-    def _heard(self, held: list[HeldVersion]) -> tuple[events.Heard, ...]:
+    def _heard(self, held: list[HeldVersion]) -> tuple[Heard, ...]:
         find = self._coordinator.world.catalog.find_version
-        return tuple(events.Heard(one, find(one.version)) for one in held)
+        return tuple(Heard(one, find(one.version)) for one in held)
 
     def put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
         self._coordinator.post(events.ReferenceKnown(fingerprint))

@@ -11,7 +11,7 @@ from tests.sim.replica import Kind
 from tests.sim.trainer import SimTrainer
 from tests.sim.world import World
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 #: Pushes under way when a replica comes, and when the clone of its base has its turn.

@@ -13,29 +13,27 @@ from weft_rl.contract.errors import (
     NotReadyError,
     PeerUnavailableError,
 )
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions import events, membership
 from weft_rl.coordinator.decisions.effects import Done, Effect, EventKind, RoutesChanged
-from weft_rl.coordinator.decisions.policies import leases, removal, retention
+from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.policies import leases, removal, republish, retention
 from weft_rl.coordinator.decisions.purposes import begin, rollback
-from weft_rl.coordinator.decisions.recovery import adoption, catch_up, republish
+from weft_rl.coordinator.decisions.recovery import adoption, catch_up
 from weft_rl.coordinator.decisions.replicas import (
     base_binding,
     checkpoints,
     drains,
-    membership,
     out_of_service,
     sleeps,
-    suspects,
 )
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     explain_state,
     is_routable,
     replica_state,
     seen,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers import (
@@ -44,6 +42,7 @@ from weft_rl.coordinator.decisions.transfers import (
     discard,
     preflight,
     stalls,
+    suspects,
     turns,
     unserved,
 )

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Final
 
 from weft_rl import __version__
-from weft_rl.coordinator.decisions.replicas.replica_state import replica_state
 from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica_state import replica_state
 from weft_rl.coordinator.messages.pages import cut
 from weft_rl.coordinator.messages.wire import bound_to_proto, out_of_service_to_proto
 from weft_rl.rpc.bounds import PROTOCOL_REVISION

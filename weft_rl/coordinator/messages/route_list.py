@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from weft_rl.coordinator.decisions.replicas.replica_state import is_listed, routes
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import is_listed, routes
 from weft_rl.coordinator.messages.listing import entry_of
 from weft_rl.coordinator.messages.pages import Vectors, cut
 from weft_rl.coordinator.messages.wire import route_to_proto

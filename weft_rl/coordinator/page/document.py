@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.recovery.republish import conflicts, publish_again_version
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.messages.overview import pool_to_proto

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.effects import EventKind
-from weft_rl.coordinator.decisions.replicas.replica_state import CAUSES, cause
 from weft_rl.coordinator.decisions.state.pool import PoolState, live_lease
+from weft_rl.coordinator.decisions.state.replica_state import CAUSES, cause
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind
 from weft_rl.telemetry.process import process_registry

@@ -11,7 +11,7 @@ import grpc
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
 from weft_rl.contract.names import check_name
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     eligible_targets,
     shared_backends,

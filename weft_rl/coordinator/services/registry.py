@@ -10,10 +10,10 @@ from typing import Any, Final
 import grpc
 
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.membership import check_free
+from weft_rl.coordinator.decisions.membership import check_free
 from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.decisions.state.values import Heard, ReplicaState
 from weft_rl.coordinator.messages.sleep import asleep_from_proto
 from weft_rl.coordinator.messages.wire import held_from_proto
 from weft_rl.coordinator.runtime.catalog.database import Catalog
@@ -200,13 +200,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
         return registry_pb2.LeaveResponse()
 
-    async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[events.Heard, ...]:
+    async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[Heard, ...]:
         """What a replica holds, beside what the catalog has of it; others are answered
         between a few."""
         heard = []
         for index, message in enumerate(messages[:_MAX_HELD]):
             held = held_from_proto(message)
-            heard.append(events.Heard(held, self._catalog.find_version(held.version)))
+            heard.append(Heard(held, self._catalog.find_version(held.version)))
             if index % _HELD_AT_ONCE == _HELD_AT_ONCE - 1:
                 await asyncio.sleep(0)
         return tuple(heard)

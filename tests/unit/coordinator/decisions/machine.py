@@ -21,6 +21,7 @@ from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
+    Heard,
     HeldVersion,
     Layout,
     Phase,
@@ -174,10 +175,10 @@ class Machine:
         )
         return ticket
 
-    def heard(self, held: dict[str, bytes]) -> tuple[events.Heard, ...]:
+    def heard(self, held: dict[str, bytes]) -> tuple[Heard, ...]:
         """Digests by version; those of what is spilled with a + behind it."""
         return tuple(
-            events.Heard(HeldVersion(version, digest, name.endswith("+")), self.record(version))
+            Heard(HeldVersion(version, digest, name.endswith("+")), self.record(version))
             for name, digest in held.items()
             for version in [PolicyVersion.parse(name.rstrip("+"))]
         )

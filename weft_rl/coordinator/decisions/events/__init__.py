@@ -47,7 +47,6 @@ from weft_rl.coordinator.decisions.events.ranks import (
 )
 from weft_rl.coordinator.decisions.events.replicas import (
     DrainNote,
-    Heard,
     Heartbeat,
     Leave,
     ReferenceKnown,
@@ -82,7 +81,6 @@ __all__ = [
     "SleepRollouts",
     "WakeRollouts",
     "DrainNote",
-    "Heard",
     "Register",
     "ReportCheckpoint",
     "Heartbeat",

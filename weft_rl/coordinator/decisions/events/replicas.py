@@ -11,7 +11,7 @@ from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft_rl.coordinator.decisions.state.sleep import Asleep
-from weft_rl.coordinator.decisions.state.values import HeldVersion, VersionRecord
+from weft_rl.coordinator.decisions.state.values import Heard, VersionRecord
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,6 @@ class DrainNote:
     seconds: float
     """What is left of its time."""
     reason: str
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What a replica holds, with what the catalog says of that version."""
-
-    held: HeldVersion
-    record: VersionRecord | None
 
 
 @dataclass(frozen=True, kw_only=True)

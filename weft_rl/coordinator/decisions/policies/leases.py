@@ -12,11 +12,12 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import Done, EventKind, LeaseAnswer, SavePolicy
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies import numbering
-from weft_rl.coordinator.decisions.recovery.republish import publish_again_version
+from weft_rl.coordinator.decisions.policies.republish import publish_again_version
 from weft_rl.coordinator.decisions.state.pool import (
+    MAX_NUMBER,
     Lease,
     Policy,
     PoolState,
@@ -42,7 +43,7 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
             change.refuse([event.ticket], _owned(policy, lease, change.now))
             return
         lease = None
-    if lease and lease.fencing_token < event.last_token <= numbering.MAX_NUMBER:
+    if lease and lease.fencing_token < event.last_token <= MAX_NUMBER:
         # Given to an earlier call of this session, which did not know of the token yet that
         # a catalog gave which is lost: a session's tokens only grow.
         lease = None

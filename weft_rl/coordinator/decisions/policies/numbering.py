@@ -14,7 +14,6 @@ from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import InvalidNameError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     EventKind,
     SaveEpoch,
@@ -22,15 +21,13 @@ from weft_rl.coordinator.decisions.effects import (
     SaveNumberFloor,
     SavePolicy,
 )
-from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, Question
+from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, Policy, PoolState, Question
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.values import PolicyKind
+from weft_rl.coordinator.decisions.state.values import Heard, PolicyKind
 
 #: What is left free above the highest number or token that was heard.
 LEAP: Final = 1000
-#: Nobody counts so far: a larger number is an error of who says it, and is not followed.
-#: What is counted from there is still within the bounds of ``weft.v1``.
-MAX_NUMBER: Final = 2**52
 
 
 def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
@@ -85,15 +82,6 @@ def replica_registers(change: Change, event: events.Register) -> None:
         change.emit(SaveEpoch(epoch))
 
 
-def knows_more(state: PoolState, event: events.Register) -> bool:
-    """Whether a replica has served a coordinator that had counted further than this catalog
-    when it was opened: what it was told last is newer than what the catalog says."""
-    if event.last_coordinator_id == state.coordinator_id:
-        return False
-    generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
-    return generation or state.opened_epoch < event.last_epoch <= MAX_NUMBER
-
-
 def question_all(change: Change) -> None:
     """Let replicas say what policies stand for: since this catalog was written, the pool may
     have gone back to others."""
@@ -116,7 +104,7 @@ def _leap_all(change: Change) -> None:
         _raise(change, policy, policy.last_version + LEAP)
 
 
-def versions_heard(change: Change, replica: Replica, heard: Iterable[events.Heard] = ()) -> None:
+def versions_heard(change: Change, replica: Replica, heard: Iterable[Heard] = ()) -> None:
     """Continue above the versions that a replica serves, and those that it holds the bytes of."""
     vector = replica.vector
     versions = [PolicyVersion(BASE_POLICY, n) for n in (vector.base, *replica.retained)]

@@ -17,7 +17,6 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     EventKind,
     ForgetAnswer,
@@ -25,6 +24,7 @@ from weft_rl.coordinator.decisions.effects import (
     SavePolicy,
     SaveRetired,
 )
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies import leases, retention
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, live_lease
 from weft_rl.coordinator.decisions.state.values import Failure, Phase

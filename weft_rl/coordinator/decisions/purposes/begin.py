@@ -16,8 +16,8 @@ from weft_rl.contract.layout.runs import check_layout
 from weft_rl.contract.layout.send_plan import check_send_plan
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import BeginAnswer
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.push import Push, begin_answer
 from weft_rl.coordinator.decisions.state.pool import Lease, Policy, PoolState, require_lease
 from weft_rl.coordinator.decisions.state.transfer import Transfer

@@ -15,20 +15,25 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallSend, EventKind, OpenGroup
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.repair import Repair, alias_of
-from weft_rl.coordinator.decisions.recovery import backoff
-from weft_rl.coordinator.decisions.replicas import suspects
-from weft_rl.coordinator.decisions.replicas.replica_state import takes_clones, wants
 from weft_rl.coordinator.decisions.state.group import Group, seats
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica_state import takes_clones, wants
 from weft_rl.coordinator.decisions.state.transfer import Attempt, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
-from weft_rl.coordinator.decisions.transfers import abort, course, in_place, reform
+from weft_rl.coordinator.decisions.transfers import (
+    abort,
+    backoff,
+    course,
+    in_place,
+    reform,
+    suspects,
+)
 from weft_rl.coordinator.decisions.transfers.discard import discard
-from weft_rl.coordinator.decisions.transfers.turns import Turns
+from weft_rl.coordinator.decisions.transfers.purpose import Turns
 
 
 @dataclass(frozen=True, kw_only=True)

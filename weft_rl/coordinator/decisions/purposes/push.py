@@ -22,7 +22,6 @@ from typing import ClassVar
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     BeginAnswer,
     EventKind,
@@ -30,12 +29,13 @@ from weft_rl.coordinator.decisions.effects import (
     SavePolicy,
     SaveVersion,
 )
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.push_group import kept_group, new_group
-from weft_rl.coordinator.decisions.replicas.replica_state import is_joining, obeys_pins
 from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, live_lease, require_lease
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.transfer import Purpose, Transfer
+from weft_rl.coordinator.decisions.state.replica_state import is_joining, obeys_pins
+from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
@@ -53,8 +53,9 @@ from weft_rl.coordinator.decisions.transfers import (
     unserved,
 )
 from weft_rl.coordinator.decisions.transfers.discard import discard
+from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 from weft_rl.coordinator.decisions.transfers.refusals import all_definite, is_dirty
-from weft_rl.coordinator.decisions.transfers.turns import Turns, take_over
+from weft_rl.coordinator.decisions.transfers.turns import take_over
 
 _FOR_REPLICAS = "replicas"
 _FOR_JOINING = "replicas that are catching up"

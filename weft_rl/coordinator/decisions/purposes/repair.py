@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, replica_sender
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import EventKind
-from weft_rl.coordinator.decisions.recovery import backoff
-from weft_rl.coordinator.decisions.replicas.replica_state import obeys_pins, wants
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
+from weft_rl.coordinator.decisions.state.replica_state import obeys_pins, wants
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     Layout,
     Phase,
     PolicyKind,
     VersionRecord,
 )
-from weft_rl.coordinator.decisions.transfers.turns import Turns
+from weft_rl.coordinator.decisions.transfers import backoff
+from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallCommit, CallRestore, CallSwitch, EventKind
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.repair import Repair, alias_of
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.transfers import course
-from weft_rl.coordinator.decisions.transfers.turns import Turns
+from weft_rl.coordinator.decisions.transfers.purpose import Turns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,32 +19,29 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     CallSwitch,
     EventKind,
     RollbackAnswer,
 )
-from weft_rl.coordinator.decisions.policies.retention import (
-    known_policy,
-    requestable,
-    serve,
-    ways_back,
-)
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.policies.retention import serve
+from weft_rl.coordinator.decisions.state.kept import known_policy, requestable, ways_back
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     difference,
     eligible_targets,
     is_ready,
     obeys_pins,
 )
-from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica, holds
-from weft_rl.coordinator.decisions.state.transfer import Purpose, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers.course import at_commit_point
+from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 from weft_rl.coordinator.decisions.transfers.refusals import all_definite
-from weft_rl.coordinator.decisions.transfers.turns import Turns, take_over
+from weft_rl.coordinator.decisions.transfers.turns import take_over
 
 #: Who does it, as a transfer's sender; no trainer can be named so.
 OPERATOR = "(operator)"

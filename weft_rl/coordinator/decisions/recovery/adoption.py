@@ -24,7 +24,6 @@ from typing import Final
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     DescribeHeld,
     EventKind,
@@ -32,8 +31,9 @@ from weft_rl.coordinator.decisions.effects import (
     SaveRetired,
     SaveVersion,
 )
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies.retention import serve
-from weft_rl.coordinator.decisions.replicas.holdings import undecided, without_mistaken
+from weft_rl.coordinator.decisions.state.holdings import undecided, without_mistaken
 from weft_rl.coordinator.decisions.state.pool import (
     Inquiry,
     Policy,

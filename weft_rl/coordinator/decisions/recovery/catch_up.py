@@ -16,21 +16,21 @@ from weft_rl.containers.frozen import replace
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import LookUp
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.repair import Repair, repair
 from weft_rl.coordinator.decisions.purposes.restore import Restore
-from weft_rl.coordinator.decisions.recovery import backoff
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica, held_versions, holds
+from weft_rl.coordinator.decisions.state.replica_state import (
     is_asleep,
     is_ready,
     takes_clones,
     wants,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica, held_versions, holds
 from weft_rl.coordinator.decisions.state.values import Failure
+from weft_rl.coordinator.decisions.transfers import backoff
 
 #: Between two schedules when one clone ends after another.
 SCHEDULE_SECONDS = 0.02

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallDiscard
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.repair import repair
 from weft_rl.coordinator.decisions.purposes.restore import Restore
-from weft_rl.coordinator.decisions.replicas.replica_state import wants
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import wants
 from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import Layout, VersionRecord, VersionState
 

@@ -7,7 +7,6 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import BaseMismatchError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     EventKind,
     RebindAnswer,
@@ -16,6 +15,7 @@ from weft_rl.coordinator.decisions.effects import (
     SavePool,
     SaveRetired,
 )
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.pool import PoolState
 
 

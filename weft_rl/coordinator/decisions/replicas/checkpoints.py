@@ -12,7 +12,6 @@ from weft_rl.containers.frozen import replace
 from weft_rl.contract.checkpoint import CheckpointState
 from weft_rl.contract.errors import NotFoundError
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     Done,
     EventKind,
@@ -20,8 +19,9 @@ from weft_rl.coordinator.decisions.effects import (
     SaveAsStarted,
     SaveCheckpoint,
 )
-from weft_rl.coordinator.decisions.replicas.replica_state import difference
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import difference
 from weft_rl.coordinator.decisions.state.values import BoundCheckpoint
 
 #: One content in so many layouts.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import InvalidRequestError, NotFoundError
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import Done
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.replica import Drain, Replica
 
 #: Longest that a drain may be given.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     CallRefuse,
     Done,
@@ -18,11 +17,11 @@ from weft_rl.coordinator.decisions.effects import (
     SaveOutOfService,
     UncordonAnswer,
 )
-from weft_rl.coordinator.decisions.policies.numbering import knows_more
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.replicas.drains import unknown_replica
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
-from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 
@@ -69,7 +68,7 @@ def adopt(change: Change, event: events.Register) -> None:
     """Take from a replica what it was ordered, and this catalog, an older one, does not know."""
     name, told = event.replica_id, event.out_of_service
     known = change.state.out_of_service.get(name)
-    if told == known or not knows_more(change.state, event):
+    if told == known or not _knows_more(change.state, event):
         return
     if told is None:
         why = "it was put back into service since, as it says, and the catalog does not know: "
@@ -81,6 +80,15 @@ def adopt(change: Change, event: events.Register) -> None:
         why += "which the catalog does not know: taken from what it says"
         _put(change, name, told)
     change.announce(EventKind.CATALOG_BEHIND, name, why)
+
+
+def _knows_more(state: PoolState, event: events.Register) -> bool:
+    """Whether a replica has served a coordinator that had counted further than this catalog
+    when it was opened: what it was told last is newer than what the catalog says."""
+    if event.last_coordinator_id == state.coordinator_id:
+        return False
+    generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
+    return generation or state.opened_epoch < event.last_epoch <= MAX_NUMBER
 
 
 def refuse_reason(state: PoolState, replica_id: str) -> str:

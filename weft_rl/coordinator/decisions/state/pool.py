@@ -35,6 +35,10 @@ MAX_BASE_CONTENTS = 1024
 #: The content of base@0, whose bytes lie in files, in no layout of a push.
 _STARTED_WITH: Final = b""
 
+#: Nobody counts so far: a larger number is an error of who says it, and is not followed.
+#: What is counted from there is still within the bounds of ``weft.v1``.
+MAX_NUMBER: Final = 2**52
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

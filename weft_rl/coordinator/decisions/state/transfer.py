@@ -1,23 +1,12 @@
-"""A transfer, what it is for, and its side group, as immutable values; times as in ``state``.
-
-A transfer's course is the same for all purposes, and asks its own at each turn:
-
-    waiting ── admit ──► forming ──► staging ── on_staged ──► committing ── on_answered ──► ended
-                            │           │
-                            └───────────┴── on_members_lost, on_sender_stalled, on_aborted
-
-One that needs no side group (a replica has the bytes itself) is committing once it is
-admitted, and implements ``admit`` and ``on_answered`` only. Each purpose is one file in
-``purposes``.
-"""
+"""A transfer, the facts of what it is for, and its side group, as immutable values; times as in
+``state``."""
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
@@ -34,12 +23,6 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-
-if TYPE_CHECKING:  # what a purpose is asked with is made of transfers
-    from weft_rl.coordinator.decisions.change import Change
-    from weft_rl.coordinator.decisions.state.group import Group
-    from weft_rl.coordinator.decisions.state.pool import PoolState
-    from weft_rl.coordinator.decisions.transfers.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -87,15 +70,17 @@ class Attempt:
     judge_at: float = 0.0
 
 
-class Purpose(ABC):
-    """What one transfer is for: an immutable value, and what is peculiar to its kind.
+class PurposeFacts:
+    """Facts of what one transfer is for: the part of a purpose that is known without its rules.
 
-    Subclasses are frozen dataclasses. The facts below are asked of any of them; one that
-    has such a fact declares it as a field, all others leave it as it is here.
+    One that has such a fact declares it as a field, all others leave it as it is here. The rules
+    are in ``transfers/purpose.py``.
     """
 
     name: ClassVar[str]
     """In lower case; ``weft.v1.TransferPurpose`` has the same names."""
+    brings_version: ClassVar[bool] = False
+    """Whether its version is a new one, which nobody had before."""
 
     replica_id: str = ""
     """The only replica that it is for; empty where it changes what the pool serves."""
@@ -112,77 +97,9 @@ class Purpose(ABC):
     carries_runs: bool = False
     """Whether its buckets list what they carry."""
 
-    brings_version: ClassVar[bool] = False
-    """Whether its version is a new one, which nobody had before."""
-
-    # -- its turn -----------------------------------------------------------------
-
-    def place(self, state: PoolState, transfer: Transfer, now: float) -> int:
-        """Where it stands among those that wait: lower ones are asked first, and of one
-        place those that began first."""
-        return 1
-
-    @abstractmethod
-    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
-        """Start ``transfer``, which waits, if it may; or drop it.
-
-        Returns:
-            The replicas that those behind it must wait for.
-        """
-
-    # -- under way ----------------------------------------------------------------
-
-    def gives_way(self, state: PoolState, transfer: Transfer, now: float) -> bool:
-        """Whether a change of the pool interrupts it rather than wait for its replicas."""
-        return False
-
-    def on_interrupted(self, change: Change, transfer: Transfer, by: Transfer) -> None:
-        """``by`` takes its replicas; asked only of one that gives way."""
-        raise AssertionError(f"a {self.name} gives way to nobody")
-
-    def why_unwanted(self, state: PoolState, transfer: Transfer) -> str:
-        """Why it is to end before its commit point; empty while it is wanted."""
-        return ""
-
-    def requires(self, replica_id: str) -> bool:
-        """Whether a failure of this replica's receivers is the transfer's."""
-        return True
-
-    def may_continue(self, transfer: Transfer, group: Group, lost: Collection[str]) -> bool:
-        """Whether it goes on without these replicas of its group."""
-        return False
-
-    def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
-        """Every rank has the same digest over all bytes: come to the commit point."""
-        raise AssertionError(f"nothing is staged for a {self.name}")
-
-    def on_members_lost(
-        self, change: Change, transfer: Transfer, lost: Mapping[str, Failure]
-    ) -> None:
-        """Replicas of its group are gone: continue without them, or abort."""
-        raise AssertionError(f"a {self.name} has no side group")
-
-    def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
-        """Its sender owes the next step, and has been silent for ``Settings.stall_seconds``."""
-        raise AssertionError(f"a {self.name} has no sender")
-
     def origin(self, replica: Replica, version: PolicyVersion) -> str:
-        """Where the only replica that it is for gets the version from, for people."""
+        """Return where the only replica that it is for gets the version from, for people."""
         return self.source
-
-    # -- its end ------------------------------------------------------------------
-
-    def time_is_up(self, state: PoolState, transfer: Transfer) -> str:
-        """Why it ends at its deadline, for people."""
-        return f"the {self.name}'s time was up"
-
-    def on_aborted(self, change: Change, ended: Transfer) -> None:
-        """It has ended without being committed: note that, and announce it."""
-        raise AssertionError(f"a {self.name} has nothing to abort")
-
-    @abstractmethod
-    def on_answered(self, change: Change, transfer: Transfer) -> None:
-        """Every replica that was told to switch has answered: end it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +107,7 @@ class Transfer:
     """One attempt to have replicas serve one version: what all purposes have in common."""
 
     ids: FreshIds
-    purpose: Purpose
+    purpose: PurposeFacts
     """What it is for, with what only transfers of that purpose have."""
     policy: str
     kind: PolicyKind

@@ -171,3 +171,11 @@ class VersionRecord:
     content_digest: ContentDigest | None = None
     adapter: AdapterSpec | None = None
     failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a replica holds, with what the catalog says of that version."""
+
+    held: HeldVersion
+    record: VersionRecord | None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import DropGroup, SendAbort
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import in_place
 from weft_rl.coordinator.decisions.transfers.discard import discard
+from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
 
 def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
@@ -28,7 +29,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     close_group(change, transfer.group_id, f"its transfer was given up: {failure.message}")
     discard(change, transfer.transfer_id, transfer.targets)
     in_place.abandon(change, transfer, transfer.targets, failure)
-    transfer.purpose.on_aborted(change, ended)
+    purpose_of(transfer).on_aborted(change, ended)
 
 
 def close_group(change: Change, group_id: str, why: str) -> None:

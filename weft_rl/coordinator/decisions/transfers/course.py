@@ -18,15 +18,24 @@ from collections.abc import Mapping, Sequence
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart
-from weft_rl.coordinator.decisions.replicas import checkpoints, holdings, suspects
+from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.replicas import checkpoints
+from weft_rl.coordinator.decisions.state import holdings
 from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers import abort, in_place, reform, stalls, unserved
+from weft_rl.coordinator.decisions.transfers import (
+    abort,
+    in_place,
+    reform,
+    stalls,
+    suspects,
+    unserved,
+)
+from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 from weft_rl.coordinator.decisions.transfers.refusals import is_dirty
 
 JUDGE_AFTER_SECONDS = 0.5
@@ -139,7 +148,7 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
     if mismatches := _mismatches(transfer, group):
         _lose_ranks(change, transfer, group, mismatches)
     elif len(staged) == group.size:
-        transfer.purpose.on_staged(change, transfer, event.digest)
+        purpose_of(transfer).on_staged(change, transfer, event.digest)
 
 
 def _mismatches(transfer: Transfer, group: Group) -> dict[int, Failure]:
@@ -182,7 +191,7 @@ def _lose_ranks(
         why
         for rank, why in failures.items()
         if rank in group.senders
-        or not (transfer.loading or not transfer.purpose.requires(group.member_name(rank)))
+        or not (transfer.loading or not purpose_of(transfer).requires(group.member_name(rank)))
     ]
     if ends:
         abort.abort(change, transfer, ends[0])
@@ -281,7 +290,7 @@ def _deadline(state: PoolState, transfer: Transfer) -> Failure:
         what, missing = "did not finish", everyone - frozenset(transfer.attempt.staged)
     names = list(dict.fromkeys(group.rank_name(rank) for rank in sorted(missing)))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    why = transfer.purpose.time_is_up(state, transfer)
+    why = purpose_of(transfer).time_is_up(state, transfer)
     return Failure("DEADLINE", f"{why}: {shown} {what}", {"member": shown})
 
 
@@ -378,4 +387,4 @@ def note_commit_answer(
         transfer = replace(transfer, refusals={**transfer.refusals, replica_id: failure})
     change.put_transfer(transfer)
     if not transfer.switching:
-        transfer.purpose.on_answered(change, transfer)
+        purpose_of(transfer).on_answered(change, transfer)

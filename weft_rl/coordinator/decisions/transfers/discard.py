@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from weft_rl.containers.frozen import replace
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallDiscard
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.replica import Replica
 
 #: Longer than one call may take.

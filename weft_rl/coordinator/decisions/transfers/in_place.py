@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import with_lost_weights
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallLoad
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer

@@ -20,8 +20,8 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.tensors import Reference, check_base
 from weft_rl.contract.names import BASE_POLICY, name_in_the_way
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CheckFit
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.pool import FitKey, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     CallDiscard,
     CallJoin,
@@ -18,12 +17,14 @@ from weft_rl.coordinator.decisions.effects import (
     OpenGroup,
     SendReform,
 )
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.group import Group, members_of
 from weft_rl.coordinator.decisions.state.progress import FIRST_STEP, Watch
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Attempt, Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import abort
+from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
 
 def call_to_join(change: Change, transfer: Transfer, group: Group) -> None:
@@ -48,7 +49,7 @@ def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure
     """Lose several replicas at once, which costs one new group; the trainer is told of the
     first."""
     if transfer.phase is not Phase.WAITING:
-        transfer.purpose.on_members_lost(change, transfer, lost)
+        purpose_of(transfer).on_members_lost(change, transfer, lost)
 
 
 def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:

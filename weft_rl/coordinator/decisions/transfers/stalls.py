@@ -33,16 +33,16 @@ from collections.abc import Iterable, Mapping
 
 from weft_rl.containers.frozen import replace
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
-from weft_rl.coordinator.decisions.replicas import suspects
-from weft_rl.coordinator.decisions.replicas.replica_state import base_targets
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.progress import FIRST_STEP, Activity, Watch
 from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import base_targets
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
-from weft_rl.coordinator.decisions.transfers import reform
+from weft_rl.coordinator.decisions.transfers import reform, suspects
+from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
 # Of a push's time, how long others wait for one receiver before it may be left behind.
 _SHARE_OF_ITS_TIME = 0.25
@@ -159,8 +159,8 @@ def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
         is_long = held_up >= seconds * _SHARE_OF_ITS_TIME and rank in watch.debts
         if not is_long or not _would_be_late(transfer, group, change.now):
             continue
-        is_free = not transfer.purpose.requires(name)
-        if is_free and transfer.purpose.may_continue(transfer, group, {name}):
+        is_free = not purpose_of(transfer).requires(name)
+        if is_free and purpose_of(transfer).may_continue(transfer, group, {name}):
             why = (
                 f"{name} cannot keep up: the others waited {held_up:.0f} s for it, and the push "
                 f"would not end in its time; it was to {watch.debts[rank].step}"
@@ -207,7 +207,7 @@ def _give_up(change: Change, transfer: Transfer, group: Group) -> None:
         what = _what(transfer, sender, change.now)
         who = transfer.source or group.rank_name(sender)
         failure = _failure(transfer.source or transfer.trainer_id, what, who)
-        transfer.purpose.on_sender_stalled(change, transfer, failure)
+        purpose_of(transfer).on_sender_stalled(change, transfer, failure)
         if transfer.transfer_id not in change.state.transfers:
             return
     lost = _that_do_not_pause(change, transfer) | {

@@ -22,8 +22,8 @@ from __future__ import annotations
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import EventKind, SavePolicy, SaveRetired, SaveVersion
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.pool import PoolState, Unserved
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.transfer import Transfer

@@ -14,10 +14,10 @@ from tests.unit.coordinator.decisions.machine import (
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
-from weft_rl.coordinator.decisions.transfers.turns import SLOW_COMMIT_SECONDS
+from weft_rl.coordinator.decisions.transfers.purpose import SLOW_COMMIT_SECONDS
 
 LARGE = replace(LAYOUT, num_buckets=8)
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.change import Change
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Purpose, Transfer
+from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers.course import at_commit_point, call_to_commit
-from weft_rl.coordinator.decisions.transfers.turns import Turns
+from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.restore import Restore
 from weft_rl.coordinator.decisions.purposes.rollback import Rollback
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 

@@ -11,14 +11,15 @@ from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC,
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
+from weft_rl.coordinator.decisions.policies.republish import publish_again_version
 from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
-from weft_rl.coordinator.decisions.recovery.republish import publish_again_version
-from weft_rl.coordinator.decisions.replicas.holdings import counted, undecided
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.holdings import counted, undecided
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
+    Heard,
     HeldVersion,
     Phase,
     PolicyKind,
@@ -100,7 +101,7 @@ def test_a_version_that_newer_ones_push_out_is_recorded_where_these_are_withdraw
     held = HeldVersion(MATH_6, A)
     vector = VersionVector(0, {"math": AdapterVersions((6,), 6)})
     replica = dataclasses.replace(m.state.replicas["r0"], vector=vector)
-    replica = counted(m.state, replica, [events.Heard(held, None)], complete=True)
+    replica = counted(m.state, replica, [Heard(held, None)], complete=True)
 
     def found_beside(*versions: int) -> frozenset[HeldVersion]:
         policy = dataclasses.replace(m.state.policies["math"], versions=versions)

@@ -7,7 +7,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.restore import Restore
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 
 MISMATCH = Failure("DIGEST_MISMATCH", "these are not its files", {})

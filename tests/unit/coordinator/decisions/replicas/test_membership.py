@@ -7,7 +7,7 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state.replica_state import (
     CAUSES,
     cause,
     eligible_targets,

@@ -12,8 +12,8 @@ from weft_rl.contract.names import VersionVector
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
-from weft_rl.coordinator.decisions.replicas.replica_state import explain_state, routes
 from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.replica_state import explain_state, routes
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from tests.unit.coordinator.decisions.machine import DIRTY, Machine
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.replica_state import routes
 from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 

@@ -14,7 +14,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import VersionVector
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state.replica_state import (
     CAUSES,
     base_targets,
     cause,

@@ -7,12 +7,12 @@ import itertools
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, pass_stuck, suspects_of
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state.progress import Work
+from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
     explain_state,
     routes,
 )
-from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 

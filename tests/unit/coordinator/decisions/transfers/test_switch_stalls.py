@@ -7,8 +7,8 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import pass_stuck, suspects_of
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.replicas.replica_state import routes
 from weft_rl.coordinator.decisions.state.progress import Work
+from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase
 
 #: ``Settings.stall_seconds``.

@@ -18,7 +18,6 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import (
     AbsentPolicy,
     CloseChannel,
@@ -27,25 +26,21 @@ from weft_rl.coordinator.decisions.effects import (
     HeartbeatAnswer,
     RegisterAnswer,
 )
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.recovery import restart
-from weft_rl.coordinator.decisions.replicas import (
-    base_binding,
-    checkpoints,
-    drains,
-    holdings,
-    sleeps,
-)
+from weft_rl.coordinator.decisions.replicas import base_binding, checkpoints, drains, sleeps
 from weft_rl.coordinator.decisions.replicas.out_of_service import adopt, heard, refuse_reason
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.state import holdings
+from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import (
     doubt,
     eligible_targets,
     is_routable,
     lacks,
     shared_backends,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import abort, in_place, reform, stalls
 from weft_rl.coordinator.decisions.transfers.course import note_commit_answer

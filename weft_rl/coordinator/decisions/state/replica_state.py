@@ -10,8 +10,8 @@ from typing import Final
 
 from weft_rl.contract.checkpoint import CheckpointState, differing_files
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.coordinator.decisions.policies.retention import kept_versions, ways_back
-from weft_rl.coordinator.decisions.replicas.holdings import mistaken_adapters
+from weft_rl.coordinator.decisions.state.holdings import mistaken_adapters
+from weft_rl.coordinator.decisions.state.kept import kept_versions, ways_back
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
 from weft_rl.coordinator.decisions.state.values import BoundCheckpoint, ReplicaState

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import EventKind
-from weft_rl.coordinator.decisions.replicas.replica_state import (
+from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state.pool import PoolState, Republish, live_lease
+from weft_rl.coordinator.decisions.state.replica import Replica, holds
+from weft_rl.coordinator.decisions.state.replica_state import (
     lacked_adapters,
     wants,
     who_publishes,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState, Republish, live_lease
-from weft_rl.coordinator.decisions.state.replica import Replica, holds
 
 
 def watch(change: Change) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.change import Change
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.replica import Backoff
 from weft_rl.coordinator.decisions.state.values import Failure
 

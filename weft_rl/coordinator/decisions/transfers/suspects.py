@@ -17,8 +17,8 @@ import hashlib
 
 from weft_rl.containers.frozen import replace
 from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.change import Change
 from weft_rl.coordinator.decisions.effects import CallJoin, EventKind, OpenGroup
+from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.group import Group, Member
 from weft_rl.coordinator.decisions.state.replica import Replica, Suspicion
 from weft_rl.coordinator.decisions.transfers import abort

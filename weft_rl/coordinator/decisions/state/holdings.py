@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.state.pool import PoolState, num_retained
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import (
+    Heard,
     HeldVersion,
     PolicyKind,
     VersionRecord,
@@ -29,7 +29,7 @@ NO_VERSION = -1
 def counted(
     state: PoolState,
     replica: Replica,
-    heard: Iterable[events.Heard] = (),
+    heard: Iterable[Heard] = (),
     *,
     complete: bool = False,
 ) -> Replica:
@@ -64,7 +64,7 @@ def counted(
     )
 
 
-def _digest_of(state: PoolState, heard: events.Heard) -> bytes | None:
+def _digest_of(state: PoolState, heard: Heard) -> bytes | None:
     """The digest of what the catalog has under a number; None where it knows none.
 
     A push that ended before its commit may have been committed in what a catalog that
