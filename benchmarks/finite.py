@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import describe
-from trainer_side.pool.finite import check_finite
-from trainer_side.pool.packer import Packer
+from trainer_side.packing.finite import check_finite
+from trainer_side.packing.packer import Packer
 from trainer_side.pool.sender import bucket_capacity
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.capabilities import GLOO, NCCL

@@ -32,10 +32,10 @@ from benchmarks.machine import describe
 from benchmarks.push import Rows
 from weft_rl.contract.capabilities import GLOO, ONE_SIDED
 from weft_rl.contract.errors import WeftError
-from weft_rl.transport.arrived import BucketOptions
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import tensor_digest
 from weft_rl.transport.group import Operation, SideGroup, on_device, window
+from weft_rl.transport.wire.options import BucketOptions
 
 _TIMEOUT = timedelta(seconds=120)
 _ROUNDS = 6

@@ -19,8 +19,8 @@ import grpc
 
 from tests.doubles.registration import register
 from tests.doubles.tiny_model import capabilities_of
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft_rl.contract.names import VersionVector
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.rpc.channel import CHANNEL_OPTIONS
 from weft_rl.rpc.codec import vector_to_proto
 from weft_rl.v1 import registry_pb2, replica_pb2, replica_pb2_grpc

@@ -27,15 +27,15 @@ from torch import nn
 
 from benchmarks.machine import describe
 from tests.trainers.kinds import wrap
+from trainer_side.packing.packer import Packer
 from trainer_side.params.params import WholeParams
-from trainer_side.pool.packer import Packer
 from trainer_side.ranks.ranks import SENDER
 from trainer_side.ranks.torch_ranks import ranks_of
 from trainer_side.sources.content import ModelBase
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.codec import dtype_to_proto
 from weft_rl.v1 import publish_pb2 as pb
 

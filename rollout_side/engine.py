@@ -12,8 +12,8 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import Reference
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import Reference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from weft_rl.contract.errors import InvalidRequestError
-
-_LONGEST_SECONDS = 7 * 86_400.0
 
 
 def check_data_host(host: object) -> str | None:
@@ -30,33 +27,6 @@ def check_data_host(host: object) -> str | None:
     return str(host)
 
 
-def check_seconds(name: str, value: object) -> float:
-    """Return ``value`` if it is a time to wait for.
-
-    Raises:
-        InvalidRequestError: Not a number, not positive, or longer than a week.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) <= _LONGEST_SECONDS:  # type: ignore[arg-type]
-        raise InvalidRequestError(
-            f"{name}={value!r}: give seconds, more than 0 and at most a week "
-            f"({_LONGEST_SECONDS:.0f})"
-        )
-    return float(value)  # type: ignore[arg-type]
-
-
-def check_count(name: str, value: object, most: int = 2**62) -> int | None:
-    """Return ``value`` if it is None or a positive whole number, at most ``most``.
-
-    Raises:
-        InvalidRequestError: Something else.
-    """
-    if value is not None and (type(value) is not int or not 0 < value <= most):
-        bound = f" and at most {most}" if most < 2**62 else ""
-        raise InvalidRequestError(f"{name}={value!r}: give a whole number, at least 1{bound}")
-    return value
-
-
 def check_replicas(require: object) -> int:
     """How many replicas ``require`` asks for; 0 is all in contact.
 
@@ -70,17 +40,6 @@ def check_replicas(require: object) -> int:
     raise InvalidRequestError(
         f"require={require!r}: use a number of replicas, at least 1, or 'all'"
     )
-
-
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse a word, or number, that is not among a ``Literal``'s.
-
-    Raises:
-        InvalidRequestError: It is not; names those that are.
-    """
-    known = get_args(choices)
-    if (type(value), value) not in [(type(each), each) for each in known]:  # True is not 1
-        raise InvalidRequestError(f"{name}={value!r}: use one of {', '.join(map(repr, known))}")
 
 
 def check_callable(name: str, value: object) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from trainer_side.arguments import check_choice, check_open
+from trainer_side.arguments import check_open
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
 from trainer_side.pushing import Pushing, under_way
@@ -22,6 +22,7 @@ from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import NamedBase
 from weft_rl import tracing
+from weft_rl.contract.arguments import check_choice
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.contract.names import PolicyVersion
 

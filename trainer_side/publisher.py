@@ -21,18 +21,19 @@ from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.leases import Notices
+from trainer_side.pool.peer import Peer
 from trainer_side.pool.progress import reporter_for
-from trainer_side.pool.shards.peer import Peer
-from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS
 from trainer_side.push_plan import Planner
 from trainer_side.push_report import PushReport
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
+from trainer_side.sharded.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sleeping import RolloutSleep
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
+from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.capabilities import BackendChoice
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.names import PolicyVersion, check_name
@@ -155,14 +156,14 @@ class Publisher(AsyncPushes, RolloutSleep):
         check_name(trainer_id, "trainer")
         checks.check_data_host(data_host)
         checks.check_ranks(ranks)
-        checks.check_choice("backend", backend, BackendChoice)
-        checks.check_count("bucket_bytes", bucket_bytes)
-        checks.check_count("max_senders", max_senders, MAX_SENDERS)
+        check_choice("backend", backend, BackendChoice)
+        check_count("bucket_bytes", bucket_bytes)
+        check_count("max_senders", max_senders, MAX_SENDERS)
         checks.check_callable("on_publish_again", on_publish_again)
         if progress != "auto":
             checks.check_callable("progress", progress)
         send_from = checks.check_device(device)
-        checks.check_seconds("connect_seconds", connect_seconds)
+        check_seconds("connect_seconds", connect_seconds)
         pushing_ranks = ranks_of(ranks)
         warm()
         self._settings = PushSettings(

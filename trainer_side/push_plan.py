@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer_side.pool.sender import bucket_capacity, packs_on_device
-from trainer_side.pool.shards.plan import DEFAULT_MAX_SENDERS, ShardPlans
-from trainer_side.pool.shards.push import ShardPush
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks.ranks import SENDER, Ranks
+from trainer_side.sharded.plan import DEFAULT_MAX_SENDERS, ShardPlans
+from trainer_side.sharded.push import ShardPush
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import DESCRIPTION, NamedBase, RunSource
@@ -17,7 +17,7 @@ from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import Source
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.tensors import Reference, TensorMeta
+from weft_rl.contract.tensors import Reference, TensorMeta
 from weft_rl.v1 import publish_pb2 as pb
 
 _MAX_MANIFESTS = 32

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from trainer_side.arguments import check_choice, check_model, check_replicas, check_seconds
+from trainer_side.arguments import check_model, check_replicas
 from trainer_side.params.choose import Kind
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.content import Content, Model, adapter_content, base_content
 from trainer_side.sources.named_source import NamedBase
 from trainer_side.sources.named_tensors import Metadata, NamedSteps, NamedTensors, check_named
+from weft_rl.contract.arguments import check_choice, check_seconds
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, check_adapter_name
 from weft_rl.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange, Require

@@ -14,12 +14,12 @@ from typing import TypeVar
 from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
-from trainer_side.pool.shards.peer import Peer
-from trainer_side.pool.shards.push import ShardPush
+from trainer_side.pool.peer import Peer
 from trainer_side.push_plan import Planner, PushPlan
 from trainer_side.push_report import PushReport, report_of
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing
+from trainer_side.sharded.push import ShardPush
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.named_source import NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
@@ -36,8 +36,8 @@ from weft_rl.contract.errors import (
     error_from_reason,
 )
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import Reference
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import version_from_proto
 from weft_rl.tracing import Span
 from weft_rl.v1 import publish_pb2 as pb

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer_side.arguments import check_choice, check_seconds
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.ranks.ranks import SENDER, Ranks, agreeing
+from weft_rl.contract.arguments import check_choice, check_seconds
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.sleep import (
     DEFAULT_REQUESTS_SECONDS,

@@ -9,8 +9,8 @@ from rollout_side.agent.drain import Draining
 from rollout_side.engine import AbsentPolicy, Asleep, MemoryUse
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
-from weft_rl.contract.layout.tensors import Reference
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import (
     duration_from_proto,
     duration_to_proto,

@@ -22,10 +22,10 @@ from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import TransferAbortedError, WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.backends import allocate
-from weft_rl.transport.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
 from weft_rl.transport.digests.wsum64 import part_digests
 from weft_rl.transport.group import CPU, on_device, window
 from weft_rl.transport.sender import Sending, SendingRank
+from weft_rl.transport.wire.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
 
 _log = logging.getLogger(__name__)
 

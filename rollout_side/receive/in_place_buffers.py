@@ -15,8 +15,8 @@ from rollout_side.memory.versions import Carried
 from rollout_side.receive.transfer import make_buffers, make_each
 from rollout_side.receive.wire_buckets import LaneBuffers, take_runs
 from weft_rl.contract.layout.send_plan import SendPlan
-from weft_rl.transport.arrived import IN_ITS_BUFFER, Arrived
-from weft_rl.transport.buckets import Assembly, bucket_sums, start_bucket, start_runs
+from weft_rl.transport.wire.buckets import Assembly, bucket_sums, start_bucket, start_runs
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 #: What it takes until an engine that was to be told has paused generation: the order's way,
 #: and the steps under way (10 to 19 ms of an 8B model on an H200).

@@ -14,9 +14,9 @@ import torch
 
 from rollout_side.receive.transfer import Prepared, ReceiveBuffers
 from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError
-from weft_rl.transport.arrived import BucketOptions
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
+from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.runs import carried_sizes
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.transport.arrived import IN_ITS_BUFFER, Arrived
-from weft_rl.transport.buckets import Assembly, start_bucket
 from weft_rl.transport.digests.wsum64 import content_digest
+from weft_rl.transport.wire.buckets import Assembly, start_bucket
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 
 class StagingTransfer:

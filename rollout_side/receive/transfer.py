@@ -19,7 +19,7 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.tracing import Span
-from weft_rl.transport.arrived import IN_ITS_BUFFER, Arrived
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 T = TypeVar("T")
 

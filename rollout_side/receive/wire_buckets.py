@@ -11,8 +11,8 @@ from rollout_side.receive.transfer import make_buffers
 from weft_rl.contract.layout.manifest import Manifest, align_up
 from weft_rl.contract.layout.runs import SLICE_ALIGN_BYTES, Run
 from weft_rl.contract.layout.send_plan import SendPlan
-from weft_rl.transport.arrived import IN_ITS_BUFFER, Arrived
-from weft_rl.transport.buckets import Assembly, start_runs
+from weft_rl.transport.wire.buckets import Assembly, start_runs
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 
 class LaneBuffers:

@@ -29,8 +29,8 @@ from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError, 
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.manifest_codec import ManifestDecoder, manifest_to_chunks
-from weft_rl.transport.buckets import in_manifest_order, whole_parts
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests
+from weft_rl.transport.wire.buckets import in_manifest_order, whole_parts
 from weft_rl.v1 import types_pb2
 
 #: Which version the directory holds, of which base model.

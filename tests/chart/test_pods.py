@@ -203,7 +203,7 @@ def test_probes_mean_what_they_say(rendered):
     assert "service" not in container["startupProbe"]["grpc"]
     assert "service" not in container["livenessProbe"]["grpc"]
     ready = container["readinessProbe"]["grpc"]["service"]
-    assert f'READY_SERVICE = "{ready}"' in (ROOT / "rollout_side/main.py").read_text()
+    assert f'READY_SERVICE = "{ready}"' in (ROOT / "rollout_side/service/main.py").read_text()
 
 
 def test_a_pod_that_ends_has_time_for_the_longest_transfer(rendered):

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from tests.doubles.wire import put_tail, seal_wire
-from trainer_side.pool.packer import Packer
+from trainer_side.packing.packer import Packer
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import CapacityError, InvalidNameError, WeftError
 from weft_rl.contract.layout.manifest import WSUM64, Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run, wire_size
-from weft_rl.contract.layout.tensors import DataType, TensorMeta, base_fingerprint
 from weft_rl.contract.names import PolicyVersion, check_name, name_in_the_way
+from weft_rl.contract.tensors import DataType, TensorMeta, base_fingerprint
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.status import status_from_error
-from weft_rl.transport.buckets import run_parts, tensor_sums
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests, tensor_digest
+from weft_rl.transport.wire.buckets import run_parts, tensor_sums
 
 PATH = Path(__file__).parents[2] / "docs" / "protocol_vectors.json"
 

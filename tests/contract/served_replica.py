@@ -12,8 +12,8 @@ from rollout_side.memory.versions import StagedVersion
 from tests.doubles.agent import hear, serve
 from tests.doubles.engine import EngineDouble
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.v1 import generate_pb2_grpc, replica_pb2, replica_pb2_grpc, types_pb2
 

@@ -12,7 +12,7 @@ from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import REFERENCE
-from weft_rl.cli import base_model
+from weft_rl.cli.orders import base_model
 from weft_rl.contract.errors import NotReadyError
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.status import error_from_rpc

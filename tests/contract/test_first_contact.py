@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout_side import main
 from rollout_side.agent import first_contact
 from rollout_side.agent.first_contact import check_contact
 from rollout_side.config import AgentConfig, RolloutConfig
+from rollout_side.service import main
 from tests.contract.calls import fails
 from tests.contract.conftest import Pool
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError, RequestConflictError

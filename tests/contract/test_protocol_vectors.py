@@ -16,7 +16,7 @@ from tests.contract import protocol_decoder as outside
 from tests.contract import protocol_vectors
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.transport.buckets import verify_bucket, verify_runs
+from weft_rl.transport.wire.buckets import verify_bucket, verify_runs
 
 VECTORS: dict[str, Any] = json.loads(protocol_vectors.PATH.read_text())
 PAGE = protocol_vectors.PATH.with_suffix("").with_name("protocol.md").read_text()

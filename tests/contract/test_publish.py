@@ -17,7 +17,7 @@ from tests.contract.conftest import Pool
 from tests.doubles.halves import in_halves
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
-from weft_rl.cli.status import render
+from weft_rl.cli.lists.status import render
 from weft_rl.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,
@@ -27,7 +27,7 @@ from weft_rl.contract.errors import (
     PolicyOwnedError,
 )
 from weft_rl.contract.layout.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.status import error_from_rpc

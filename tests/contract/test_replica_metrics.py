@@ -14,7 +14,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.servicer import ReplicaServicer
 from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.engine import SwitchTimes
-from rollout_side.metrics import ReplicaMetrics
+from rollout_side.service.metrics import ReplicaMetrics
 from tests.contract.served_replica import MANIFEST, Served
 from tests.doubles.engine import EngineDouble
 from weft_rl.rpc.channel import open_aio_channel
@@ -89,7 +89,7 @@ async def test_stores_are_shown_beside_their_bounds(counted: Counted) -> None:
 async def test_a_spill_directory_is_looked_at_off_the_loop(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_side.metrics.SPILL_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("rollout_side.service.metrics.SPILL_LOOK_SECONDS", 0.01)
     counted.served.engine.spills = True
     looks = iter([OSError("no such directory"), 700])
 

@@ -17,7 +17,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
 from weft_rl.contract.capabilities import GLOO, ONE_SIDED
 from weft_rl.contract.errors import WeftError
-from weft_rl.transport.buckets import Sealed
+from weft_rl.transport.wire.buckets import Sealed
 
 Weights = dict[str, torch.Tensor]
 

@@ -50,8 +50,8 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import DataType, Reference
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
 from weft_rl.transport.digests.wsum64 import tensor_digest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.layout.tensors import Reference
 from weft_rl.contract.names import VersionVector
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import capabilities_to_proto, vector_to_proto
 from weft_rl.rpc.manifest_codec import reference_to_chunks

@@ -25,10 +25,10 @@ from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, ticket_from
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.backends import allocate
-from weft_rl.transport.buckets import Sealed, run_parts, seal_bucket, tensor_sums
 from weft_rl.transport.digests.wsum64 import part_digests
 from weft_rl.transport.group import CPU
 from weft_rl.transport.sender import Reformed, Sending, SendingRank
+from weft_rl.transport.wire.buckets import Sealed, run_parts, seal_bucket, tensor_sums
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.publish_pb2_grpc import PublishServiceStub

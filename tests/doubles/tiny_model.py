@@ -7,7 +7,7 @@ from typing import Any
 
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.v1 import types_pb2
 
 BF16 = DataType.BFLOAT16

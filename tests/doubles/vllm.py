@@ -11,7 +11,7 @@ from typing import Any
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.server.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server.started_with import StartedWith
 from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
@@ -19,8 +19,8 @@ from rollout_side.vllm_engine.worker.answers import Answer
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.tensors import DataType, Reference
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, Reference
 
 BASE = PolicyVersion("base", 3)
 TICKET = GroupTicket(

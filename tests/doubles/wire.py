@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from weft_rl.contract.layout.runs import Run
-from weft_rl.transport.arrived import BucketOptions, write_tail
-from weft_rl.transport.buckets import Sealed, seal_bucket
+from weft_rl.transport.wire.buckets import Sealed, seal_bucket
+from weft_rl.transport.wire.options import BucketOptions, write_tail
 
 
 def seal_wire(

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer_side.pool.packer import Packer
+from trainer_side.packing.packer import Packer
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.transport.buckets import in_manifest_order
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import content_digest
+from weft_rl.transport.wire.buckets import in_manifest_order
 
 #: Some tensors share a bucket, and the tensors of some layers lie in several.
 _BUCKET_BYTES = 96 * 2**10

@@ -229,7 +229,7 @@ def run_child(
 async def _serve(
     pipe: Connection, argv: list[str], staging: Staging, running_requests: RunningRequests
 ) -> None:
-    from rollout_side.vllm_engine.server import launch
+    from rollout_side.vllm_engine import launch
 
     launch.WORKER_EXTENSION = "tests.e2e.worker_methods.WorkerUnderTest"
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_side.vllm_engine.server.replica import GRACE_SECONDS
+from rollout_side.vllm_engine.replica import GRACE_SECONDS
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.logprobs import PROMPT, check

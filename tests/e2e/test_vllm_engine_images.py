@@ -18,8 +18,8 @@ from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.models import IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS, make_vision_model
 from weft_rl.contract.adapter import check_adapter
 from weft_rl.contract.errors import InvalidAdapterError, LoadFailedError
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft_rl.contract.names import STARTED_WITH
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 #: vLLM against Hugging Face in fp32.
 BOUND = 5e-5

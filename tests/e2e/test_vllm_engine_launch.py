@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_side.vllm_engine import launch
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.server import launch, refusals
-from rollout_side.vllm_engine.server.launch import open_engine
+from rollout_side.vllm_engine.launch import open_engine
+from rollout_side.vllm_engine.server import refusals
 from tests.models import save_config
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 

@@ -18,7 +18,7 @@ from tests.e2e.engine_process import EngineProcess
 from tests.e2e.logprobs import PROMPT, check
 from tests.models import Referee, make_model
 from weft_rl.contract.errors import LoadFailedError
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 # vLLM's and torch's own, at import
 pytestmark = pytest.mark.filterwarnings("ignore")

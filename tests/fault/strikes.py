@@ -164,8 +164,8 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 
 def _trainer(strike: Strike) -> None:
+    from trainer_side.packing.packer import Packer
     from trainer_side.pool.client import PoolClient
-    from trainer_side.pool.packer import Packer
     from trainer_side.pool.sender import Sender
     from trainer_side.pushing import Pushing
     from weft_rl.transport.member import Attendance
@@ -188,8 +188,8 @@ def _trainer(strike: Strike) -> None:
 
 def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
+    from trainer_side.packing.shard_packer import ShardPacker
     from trainer_side.pool.sender import Sender
-    from trainer_side.pool.shards.packer import ShardPacker
     from trainer_side.push_plan import Planner
     from trainer_side.pushing import Pushing
     from weft_rl.transport.member import Attendance
@@ -212,7 +212,7 @@ def _sending_rank(strike: Strike) -> None:
 
 def _giving_rank(strike: Strike) -> None:
     """Points of a trainer rank that hands what it holds to one that sends it."""
-    from trainer_side.pool.shards.push import ShardPush
+    from trainer_side.sharded.push import ShardPush
     from trainer_side.sources.shard_source import ShardSource
 
     match strike.point:
@@ -227,7 +227,7 @@ def _giving_rank(strike: Strike) -> None:
 def _gathering_rank(strike: Strike) -> None:
     """Points of a trainer rank from which another gathers."""
     from trainer_side import pushing
-    from trainer_side.params.sharding.sharded import ShardedParams
+    from trainer_side.params.sharded import ShardedParams
 
     match strike.point:
         case "in rendezvous":
@@ -309,7 +309,7 @@ def _receiving(strike: Strike) -> None:
 
 def _copying(strike: Strike) -> None:
     """Where it copies out of the sender's memory, which is lent to it."""
-    from weft_rl.transport import buckets
+    from weft_rl.transport.wire import buckets
 
     _before(buckets, "copy_digesting", strike, _count(BUCKET, strike))
 

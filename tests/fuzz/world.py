@@ -21,7 +21,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.halves import in_halves
 from tests.doubles.pool import Pool
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_aio_channel

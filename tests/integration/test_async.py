@@ -10,7 +10,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher
-from trainer_side.pool.packer import Packer
+from trainer_side.packing.packer import Packer
 from weft_rl.contract.errors import TransferAbortedError
 
 

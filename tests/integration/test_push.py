@@ -18,7 +18,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
-from trainer_side.pool import packer
+from trainer_side.packing import packer
 from trainer_side.pool.client import PoolClient
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import read_checkpoint

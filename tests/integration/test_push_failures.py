@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+import trainer_side.packing.packer
 import trainer_side.pool.client
-import trainer_side.pool.packer
 import weft_rl.transport.member
 from tests.doubles.engine import EngineDouble
 from tests.integration.models import Model, peft_of, same, until, weights
@@ -89,13 +89,13 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     pool, engines, publisher, monkeypatch
 ):
     publisher.push_base(Model(1))
-    seal = trainer_side.pool.packer.seal_bucket
+    seal = trainer_side.packing.packer.seal_bucket
 
     def seal_others(*given):
         *given, digests = given
         return seal(*given, [digest ^ 1 for digest in digests])
 
-    monkeypatch.setattr(trainer_side.pool.packer, "seal_bucket", seal_others)
+    monkeypatch.setattr(trainer_side.packing.packer, "seal_bucket", seal_others)
     with pytest.raises(DigestMismatchError):
         publisher.push_base(Model(2))
     monkeypatch.undo()
@@ -147,17 +147,17 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
 
     model = Exploding()
     publisher.push_base(model)
-    read = trainer_side.pool.packer.Packer.pack
+    read = trainer_side.packing.packer.Packer.pack
 
     def explode(self, *_):
         raise RuntimeError("the disk burned")
 
-    trainer_side.pool.packer.Packer.pack = explode
+    trainer_side.packing.packer.Packer.pack = explode
     try:
         with pytest.raises(RuntimeError, match="the disk burned"):
             publisher.push_base(model)
     finally:
-        trainer_side.pool.packer.Packer.pack = read
+        trainer_side.packing.packer.Packer.pack = read
     assert str(publisher.push_base(model)) == "base@3"
 
 

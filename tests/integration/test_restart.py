@@ -23,7 +23,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
-from weft_rl.cli.status import show_status
+from weft_rl.cli.lists.status import show_status
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2 as pb

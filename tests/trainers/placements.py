@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer_side.params.choose import open_model
-from trainer_side.params.sharding.sharded import Sharded, ShardedParams
+from trainer_side.params.sharded import Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import ranks_of
 

@@ -27,10 +27,10 @@ from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
-from trainer_side.pool.shards import push as shard_push
-from trainer_side.pool.shards.peer import Peer
-from trainer_side.pool.shards.plan import Handed
-from trainer_side.pool.shards.push import ShardPush
+from trainer_side.pool.peer import Peer
+from trainer_side.sharded import push as shard_push
+from trainer_side.sharded.plan import Handed
+from trainer_side.sharded.push import ShardPush
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run
 
@@ -166,9 +166,9 @@ class Rank:
         """The sender waits before it packs ``bucket`` while the file "held" exists."""
         if dist.get_rank() != 0:
             return
-        from trainer_side.pool.packer import Packer
-        from trainer_side.pool.run_packer import RunPacker
-        from trainer_side.pool.shards.packer import ShardPacker
+        from trainer_side.packing.packer import Packer
+        from trainer_side.packing.run_packer import RunPacker
+        from trainer_side.packing.shard_packer import ShardPacker
 
         held = Path(sys.argv[3]).with_name("held")
         originals = [(kind, kind.pack) for kind in (Packer, RunPacker, ShardPacker)]
@@ -217,7 +217,7 @@ class Rank:
         """One rank has no room as it next gives, or takes, what is gathered."""
         if dist.get_rank() != rank:
             return
-        from trainer_side.params.sharding.sharded import ShardedParams
+        from trainer_side.params.sharded import ShardedParams
 
         original = ShardedParams.fetch
 

@@ -16,9 +16,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3
 from trainer_side.params.quantised import DequantisedParams
-from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
-from trainer_side.params.sharding.zero3 import of_zero3
+from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.walk import walk
+from trainer_side.params.zero3 import of_zero3
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
 from weft_rl.containers.lru import Lru
@@ -71,7 +71,7 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
         return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
     state = None
     if _has_fsdp2(found.modules):
-        from trainer_side.params.sharding.dtensor import reshard
+        from trainer_side.params.dtensor import reshard
 
         reshard(found.modules)
         found = walk(module)
@@ -166,7 +166,7 @@ class _Places:
             return of_zero3(param, self._rank_of)
         if _is_dtensor(param):
             if self._dtensors is None:
-                from trainer_side.params.sharding.dtensor import DTensorPlaces
+                from trainer_side.params.dtensor import DTensorPlaces
 
                 self._dtensors = DTensorPlaces(self._rank_of)
             placed: Sharded | Gathered = self._dtensors.of(param)
@@ -206,7 +206,7 @@ def _has(modules: Iterable[torch.nn.Module], kind: type) -> bool:
 def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Sharded | Gathered]:
     from torch.distributed.fsdp import FlatParameter
 
-    from trainer_side.params.sharding.fsdp1 import units_of
+    from trainer_side.params.fsdp1 import units_of
 
     placed: dict[str, Sharded | Gathered] = {
         unwrapped_name(name): shard for name, shard in units_of(model, rank_of)

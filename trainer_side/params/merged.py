@@ -19,6 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trainer_side.params.elements import (
+    Elements,
+    HeldElements,
+    held_elements,
+    why_not_held,
+)
 from trainer_side.params.merged_elements import (
     Delta,
     Factors,
@@ -30,13 +36,7 @@ from trainer_side.params.merged_elements import (
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params, whole_tensors
 from trainer_side.params.products import are_exact, product
-from trainer_side.params.sharding.elements import (
-    Elements,
-    HeldElements,
-    held_elements,
-    why_not_held,
-)
-from trainer_side.params.sharding.sharded import ShardedParams
+from trainer_side.params.sharded import ShardedParams
 from trainer_side.params.walk import walk
 from weft_rl.contract.adapter_config import MERGE_A_COPY
 from weft_rl.contract.errors import InvalidAdapterError, UnsupportedError

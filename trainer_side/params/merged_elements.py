@@ -14,9 +14,9 @@ from itertools import groupby
 
 import torch
 
+from trainer_side.params.elements import HeldElements
 from trainer_side.params.products import are_exact, product
-from trainer_side.params.sharding.elements import HeldElements
-from trainer_side.params.sharding.sharded import HeldRun
+from trainer_side.params.sharded import HeldRun
 from trainer_side.ranks.ranks import Ranks
 
 #: Elements whose sums are formed at a time, in float32.

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from trainer_side.params.params import Params, WholeParams
-from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER
 from weft_rl.contract.errors import UnsupportedError
 

@@ -16,9 +16,9 @@ from trainer_side.pool.contact import data_address
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import Sender
-from trainer_side.pool.shards.plan import ShardPlan
-from trainer_side.pool.shards.push import ShardPush
 from trainer_side.ranks.ranks import SENDER
+from trainer_side.sharded.plan import ShardPlan
+from trainer_side.sharded.push import ShardPush
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source

@@ -16,7 +16,7 @@ from trainer_side.pool.contact import Contact
 from trainer_side.pool.leases import Leases
 from weft_rl.contract.errors import LeaseFencedError, TransferTimeoutError
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc

@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from trainer_side.arguments import check_choice, check_count, check_seconds
 from trainer_side.rollouts.asked import (
     Ask,
     Number,
@@ -25,6 +24,7 @@ from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.sampler import Sampler, SamplerConfig
 from trainer_side.rollouts.stream import RolloutStream
 from trainer_side.rollouts.window import Window
+from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.push_defaults import DEFAULT_CONNECT_SECONDS

@@ -37,7 +37,7 @@ from weft_rl.contract.adapter_config import (
     parse_config,
 )
 from weft_rl.contract.errors import InvalidAdapterError
-from weft_rl.contract.layout.tensors import base_fingerprint
+from weft_rl.contract.tensors import base_fingerprint
 
 
 @dataclass(frozen=True)

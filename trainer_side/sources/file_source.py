@@ -15,7 +15,7 @@ from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft_rl.checkpoints.files import read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from trainer_side.params.merged import MergedParams
-from trainer_side.params.merged_elements import MergedElements
-from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
-from trainer_side.params.params import Params, copy_into, lying_param, whole_tensors
-from trainer_side.params.sharding.elements import (
+from trainer_side.params.elements import (
     Elements,
     HeldElements,
     held_elements,
     why_not_held,
 )
+from trainer_side.params.merged import MergedParams
+from trainer_side.params.merged_elements import MergedElements
+from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
+from trainer_side.params.params import Params, copy_into, lying_param, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft_rl.contract.errors import InvalidManifestError
 

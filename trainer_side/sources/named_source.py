@@ -20,9 +20,9 @@ from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
 from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.layout.tensors import Reference, TensorMeta, check_base
-from weft_rl.transport.buckets import run_parts
+from weft_rl.contract.tensors import Reference, TensorMeta, check_base
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
+from weft_rl.transport.wire.buckets import run_parts
 
 #: What ``last_report.source`` says.
 DESCRIPTION = "named tensors"

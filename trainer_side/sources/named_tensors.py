@@ -14,7 +14,7 @@ import torch
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import CastRule
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
-from weft_rl.contract.layout.tensors import DataType, TensorMeta, shape_text
+from weft_rl.contract.tensors import DataType, TensorMeta, shape_text
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 #: What ``push_base(named_tensors=)`` takes: pairs of a checkpoint name and a full tensor.

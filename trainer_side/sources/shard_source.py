@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from trainer_side.params.elements import Elements
 from trainer_side.params.params import copy_into
-from trainer_side.params.sharding.elements import Elements
-from trainer_side.params.sharding.sharded import HeldRun
+from trainer_side.params.sharded import HeldRun
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.source import Source, torch_dtypes
 from weft_rl.contract.layout.runs import Run, why_not

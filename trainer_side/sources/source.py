@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from trainer_side.params.elements import Elements, held_elements, why_not_held
 from trainer_side.params.params import Params, WholeParams, lying_param
-from trainer_side.params.sharding.elements import Elements, held_elements, why_not_held
 from weft_rl.contract.errors import InvalidManifestError
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 _DTYPES = {getattr(torch, dtype.torch_name): dtype for dtype in DataType}
 _TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}

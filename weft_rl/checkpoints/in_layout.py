@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import content_digest
 
 

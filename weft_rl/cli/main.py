@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from weft_rl import __version__
-from weft_rl.cli.credentials import CommandsWithCredentials
+from weft_rl.cli.console.credentials import CommandsWithCredentials
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
+from weft_rl.cli.console.output import exit_code, print_error
 from weft_rl.cli.lists.commands import add_lists
-from weft_rl.cli.options import DEFAULT_COORDINATOR, Coordinator, Json
 from weft_rl.cli.orders.commands import add_orders
-from weft_rl.cli.output import exit_code, print_error
 from weft_rl.cli.servers.coordinator import coordinator
 from weft_rl.cli.servers.rollout import rollout
 from weft_rl.contract.errors import WeftError
@@ -84,7 +84,7 @@ def status(
     interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
 ) -> None:
     """Show the pool: replicas, what they serve, the last transfer."""
-    from weft_rl.cli.status import show_status
+    from weft_rl.cli.lists.status import show_status
 
     show_status(coordinator, watch=watch, json_output=json_output, interval_seconds=interval)
 

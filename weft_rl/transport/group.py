@@ -19,7 +19,6 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.transport.arrived import WHOLE, Arrived, BucketOptions
 from weft_rl.transport.backends import (
     SENDER_RANK,
     Backend,
@@ -29,6 +28,7 @@ from weft_rl.transport.backends import (
 )
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.speaking import SPEAK_SECONDS, speaking
+from weft_rl.transport.wire.options import WHOLE, Arrived, BucketOptions
 
 __all__ = [
     "SENDER_RANK",

@@ -34,12 +34,12 @@ from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.interrupts import Doorbell
 from weft_rl.rpc.codec import content_to_proto, ticket_from_proto
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.transport.arrived import BucketOptions
-from weft_rl.transport.buckets import Sealed
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
 from weft_rl.transport.speaking import speaking_time
+from weft_rl.transport.wire.buckets import Sealed
+from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _log = logging.getLogger(__name__)

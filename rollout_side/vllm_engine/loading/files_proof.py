@@ -19,7 +19,7 @@ from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, accepted, make_
 from rollout_side.vllm_engine.loading.reload import can_learn
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.tensors import DataType, Reference
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, wait_for_copies
 from weft_rl.contract.errors import LoadFailedError
-from weft_rl.contract.layout.tensors import Reference, check_base
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.contract.tensors import Reference, check_base
 
 _log = logging.getLogger(__name__)
 #: Modules that wrap others: of LoRA, and of experts (which 0.26 reports without it).

@@ -21,8 +21,8 @@ from rollout_side.vllm_engine.loading.plan_proof import PlanProof
 from rollout_side.vllm_engine.loading.reload import can_learn, mixing, reload_layers
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import Reference, check_base
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import Reference, check_base
 
 _Bucket = tuple[int, torch.Tensor]
 

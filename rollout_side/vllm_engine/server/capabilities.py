@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
-from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.tensors import DataType, Reference
 
 
 def data_type(torch_dtype: object) -> DataType:

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft_rl.checkpoints.files import weight_files
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")

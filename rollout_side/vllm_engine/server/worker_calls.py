@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from rollout_side.owed_answers import OwedAnswers
-from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, check_answers
+from rollout_side.vllm_engine.worker.orders import FROM_FILES
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
 from weft_rl.contract.names import PolicyVersion
 

@@ -12,7 +12,7 @@ from rollout_side.config import Staging
 from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
 from weft_rl.contract.capabilities import BackendChoice
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.transport.backends import available_backends
 
 

@@ -29,10 +29,10 @@ from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.files_proof import learn_from
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
-from rollout_side.vllm_engine.orders import FROM_FILES
 from rollout_side.vllm_engine.worker.answers import guarded
 from rollout_side.vllm_engine.worker.config import OpenConfig
 from rollout_side.vllm_engine.worker.opening import open_worker
+from rollout_side.vllm_engine.worker.orders import FROM_FILES
 from rollout_side.vllm_engine.worker.state import (
     loader,
     served_base,

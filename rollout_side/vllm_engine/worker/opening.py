@@ -22,7 +22,7 @@ from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
 from weft_rl import logs
 from weft_rl.contract.capabilities import ONE_SIDED
-from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.tensors import Reference
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.transport.backends import gpu_uuid
 from weft_rl.transport.digests.wsum64 import warm

@@ -24,7 +24,7 @@ from rollout_side.vllm_engine.loading.streaming import load_in_place
 from rollout_side.vllm_engine.worker.holdings_page import ProgressWriter
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, WeftError
-from weft_rl.contract.layout.tensors import Reference
+from weft_rl.contract.tensors import Reference
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.group import on_device
 from weft_rl.transport.one_sided.trial import TrialAnswerer

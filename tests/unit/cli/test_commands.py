@@ -12,8 +12,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from weft_rl import __version__, logs
+from weft_rl.cli.console.output import exit_code, rate
 from weft_rl.cli.main import app, run
-from weft_rl.cli.output import exit_code, rate
 from weft_rl.contract.errors import REASONS, InvalidNameError, WeftError, error_from_reason
 
 COMMANDS = typer.main.get_command(app).commands

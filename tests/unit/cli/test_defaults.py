@@ -7,7 +7,7 @@ import pytest
 import typer.main
 
 from rollout_side.config import AgentConfig, RolloutConfig
-from rollout_side.vllm_engine.server.launch import open_engine
+from rollout_side.vllm_engine.launch import open_engine
 from trainer_side import Publisher
 from weft_rl.cli.main import app
 from weft_rl.cli.push import parse_require

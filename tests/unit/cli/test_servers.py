@@ -6,7 +6,7 @@ import typing
 import pytest
 from typer.testing import CliRunner
 
-import rollout_side.main
+import rollout_side.service.main
 import weft_rl.coordinator.server
 from weft_rl.cli.main import app
 from weft_rl.cli.servers import coordinator, rollout
@@ -39,7 +39,7 @@ def test_a_server_may_open_as_many_files_as_the_system_lets_it(args, limits, mon
     for module in (coordinator, rollout):
         monkeypatch.setattr(module, "configure_logging", lambda *_: None)
     monkeypatch.setattr(weft_rl.coordinator.server, "serve", serve)
-    monkeypatch.setattr(rollout_side.main, "run", run)
+    monkeypatch.setattr(rollout_side.service.main, "run", run)
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     hard = limits[1]
@@ -67,7 +67,7 @@ def test_no_number_is_too_long_for_a_typed_error(name, option, given, monkeypatc
         monkeypatch.setattr(module, "configure_logging", lambda *_: None)
         monkeypatch.setattr(module, "allow_descriptors", lambda: None)
     monkeypatch.setattr(weft_rl.coordinator.server, "serve", serve)
-    monkeypatch.setattr(rollout_side.main, "run", lambda config, **_: served.append(config))
+    monkeypatch.setattr(rollout_side.service.main, "run", lambda config, **_: served.append(config))
     result = CliRunner().invoke(app, [name, option, given, *["--", "MODEL"] * (name == "rollout")])
     assert isinstance(result.exception, SystemExit | WeftError), repr(result.exception)
     assert not served

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from rollout_side.agent.agent import Agent
 from rollout_side.config import AgentConfig, RolloutConfig
-from rollout_side.metrics import ReplicaMetrics
+from rollout_side.service.metrics import ReplicaMetrics
 from tests.doubles.engine import EngineDouble
 from tests.unit.docs.pages import ROOT, page
 from weft_rl.coordinator.decisions.state.pool import PoolState

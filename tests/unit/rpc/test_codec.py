@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.rpc import codec
 from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
 from weft_rl.rpc.manifest_codec import (

@@ -15,8 +15,8 @@ from trainer_side.push_request import PushSettings
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout import send_plan
-from weft_rl.contract.layout.tensors import Reference
 from weft_rl.contract.push_defaults import DEFAULT_ON_BASE_CHANGE
+from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 

@@ -16,12 +16,12 @@ from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.layout.send_plan import WireBucket, make_send_plan
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport import sender
-from weft_rl.transport.arrived import BucketOptions
-from weft_rl.transport.buckets import Sealed
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.sender import Reformed, Sending, SendingRank
+from weft_rl.transport.wire.buckets import Sealed
+from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import publish_pb2, rendezvous_pb2
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64,)) for i in range(5)], 256)

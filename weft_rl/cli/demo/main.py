@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft_rl.cli.connection import connect
+from weft_rl.cli.console.connection import connect
 from weft_rl.cli.demo.openai_client import Answer, complete, list_models
 from weft_rl.cli.demo.processes import Process, interrupt_once
 from weft_rl.cli.demo.traffic import Traffic
-from weft_rl.cli.status import show_status
+from weft_rl.cli.lists.status import show_status
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft_rl.cli.options import DEFAULT_COORDINATOR, Coordinator, Json, OptionalPolicyName
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, OptionalPolicyName
 
 Limit = Annotated[int, typer.Option(help="How many at most; the newest.", min=1, max=100_000)]
 

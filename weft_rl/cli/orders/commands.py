@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from weft_rl.cli.options import (
+from weft_rl.cli.console.options import (
     DEFAULT_COORDINATOR,
     MAX_VERSION,
     AdapterName,
@@ -228,7 +228,7 @@ def base(
 
     Only while no replica is in contact and no push runs. Version numbers keep counting.
     """
-    from weft_rl.cli import base_model
+    from weft_rl.cli.orders import base_model
 
     if rebind:
         base_model.rebind(coordinator, json_output=json_output)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from rich.markup import escape
 
-from weft_rl.cli.connection import CALL_SECONDS, connect
-from weft_rl.cli.output import report
+from weft_rl.cli.console.connection import CALL_SECONDS, connect
+from weft_rl.cli.console.output import report
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.sleep import SWITCH_SECONDS
 from weft_rl.rpc.codec import duration_to_proto

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft_rl.cli.connection import CALL_SECONDS, connect
-from weft_rl.cli.options import MAX_VERSION
-from weft_rl.cli.output import plural, report
+from weft_rl.cli.console.connection import CALL_SECONDS, connect
+from weft_rl.cli.console.options import MAX_VERSION
+from weft_rl.cli.console.output import plural, report
 from weft_rl.contract.errors import InvalidNameError
 from weft_rl.contract.names import PolicyVersion, check_name
 from weft_rl.rpc.codec import duration_from_proto

@@ -8,7 +8,7 @@ import typer
 
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
 from weft_rl import logs
-from weft_rl.cli.options import DEFAULT_COORDINATOR, Coordinator
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator
 from weft_rl.cli.servers.descriptors import allow_descriptors
 from weft_rl.cli.servers.options import (
     Access,
@@ -178,7 +178,7 @@ def rollout(
     if log_format == "json":
         logs.configure_vllm()
     allow_descriptors()
-    from rollout_side.main import run as run_replica
+    from rollout_side.service.main import run as run_replica
 
     config = RolloutConfig(
         agent=AgentConfig(

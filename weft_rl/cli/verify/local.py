@@ -17,7 +17,7 @@ from weft_rl.checkpoints.reader import read_tensors
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -8,8 +8,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from weft_rl.cli.connection import connect
-from weft_rl.cli.output import print_json
+from weft_rl.cli.console.connection import connect
+from weft_rl.cli.console.output import print_json
 from weft_rl.cli.verify import parity
 from weft_rl.cli.verify.local import (
     LocalTensors,
@@ -22,8 +22,8 @@ from weft_rl.cli.verify.pool import PoolView, served_of
 from weft_rl.cli.verify.report import Part, Report, Row
 from weft_rl.cli.verify.tensors import FINE, Compared, Verdict, compare, counts
 from weft_rl.contract.errors import InvalidRequestError, WeftError
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion, provenance
+from weft_rl.contract.tensors import DataType
 from weft_rl.v1 import generate_pb2
 from weft_rl.v1 import inspect_pb2 as pb
 

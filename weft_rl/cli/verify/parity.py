@@ -12,8 +12,8 @@ import grpc
 import torch
 
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import generate_pb2 as pb

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from weft_rl.cli.connection import CALL_SECONDS
+from weft_rl.cli.console.connection import CALL_SECONDS
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.output import plural
+from weft_rl.cli.console.output import plural
 from weft_rl.cli.verify.parity import Parity
 from weft_rl.cli.verify.tensors import FINE, Compared, Verdict
 from weft_rl.contract.names import PolicyVersion

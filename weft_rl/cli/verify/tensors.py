@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from weft_rl.contract.checkpoint import StoredTensor
-from weft_rl.contract.layout.tensors import DataType, shape_text
+from weft_rl.contract.tensors import DataType, shape_text
 
 
 class Verdict(StrEnum):

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import groupby
 
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
-from weft_rl.contract.layout.tensors import TensorMeta, shape_text
+from weft_rl.contract.tensors import TensorMeta, shape_text
 
 #: Every tensor starts on a multiple of this, so that any dtype can view it and
 #: vector loads are aligned (0.4 % of space in a 7B model).

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from weft_rl.contract.errors import DigestMismatchError, InvalidManifestError
 from weft_rl.contract.layout.manifest import ALIGN_BYTES, TRAILER_BYTES, Manifest, align_up
-from weft_rl.contract.layout.tensors import TensorMeta
+from weft_rl.contract.tensors import TensorMeta
 
 #: First bytes, lengths and strides of slices are multiples of this: of the words of the digest.
 SLICE_ALIGN_BYTES = 8

@@ -11,8 +11,8 @@ from typing import Final, Protocol
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import DigestMismatchError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import DataType, Reference
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord

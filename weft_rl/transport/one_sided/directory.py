@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from weft_rl.transport.forked import close_in_children
+from weft_rl.ipc.connect import connect_unix
+from weft_rl.ipc.descriptors import close_in_children
 from weft_rl.transport.one_sided.errors import OneSidedError
-from weft_rl.transport.unix_connect import connect_unix
 
 #: Names the directory. The default depends on nothing but the user, so that both ends agree.
 DIRECTORY_VARIABLE: Final = "WEFT_ONE_SIDED_DIR"

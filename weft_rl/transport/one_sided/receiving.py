@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from weft_rl.transport.arrived import WHOLE, BucketOptions
 from weft_rl.transport.one_sided.device_memory import DeviceMapping
 from weft_rl.transport.one_sided.directory import connect
 from weft_rl.transport.one_sided.errors import OneSidedError
@@ -32,6 +31,7 @@ from weft_rl.transport.one_sided.messages import (
     Withdrawn,
 )
 from weft_rl.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
+from weft_rl.transport.wire.options import WHOLE, BucketOptions
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft_rl.transport.arrived import WHOLE, BucketOptions, write_tail
 from weft_rl.transport.one_sided.device_memory import DeviceBlock, DeviceView, view_of
 from weft_rl.transport.one_sided.directory import listen, unlink
 from weft_rl.transport.one_sided.errors import OneSidedError
@@ -32,6 +31,7 @@ from weft_rl.transport.one_sided.messages import (
     Withdrawn,
 )
 from weft_rl.transport.one_sided.works import OneSidedWork, Place, Store, Wakeup, check_secret
+from weft_rl.transport.wire.options import WHOLE, BucketOptions, write_tail
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from weft_rl.interrupts import Flag
-from weft_rl.transport.arrived import Arrived, BucketOptions
 from weft_rl.transport.one_sided.errors import OneSidedError
 from weft_rl.transport.one_sided.messages import SECRET_BYTES
+from weft_rl.transport.wire.options import Arrived, BucketOptions
 
 _PREFIX = "one-sided"
 

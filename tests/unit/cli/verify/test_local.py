@@ -18,7 +18,7 @@ from weft_rl.cli.verify.local import (
     read_checkpoint,
 )
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 TENSORS = {"a": torch.linspace(-3, 3, 77).view(7, 11), "lm_head.weight": torch.ones(2, 2)}

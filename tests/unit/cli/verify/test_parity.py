@@ -9,7 +9,7 @@ import pytest
 from tests.models import Referee, make_adapter, make_model
 from weft_rl.cli.verify.parity import LocalModel, Sampled, bound_of, compared, default_prompts
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 
 
 def sampled(logprobs: list[float], prompt: int = 5) -> Sampled:

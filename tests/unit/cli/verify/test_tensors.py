@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weft_rl.cli.verify.tensors import FINE, Compared, Verdict, compare, counts
 from weft_rl.contract.checkpoint import StoredTensor
-from weft_rl.contract.layout.tensors import DataType
+from weft_rl.contract.tensors import DataType
 
 
 def tensor(

@@ -21,7 +21,7 @@ from weft_rl.contract.layout.manifest import (
     pack_trailer,
     plan_buckets,
 )
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 F32 = DataType.FLOAT32
 

@@ -28,7 +28,7 @@ from weft_rl.contract.layout.runs import (
     why_not,
     wire_size,
 )
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 
 def matrix(rows: int, columns: int, name: str = "w", dtype: DataType = DataType.INT64):

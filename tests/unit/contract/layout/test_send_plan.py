@@ -16,7 +16,7 @@ from weft_rl.contract.layout.send_plan import (
     check_send_plan,
     make_send_plan,
 )
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.codec import send_plan_from_proto, send_plan_to_proto
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state.pool import PoolState, Settings

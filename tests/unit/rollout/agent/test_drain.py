@@ -14,7 +14,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.drain import Draining
 from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
-from rollout_side.main import _Stop
+from rollout_side.service.main import _Stop
 from tests.doubles.agent import Registered
 from tests.doubles.engine import EngineDouble
 

@@ -16,8 +16,8 @@ from rollout_side.memory.versions import StagedVersion
 from tests.doubles.engine import EngineDouble
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, TransferAbortedError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta("w", DataType.FLOAT32, (4,))])
 BASE = PolicyVersion("base", 1)

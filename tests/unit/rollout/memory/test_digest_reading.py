@@ -23,8 +23,8 @@ from weft_rl.checkpoints.safetensors_file import digest_file
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import LoadFailedError, NotFoundError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 MATH = PolicyVersion("math", 1)
 DTYPES = (DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)

@@ -11,9 +11,9 @@ from rollout_side.receive.clone_source import CopiedBuckets
 from tests.doubles.wire import put_tail
 from weft_rl.contract.errors import CapacityError, NotFoundError, NotReadyError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.transport.buckets import verify_bucket
+from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.transport.wire.buckets import verify_bucket
 
 MANIFEST = plan_buckets(
     [TensorMeta(f"w{i}", DataType.FLOAT32, (64, 8)) for i in range(5)], capacity_bytes=4096

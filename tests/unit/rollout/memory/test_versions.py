@@ -10,7 +10,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.FLOAT32, (64,)) for i in range(4)], 256)
 SIZE = MANIFEST.wire_bytes

@@ -14,8 +14,8 @@ from rollout_side.receive.transfer import make_buffers
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.group import CPU
 
 METAS = [TensorMeta(f"w{i}", DataType.BFLOAT16, (16, 8)) for i in range(8)]

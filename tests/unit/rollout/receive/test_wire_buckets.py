@@ -17,11 +17,11 @@ from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
-from weft_rl.transport.arrived import Arrived
-from weft_rl.transport.buckets import Assembly, run_parts, tensor_sums
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.group import CPU
+from weft_rl.transport.wire.buckets import Assembly, run_parts, tensor_sums
+from weft_rl.transport.wire.options import Arrived
 
 NONCE = 7
 SHAPES = ((13, 24), (100,), (7, 16), (3,))

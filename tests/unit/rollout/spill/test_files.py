@@ -24,7 +24,7 @@ from rollout_side.spill.files import (
 )
 from tests.unit.rollout.spill.held_versions import BASE, CONFIG, FINGERPRINT, held
 from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 
 def write(directory: Path, copy: StagedVersion, **options: int) -> Path:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel
 
 from trainer_side.params import choose
 from trainer_side.params.choose import open_model
-from trainer_side.params.sharding.sharded import Sharded, ShardedParams
+from trainer_side.params.sharded import Sharded, ShardedParams
 from trainer_side.ranks.ranks import OneRank
 
 

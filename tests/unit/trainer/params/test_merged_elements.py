@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.doubles.shards import OneOfSeveral
+from trainer_side.params.elements import HeldElements, held_by
 from trainer_side.params.merged_elements import (
     Delta,
     Factors,
@@ -15,8 +16,7 @@ from trainer_side.params.merged_elements import (
     merge_block,
     merges_in_place,
 )
-from trainer_side.params.sharding.elements import HeldElements, held_by
-from trainer_side.params.sharding.sharded import HeldRun, Sharded
+from trainer_side.params.sharded import HeldRun, Sharded
 
 _OUT, _IN, _R = 300, 72, 8
 

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import Linear, Sequential
 
 from trainer_side.params.choose import Opened
+from trainer_side.params.elements import held_elements
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.sharding.elements import held_elements
-from trainer_side.params.sharding.sharded import Gathered, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.snapshot import HostMemory, snapshot
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.content import ModelAdapter, ModelBase

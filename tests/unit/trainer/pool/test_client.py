@@ -14,10 +14,10 @@ from trainer_side.pool import client as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.progress import reporter_for
-from trainer_side.pool.shards.push import ShardPush
+from trainer_side.sharded.push import ShardPush
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 

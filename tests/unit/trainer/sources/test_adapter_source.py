@@ -20,7 +20,7 @@ from weft_rl.contract.adapter import check_adapter
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, named_value
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidAdapterError
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 KEEP = CastRule(enabled=False)
 

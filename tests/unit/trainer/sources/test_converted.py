@@ -13,7 +13,7 @@ from tests.doubles.linked_ranks import linked_ranks
 from tests.doubles.shards import sharded
 from trainer_side.params.names import cached_conversions
 from trainer_side.params.params import WholeParams
-from trainer_side.params.sharding.sharded import Sharded, ShardedParams
+from trainer_side.params.sharded import Sharded, ShardedParams
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sources import module_source as module
 from trainer_side.sources.module_source import ModuleSource

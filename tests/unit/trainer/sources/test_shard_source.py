@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.doubles.shards import sharded
-from trainer_side.params.sharding.elements import HeldElements
-from trainer_side.params.sharding.sharded import HeldRun
+from trainer_side.params.elements import HeldElements
+from trainer_side.params.sharded import HeldRun
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources import shard_source as module
 from trainer_side.sources.shard_source import GatheredWhole, ShardSource, shard_source
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 _NUMEL = 8
 

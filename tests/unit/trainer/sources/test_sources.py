@@ -9,9 +9,9 @@ from torch import nn
 
 from tests import models
 from tests.doubles.wire import put_tail
+from trainer_side.packing.packer import Packer
 from trainer_side.params.choose import open_model
 from trainer_side.params.names import base_name_in_peft, plan_conversions, unwrapped_name
-from trainer_side.pool.packer import Packer
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir
@@ -19,8 +19,8 @@ from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft_rl.contract.errors import InvalidAdapterError, InvalidManifestError, InvalidRequestError
 from weft_rl.contract.layout.manifest import ALIGN_BYTES, plan_buckets
-from weft_rl.contract.layout.tensors import DataType
-from weft_rl.transport.buckets import verify_bucket
+from weft_rl.contract.tensors import DataType
+from weft_rl.transport.wire.buckets import verify_bucket
 
 KEEP = CastRule(enabled=False)
 

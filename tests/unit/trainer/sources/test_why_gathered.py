@@ -13,7 +13,7 @@ from torch import nn
 from tests.doubles.shards import OneOfSeveral, sharded
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.sharding.sharded import Gathered, Sharded, ShardedParams
+from trainer_side.params.sharded import Gathered, Sharded, ShardedParams
 from trainer_side.sources import module_source as module
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.shard_source import ShardSource, shard_source

@@ -12,7 +12,6 @@ import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from weft_rl.contract.errors import CapacityError
-from weft_rl.transport.arrived import BucketOptions
 from weft_rl.transport.one_sided import device_memory, receiving
 from weft_rl.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
 from weft_rl.transport.one_sided.errors import OneSidedError
@@ -21,6 +20,7 @@ from weft_rl.transport.one_sided.receiving import Receiving
 from weft_rl.transport.one_sided.sending import Sending
 from weft_rl.transport.one_sided.trial import TrialAnswerer, why_not_readable
 from weft_rl.transport.one_sided.works import OneSidedWork
+from weft_rl.transport.wire.options import BucketOptions
 
 CPU = torch.device("cpu")
 SIZE = 2**20

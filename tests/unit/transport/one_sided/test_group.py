@@ -19,7 +19,6 @@ import torch
 
 from tests.doubles.rendezvous import StoreDouble
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.transport.arrived import BucketOptions
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
 from weft_rl.transport.one_sided.errors import OneSidedError
 from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
@@ -36,6 +35,7 @@ from weft_rl.transport.one_sided.messages import (
 )
 from weft_rl.transport.one_sided.receiving import Receiving
 from weft_rl.transport.one_sided.sending import Sending
+from weft_rl.transport.wire.options import BucketOptions
 
 SIZE = 2**20
 Join = Callable[..., tuple[Sending, list[Receiving]]]

@@ -26,6 +26,7 @@ from weft_rl.coordinator.decisions.effects import (
 )
 from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies import leases, retention
+from weft_rl.coordinator.decisions.state.kept import unknown_policy
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, live_lease
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import abort
@@ -46,7 +47,7 @@ def forget(change: Change, event: events.ForgetPolicy) -> None:
                 "model (weft base --rebind)"
             )
         if policy is None:
-            raise retention.unknown_policy(state, name)
+            raise unknown_policy(state, name)
         _check_free(state, policy, change.now, by_force=event.force)
     except WeftError as error:
         change.refuse([event.ticket], error)

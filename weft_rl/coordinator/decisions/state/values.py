@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.errors import WeftError, error_from_reason
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType
 
 
 class PolicyKind(enum.IntEnum):

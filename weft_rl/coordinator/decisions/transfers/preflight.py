@@ -17,8 +17,8 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.group import MAX_GROUP_SIZE
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.tensors import Reference, check_base
 from weft_rl.contract.names import BASE_POLICY, name_in_the_way
+from weft_rl.contract.tensors import Reference, check_base
 from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.effects import CheckFit
 from weft_rl.coordinator.decisions.effects.change import Change

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any, Final
 
 from weft_rl.contract.checkpoint import FileDigest
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,

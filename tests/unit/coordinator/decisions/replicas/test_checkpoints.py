@@ -16,8 +16,8 @@ from weft_rl.contract.checkpoint import (
     FileDigest,
     not_compared,
 )
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import VersionVector
+from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     cause,

@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft_rl.contract.checkpoint import FileDigest
-from weft_rl.contract.layout.tensors import DataType
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.effects import (
     SaveOutOfService,
     SavePin,

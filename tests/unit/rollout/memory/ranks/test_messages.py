@@ -29,7 +29,7 @@ from rollout_side.memory.ranks.messages import (
 from rollout_side.memory.segment import DeviceRef, HostRef
 from weft_rl.contract.errors import InvalidManifestError, NotReadyError, PeerUnavailableError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
 DEVICE_REF = DeviceRef(

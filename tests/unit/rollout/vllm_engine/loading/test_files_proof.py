@@ -33,7 +33,7 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
 )
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, Reference
+from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 METAS = [slot.meta for slot in MANIFEST.tensors]

@@ -18,8 +18,8 @@ from rollout_side.memory.versions import AdapterEntry, StagedVersion
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 SLOTS, MAX_RANK, RANK, HIDDEN = 2, 8, 4, 6
 #: The model's modules: which of an adapter's go into them, and their sizes.

@@ -32,8 +32,8 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
 )
 from weft_rl.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import Reference
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import Reference
 
 REFERENCE = Reference("Toy", tuple(slot.meta for slot in MANIFEST.tensors))
 NUM_BUCKETS = len(MANIFEST.buckets)

@@ -13,8 +13,8 @@ from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 Loader = Callable[[torch.Tensor, torch.Tensor], object]
 Change = Callable[["Model"], object]

@@ -19,7 +19,7 @@ from rollout_side.generation import (
 )
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.server.replica import GRACE_SECONDS, VllmReplica
+from rollout_side.vllm_engine.replica import GRACE_SECONDS, VllmReplica
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
 from weft_rl.contract.errors import (
     CapacityError,

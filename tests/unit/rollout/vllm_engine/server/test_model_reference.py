@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.server.capabilities import lora_modules
 from rollout_side.vllm_engine.server.model_reference import build_reference, served_dtypes
-from weft_rl.contract.layout.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 
 def test_experts_are_not_named_as_modules() -> None:

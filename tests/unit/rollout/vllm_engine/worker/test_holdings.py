@@ -26,8 +26,8 @@ from rollout_side.vllm_engine.worker.holdings_page import (
 from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 MANIFEST = plan_buckets((TensorMeta("w", DataType.FLOAT32, (4,)),))
 EMPTY: dict[str, Any] = {

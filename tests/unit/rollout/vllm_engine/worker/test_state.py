@@ -17,8 +17,8 @@ from rollout_side.vllm_engine.worker import state as worker_state
 from rollout_side.vllm_engine.worker.state import WorkerState, loader
 from weft_rl.contract.errors import LoadFailedError, TransferAbortedError, WeftError
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.tensors import DataType, Reference, TensorMeta
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 METAS = (TensorMeta("w", DataType.FLOAT32, (4,)),)
 MANIFEST = plan_buckets(METAS)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
-from rollout_side.vllm_engine.server.replica import VllmReplica
+from rollout_side.vllm_engine.replica import VllmReplica
 from rollout_side.vllm_engine.server.switching import request_gate
 from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from tests.doubles.vllm import BASE, FakeEngine, make_replica

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.server.replica import VllmReplica
+from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import LoadFailedError, NotReadyError
 from weft_rl.contract.names import PolicyVersion

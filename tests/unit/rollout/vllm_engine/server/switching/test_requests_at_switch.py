@@ -12,7 +12,7 @@ import pytest_asyncio
 from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
-from rollout_side.vllm_engine.server.replica import VllmReplica
+from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
 from weft_rl.contract.errors import LoadFailedError, VersionChangedError
 from weft_rl.contract.names import PolicyVersion

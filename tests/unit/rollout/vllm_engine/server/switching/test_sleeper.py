@@ -10,7 +10,7 @@ from rollout_side.agent.orders import Turns
 from rollout_side.agent.sleeping import SleepOrders
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import sleep_mode
-from rollout_side.vllm_engine.server.replica import VllmReplica
+from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import (
     LoadFailedError,

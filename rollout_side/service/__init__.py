@@ -1,0 +1,1 @@
+"""A replica's process: its start, and its metrics."""

@@ -1,0 +1,250 @@
+"""One replica process: engine, OpenAI server and agent on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.first_contact import check_contact
+from rollout_side.agent.generate_servicer import GenerateServicer
+from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.config import RolloutConfig
+from rollout_side.service.metrics import ReplicaMetrics
+from rollout_side.spill.folder import SpillSettings
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.launch import open_engine
+from rollout_side.vllm_engine.replica import VllmReplica
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.rpc.security.guard import AccessFile
+from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, check_listen, make_server
+from weft_rl.telemetry.ports import Ports
+from weft_rl.telemetry.process import refusal_counter
+from weft_rl.telemetry.traces import open_tracer
+from weft_rl.tracing import NO_TRACER, Tracer
+from weft_rl.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from weft_rl.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
+
+_log = logging.getLogger(__name__)
+
+#: Health service name that says whether the replica serves all that the pool does.
+READY_SERVICE = "weft.ready"
+_STOP_SECONDS = 5.0
+# Between two lines that say why the replica waits.
+_LOG_SECONDS = 30.0
+#: How long running requests may take to end once the replica has failed; once it was
+#: told to stop.
+_FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
+#: Called with the gRPC address, the OpenAI server's base URL, and the ports beside these.
+Ready = Callable[[str, str, Ports], None]
+
+
+class _Stop:
+    """What signals do: the first SIGTERM begins a drain, a second one ends the process at
+    once, and so does SIGINT: a terminal sends that one to the engine's processes, too."""
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.told = asyncio.Event()
+        self.agent: Agent | None = None
+        self._drain_seconds = drain_seconds
+        self._signalled = False
+
+    def signal(self, number: int) -> None:
+        """Take a signal."""
+        at_once = self._signalled or number == signal.SIGINT or not self._drain_seconds
+        if at_once or self.agent is None:
+            self.told.set()
+        else:
+            self.agent.drain(self._drain_seconds, "its process was told to stop")
+        self._signalled = True
+
+    async def wait(self) -> str:
+        """Wait until the process is to end at once; returns why."""
+        await self.told.wait()
+        return "told to stop at once"
+
+
+def run(config: RolloutConfig, *, ready: Ready | None = None) -> str:
+    """``serve`` on an event loop of its own, of the kind that vLLM's own server has."""
+    with asyncio.Runner(loop_factory=bridges.event_loop_factory()) as runner:
+        return runner.run(serve(config, ready=ready))
+
+
+async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
+    """Run a replica until it has drained; calls ``ready`` once it listens.
+
+    SIGTERM begins a drain of ``drain_seconds``; a second one, or SIGINT, ends the process
+    at once.
+
+    Returns:
+        Why it ended, for people.
+
+    Raises:
+        WeftError: The arguments are refused, the engine does not start, a port or the
+            replica's name is taken, or the pool refuses this replica.
+    """
+    stop = _Stop(config.drain_seconds)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.signal, signum)
+    tracer = NO_TRACER
+    if config.telemetry.traces:
+        tracer = open_tracer("weft-replica", config.agent.replica_id)
+    security = Security(
+        credentials=Credentials.from_environment(),
+        access=AccessFile(config.access) if config.access else None,
+        insecure=config.insecure,
+    )
+    # What ends the start is said before a model is loaded for minutes.
+    check_listen(config.agent.listen, security)
+    check_listen(config.telemetry.metrics)
+    check_listen(config.telemetry.health)
+    await check_contact(config.agent)
+    engine = await open_engine(
+        list(config.vllm_args),
+        http_host=config.http_host,
+        http_port=config.http_port,
+        adapter_memory_bytes=config.adapter_memory_bytes,
+        staging_memory_bytes=config.staging_memory_bytes,
+        staging=config.staging,
+        backend=config.backend,
+        retain_base=config.retain_base,
+        spill=_spill_settings(config),
+        enable_sleep=config.enable_sleep,
+        vllm_defaults=config.vllm_defaults,
+        running_requests=config.running_requests,
+        traced_as=config.agent.replica_id if config.telemetry.traces else "",
+        allow_unversioned_changes=config.allow_unversioned_changes,
+    )
+    patience = _FAILURE_SECONDS
+    try:
+        why = await _serve_engine(config, engine, stop, ready, tracer, security)
+        patience = _CUT_SECONDS  # what could be finished is finished
+    finally:
+        await engine.shutdown(patience)
+        await asyncio.to_thread(tracer.close)
+    return why
+
+
+def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
+    """Where versions are spilled to, if they are."""
+    if not config.spill_dir:
+        return None
+    return SpillSettings(
+        directory=config.spill_dir,
+        capacity_bytes=config.spill_bytes,
+        owner=config.agent.replica_id,
+    )
+
+
+async def _serve_engine(
+    config: RolloutConfig,
+    engine: VllmReplica,
+    stop: _Stop,
+    ready: Ready | None,
+    tracer: Tracer,
+    security: Security,
+) -> str:
+    http_url = config.agent.http_url or f"http://{config.http_host}:{engine.http_port}"
+    agent = stop.agent = Agent(replace(config.agent, http_url=http_url), engine)
+    metrics = ReplicaMetrics(agent, config)
+    servicers = [
+        Servicer(
+            "weft.v1.ReplicaService",
+            ReplicaServicer(agent, metrics.switched, tracer),
+            add_ReplicaServiceServicer_to_server,
+        ),
+        Servicer(
+            "weft.v1.GenerateService",
+            GenerateServicer(agent),
+            add_GenerateServiceServicer_to_server,
+        ),
+    ]
+    on_refused = refusal_counter(metrics.registry)
+    server = await make_server(servicers, security, on_refused=on_refused)
+    await server.set_health(READY_SERVICE, serving=False)
+    port = bind(server.server, config.agent.listen, security)
+    ports = await Ports.open(config.telemetry, server, metrics.registry, security)
+    try:
+        await _advertise(agent, port)
+        await server.server.start()
+        _log.info(
+            "replica %s: gRPC on %s, OpenAI API on %s",
+            config.agent.replica_id,
+            agent.address,
+            http_url,
+        )
+        await engine.start_http()
+        if ready is not None:
+            ready(agent.address, http_url, ports)
+        return await _run_until_told(agent, engine, server, stop, metrics)
+    finally:
+        await ports.close()
+
+
+async def _run_until_told(
+    agent: Agent, engine: VllmReplica, server: WeftServer, stop: _Stop, metrics: ReplicaMetrics
+) -> str:
+    """Stay in the pool until a drain is over or a signal ends it; returns why it ended."""
+    running = {
+        asyncio.create_task(engine.serve_http(), name="http"),
+        asyncio.create_task(agent.run(), name="agent"),
+        asyncio.create_task(_mirror_readiness(agent, server), name="readiness"),
+    }
+    if engine.spill_folder is not None:
+        look = metrics.watch_spill(engine.spill_folder.num_bytes)
+        running.add(asyncio.create_task(look, name="spill size"))
+    ends = {
+        asyncio.create_task(agent.drained(), name="drained"),
+        asyncio.create_task(stop.wait(), name="stop"),
+    }
+    tasks = running | ends
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & running:
+            task.result()  # raises what ended the process
+        why = next((str(task.result()) for task in done & ends), "the OpenAI server has stopped")
+        _log.info("stopping: %s", why)
+        return why
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await asyncio.gather(*tasks, return_exceptions=True)
+        await server.server.stop(grace=1.0)
+
+
+async def _advertise(agent: Agent, port: int) -> None:
+    """Find out the address that others reach this replica by; waits, as registration does,
+    for a coordinator whose name is not known yet."""
+    logged_at = float("-inf")
+    while True:
+        try:
+            agent.advertise(port)
+            return
+        except OSError as error:
+            if time.monotonic() - logged_at >= _LOG_SECONDS:
+                logged_at = time.monotonic()
+                _log.warning(
+                    "no route to the coordinator at %s yet: %s (or say --advertise-host)",
+                    agent.config.coordinator,
+                    error.strerror or error,
+                )
+        await asyncio.sleep(1.0)
+
+
+async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:
+    """Follow the coordinator's word in grpc.health, for probes and balancers."""
+    was = False
+    while True:
+        if (now := agent.is_ready) != was:
+            await server.set_health(READY_SERVICE, serving=now)
+            _log.info("replica is %s", "ready" if now else "not ready")
+            was = now
+        await agent.next_word()

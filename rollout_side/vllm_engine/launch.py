@@ -1,0 +1,317 @@
+"""Start vLLM: engine processes, OpenAI application, workers' Weft side."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from rollout_side.config import RolloutConfig, Staging
+from rollout_side.disk import read_within
+from rollout_side.spill.folder import SpillFolder, SpillSettings
+from rollout_side.vllm_engine.compat import bridges, engine_core
+from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels
+from rollout_side.vllm_engine.http.server import HttpServer, listen
+from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
+from rollout_side.vllm_engine.http.version_headers import name_versions
+from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
+from rollout_side.vllm_engine.server import model_reference, refusals
+from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
+from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.worker_calls import Deadlines
+from rollout_side.vllm_engine.worker.answers import check_answers
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from weft_rl.checkpoints.files import local_model_dir
+from weft_rl.contract.capabilities import BackendChoice, RunningRequests
+from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.contract.tensors import Reference
+
+_log = logging.getLogger(__name__)
+
+#: Mixed into vLLM's workers.
+WORKER_EXTENSION = "rollout_side.vllm_engine.worker.extension.WeftWorker"
+#: Made on the receiving rank, with the worker's store and tracer.
+DEFAULT_RECEIVER = "rollout_side.receive.receiver:Receiver"
+_SHUTDOWN_SECONDS = 10
+# Of the spill directory, before the engine's workers look into it.
+_OPEN_SECONDS = 30.0
+#: What RL trainers expect of sampling. They score what was sampled after temperature, and what
+#: a request leaves out must not be what the model's own generation_config.json says.
+RL_DEFAULTS: Final = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+
+
+async def open_engine(
+    vllm_args: list[str],
+    *,
+    http_host: str,
+    http_port: int,
+    adapter_memory_bytes: int,
+    staging_memory_bytes: int,
+    staging: Staging = RolloutConfig.staging,
+    backend: BackendChoice = RolloutConfig.backend,
+    retain_base: int = RolloutConfig.retain_base,
+    receiver_factory: str = DEFAULT_RECEIVER,
+    deadlines: Deadlines | None = None,
+    spill: SpillSettings | None = None,
+    running_requests: RunningRequests = RolloutConfig.running_requests,
+    enable_sleep: bool = RolloutConfig.enable_sleep,
+    vllm_defaults: bool = RolloutConfig.vllm_defaults,
+    allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
+    traced_as: str = "",
+) -> VllmReplica:
+    """Start an engine on the running event loop, which it blocks meanwhile (minutes).
+
+    Args:
+        vllm_args: As for ``vllm serve``: MODEL first, or ``--model``.
+        http_host: Where the OpenAI server will listen.
+        http_port: 0 takes a free one; see ``VllmReplica.http_port``.
+        adapter_memory_bytes: Bound of the adapter store.
+        staging_memory_bytes: Bound of staged base weights, retained ones included.
+        staging: Where bases are staged on a GPU host, if they are.
+        backend: Which side groups to join.
+        retain_base: Versions of the base that a copy is kept of, the served one
+            included. None is where they are loaded in place.
+        receiver_factory: Dotted path ``module:name`` of a callable from a
+            ``WorkerStore`` and a ``Tracer`` to a receiver.
+        deadlines: Bounds of the engine's work; the defaults suit most models.
+        spill: Where versions are spilled to, if they are.
+        running_requests: What becomes of them when the base changes.
+        enable_sleep: Give the engine the allocator that lets it sleep; on a GPU.
+        vllm_defaults: Leave vLLM's defaults of sampling, where its arguments say nothing.
+        allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
+            change weights.
+        traced_as: Who its workers' spans are said to be of; empty where they make none.
+
+    Returns:
+        A replica that does not listen yet. It is ended by ``shutdown``.
+
+    Raises:
+        UnsupportedError: vLLM's version, its environment, or an argument that Weft cannot
+            honour.
+        InvalidRequestError: vLLM refused its arguments or the model, the address is taken,
+            or the spill directory cannot be made.
+        Exception: vLLM's own, if the engine does not start.
+    """
+    refusals.refuse_environment(os.environ, allow=allow_unversioned_changes)
+    version = bridges.installed_version()
+    bridges.check_version(version)
+    # gRPC does not survive a fork, nor does a loop with threads.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    parts = bridges.server_parts()
+    args = parse_args(vllm_args, parts, {} if vllm_defaults else RL_DEFAULTS)
+    refusals.refuse_backend(backend)
+    if enable_sleep:
+        refusals.refuse_sleep_without_gpu()
+        args.enable_sleep_mode = True
+    in_place = staging == "in-place"
+    if in_place:
+        _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
+        retain_base = 0
+    if running_requests == "keep":
+        refusals.refuse_keep(args)
+        args.scheduler_cls = engine_core.SCHEDULER
+    refusals.refuse_caches_beyond_reach(args, os.environ)
+    refusals.refuse_experts_without_triton(args)
+    async with contextlib.AsyncExitStack() as stack:
+        sock = listen(http_host, http_port)
+        stack.callback(sock.close)
+        refusals.refuse_missing_model(args.model)
+        started_with = StartedWith(str(getattr(args, "load_format", "auto")))
+        stack.callback(started_with.close)
+        started_with.read(args.model, args.revision)  # while the engine warms up
+        with refusals.sentences(args.model):
+            engine = await stack.enter_async_context(parts.build_engine(args))
+        tracker = RequestTracker()
+        requests = RequestsAtSwitch(engine, running_requests)
+        app = await _build_app(parts, args, engine)
+        models = ServedModels(app.state.openai_serving_models)
+        explaining = explain_unknown_models(app, models.explain_unknown)
+        naming = name_versions(explaining, models, kept=running_requests == "keep")
+        http = _http_server(app, naming, args, sock, tracker)
+        config = engine.vllm_config
+        model, revision = config.model_config.model, config.model_config.revision
+        started_with.read(model, revision, is_loaded=True)
+        described = model_reference.build_reference(
+            local_model_dir(model, revision),
+            config.model_config.hf_config,
+            data_type(config.model_config.dtype),
+        )
+        if spill is not None:
+            _make_folder(spill, described)
+        holdings = HoldingsPage()
+        stack.callback(holdings.close)
+        values = check_answers(
+            await engine.collective_rpc(
+                "weft_open",
+                args=(
+                    _open_config(
+                        described,
+                        receiver_factory,
+                        adapter_memory_bytes,
+                        staging_memory_bytes,
+                        staging,
+                        backend,
+                        retain_base,
+                        spill,
+                        holdings,
+                        traced_as,
+                    ),
+                ),
+            )
+        )
+        await bridges.set_weight_version(engine, str(PolicyVersion(BASE_POLICY, 0)))
+        return VllmReplica(
+            EngineParts(
+                engine=engine,
+                holdings=holdings,
+                models=models,
+                http=http,
+                tracker=tracker,
+                requests=requests,
+                started_with=started_with,
+                cleanup=stack.pop_all(),
+            ),
+            capabilities=make_capabilities(
+                config,
+                described,
+                engine_version=version,
+                expected_modules=values[0]["lora_modules"],
+                lora_unapplied=values[0]["lora_unapplied"],
+                base_refusal=next((v["base_refusal"] for v in values if v["base_refusal"]), ""),
+                backends=values[0]["backends"],
+                trial_name=values[0]["trial_name"],
+                gpu_uuids=[value["gpu_uuid"] for value in values if value["gpu_uuid"]],
+                staging_capacity_bytes=values[0]["staging_bytes"],
+                adapter_capacity_bytes=adapter_memory_bytes,
+                loads_in_place=in_place,
+                running_requests=running_requests,
+                served_names=models.own_names,
+            ),
+            reference=described,
+            model_name=models.base_name,
+            worker_pids=tuple(value["pid"] for value in values),
+            deadlines=deadlines or Deadlines(),
+            spill_folder=SpillFolder(spill, described.fingerprint) if spill else None,
+        )
+
+
+def _make_folder(spill: SpillSettings, described: Reference) -> None:
+    try:
+        folder = SpillFolder(spill, described.fingerprint)
+        read_within(_OPEN_SECONDS, spill.directory, folder.open)
+    except (OSError, TransferTimeoutError) as error:
+        raise InvalidRequestError(
+            f"--spill-dir {spill.directory} cannot be used: {error}"
+        ) from error
+
+
+def parse_args(
+    vllm_args: list[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
+) -> Namespace:
+    """Read ``vllm serve``'s arguments and add what Weft needs.
+
+    Args:
+        defaults: Of vLLM's options, where the arguments do not give them.
+
+    Raises:
+        UnsupportedError: An argument that Weft cannot honour; says what to do.
+        InvalidRequestError: vLLM refused them; its parser has printed why.
+    """
+    parser = parts.make_arg_parser(parts.argument_parser())
+    parser.set_defaults(**defaults)
+    try:
+        args = parser.parse_args(list(vllm_args))
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise  # --help
+        raise InvalidRequestError(
+            f"vLLM refused its arguments {' '.join(vllm_args)!r}; it has printed why"
+        ) from None
+    used = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in defaults.items()
+        if getattr(args, name) == value
+    ]
+    if used:
+        _log.info("for RL: %s (--vllm-defaults leaves vLLM's)", ", ".join(used))
+    if getattr(args, "model_tag", None):
+        args.model = args.model_tag
+    refusals.refuse_unsupported(args)
+    if getattr(args, "worker_extension_cls", ""):
+        raise UnsupportedError(
+            f"--worker-extension-cls {args.worker_extension_cls}: Weft needs this place for its "
+            f"own ({WORKER_EXTENSION}); derive yours from that class and import it there"
+        )
+    args.worker_extension_cls = WORKER_EXTENSION
+    parts.validate_args(args)
+    return args  # type: ignore[no-any-return]
+
+
+async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -> Any:
+    tasks = await engine.get_supported_tasks()
+    app = parts.build_app(args, tasks, engine.model_config)
+    refusals.close_endpoints(app)
+    await parts.init_app_state(engine, app.state, args, tasks)
+    return app
+
+
+def _http_server(
+    app: Any, inner: App, args: Namespace, sock: socket.socket, tracker: RequestTracker
+) -> HttpServer:
+    tls = {
+        name: getattr(args, name)
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
+        if getattr(args, name, None)
+    }
+    server = HttpServer(
+        tracker.wrap(inner),
+        sock,
+        tls=tls,
+        settings={
+            "log_level": args.uvicorn_log_level,
+            "access_log": not args.disable_uvicorn_access_log,
+            "timeout_graceful_shutdown": _SHUTDOWN_SECONDS,
+            "log_config": None,
+        },
+    )
+    app.state.server = server.server  # vLLM's error handlers stop it when the engine died
+    return server
+
+
+def _open_config(
+    described: Reference,
+    receiver_factory: str,
+    adapter_bytes: int,
+    staging_bytes: int,
+    staging: Staging,
+    backend: BackendChoice,
+    retain_base: int,
+    spill: SpillSettings | None,
+    holdings: HoldingsPage,
+    traced_as: str,
+) -> dict[str, Any]:
+    """``worker.OpenConfig`` as plain values."""
+    return {
+        "staging_memory_bytes": staging_bytes,
+        "adapter_memory_bytes": adapter_bytes,
+        "staging": staging,
+        "backend": backend,
+        "retain_base": retain_base,
+        "receiver_factory": receiver_factory,
+        "replica_pid": os.getpid(),
+        "holdings_path": holdings.path,
+        "ranks_secret": secrets.token_hex(32),
+        "architecture": described.architecture,
+        "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
+        "spill": asdict(spill) if spill else None,
+        "traced_as": traced_as,
+    }

@@ -1,0 +1,403 @@
+"""A running vLLM engine with its OpenAI server, as ``rollout_side.engine.Engine``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollout_side.engine import (
+    AbsentPolicy,
+    AliasRefusals,
+    Asleep,
+    EngineWork,
+    SleepOrder,
+    SwitchTimes,
+)
+from rollout_side.generation import Answer, GenerateOrder
+from rollout_side.spill.folder import SpillFolder
+from rollout_side.ticks import seconds_to_tick
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels
+from rollout_side.vllm_engine.http.server import HttpServer
+from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.server.answers import Answers
+from rollout_side.vllm_engine.server.held_versions import HeldVersions
+from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
+from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.switching.learning import learn_copies
+from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
+from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
+from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import Checkpoint
+from weft_rl.contract.errors import (
+    DigestMismatchError,
+    NotReadyError,
+    PeerUnavailableError,
+    WeftError,
+)
+from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
+from weft_rl.contract.tensors import Reference
+
+_log = logging.getLogger(__name__)
+
+#: Between a request's last output and the engine's forgetting it there may be one
+#: more step; an adapter is dropped only after this long without a request.
+GRACE_SECONDS = 0.1
+_STOP_SECONDS = 15.0
+_NOTHING_DONE = (NotReadyError, DigestMismatchError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What ``launch.open_engine`` has started; a ``VllmReplica`` takes it over."""
+
+    engine: Any
+    """vLLM's ``AsyncLLM``."""
+    holdings: HoldingsPage
+    """What its workers say that they hold."""
+    models: ServedModels
+    """What its OpenAI server answers for."""
+    http: HttpServer
+    tracker: RequestTracker
+    requests: RequestsAtSwitch
+    started_with: StartedWith
+    cleanup: contextlib.AsyncExitStack
+    """Ends the engine's processes."""
+
+
+class VllmReplica(HeldVersions):
+    """One vLLM engine. Every method runs on the event loop that opened it.
+
+    Switches of weights are serialised here; generation continues beside them, except
+    for the pause that ``apply_base`` reports.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        capabilities: Capabilities,
+        reference: Reference,
+        model_name: str,
+        worker_pids: tuple[int, ...],
+        deadlines: Deadlines,
+        spill_folder: SpillFolder | None = None,
+    ) -> None:
+        workers = WorkerCalls(
+            parts.engine,
+            deadlines,
+            num_ranks=capabilities.tensor_parallel_size,
+            spoken_at=parts.holdings.spoken_at,
+        )
+        super().__init__(
+            workers, parts.holdings, spill_folder, deadlines.restore_seconds, parts.started_with
+        )
+        self.capabilities = capabilities
+        self.reference = reference
+        self.model_name = model_name
+        self.worker_pids = worker_pids
+        self.engine = parts.engine
+        self.tracker = parts.tracker
+        self.models = parts.models
+        self._http = parts.http
+        self._cleanup = parts.cleanup
+        self._gate = RequestGate(parts.engine, workers, parts.tracker, parts.requests.caches)
+        self._in_place = LoadsInPlace(workers, self._gate)
+        generate = parts.requests.generate
+        self._answers = Answers(parts.engine, generate, parts.tracker, parts.models)
+        self._sleeper = Sleeper(
+            parts.engine,
+            workers,
+            self._gate,
+            parts.tracker,
+            self._in_place,
+            enabled=capabilities.can_sleep,
+        )
+        self.base_switch = BaseSwitch(
+            parts.engine,
+            workers,
+            self._gate,
+            self._in_place,
+            self._sleeper,
+            parts.requests,
+            self._answers,
+        )
+
+        self._learning: asyncio.Task[None] | None = None
+
+    # -- the process ----------------------------------------------------------
+
+    @property
+    def http_port(self) -> int:
+        """Port of the OpenAI server."""
+        return self._http.port
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """See ``Engine``."""
+        return self._started_with.checkpoint
+
+    @property
+    def dirty_reason(self) -> str:
+        """See ``Engine``."""
+        return self._gate.dirty_reason
+
+    @property
+    def work(self) -> EngineWork:
+        """See ``Engine``."""
+        return self._workers.owed.work
+
+    @property
+    def base_version(self) -> int:
+        """See ``Engine``."""
+        return self.models.base.version
+
+    @property
+    def loading(self) -> str:
+        """See ``Engine``."""
+        return self._in_place.loading
+
+    @property
+    def asleep(self) -> Asleep | None:
+        """See ``Engine``."""
+        return self._sleeper.asleep
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's processes run."""
+        return not self.engine.errored
+
+    async def start_http(self) -> None:
+        """Listen; returns once the OpenAI server takes connections.
+
+        Raises:
+            PeerUnavailableError: It did not start.
+        """
+        await self._http.start()
+        # A rank of several holds parts of tensors; a CPU holds them packed.
+        if self.capabilities.gpu_uuids and self.capabilities.tensor_parallel_size == 1:
+            learning = learn_copies(
+                self._started_with, self._workers, self._gate, self._has_started_with
+            )
+            self._learning = asyncio.create_task(learning)
+
+    async def serve_http(self) -> None:
+        """Listen, and return when the server has stopped (``shutdown``).
+
+        Raises:
+            PeerUnavailableError: The server did not start, or the engine has died.
+        """
+        await self.start_http()
+        while not await self._http.stopped(seconds_to_tick()):
+            if not self.is_alive:
+                raise PeerUnavailableError(
+                    "vLLM's engine has died; its log says why", metadata={"member": "engine"}
+                )
+
+    async def shutdown(self, timeout_seconds: float = 10.0) -> None:
+        """Stop listening, let running requests end until the deadline, end the engine.
+
+        Succeeds if it was called before.
+        """
+        if self._learning is not None:
+            self._learning.cancel()
+        self._in_place.close()
+        await self._http.stop(timeout_seconds)
+        if self.is_alive:
+            with contextlib.suppress(WeftError):
+                await self._workers.call("weft_close", timeout_seconds=_STOP_SECONDS)
+        await bridges.end(self.engine, _STOP_SECONDS)
+        await self._cleanup.aclose()
+
+    def _has_started_with(self) -> bool:
+        """Whether the engine has base@0, awake and whole."""
+        is_other = self.base_version or self.loading or self.dirty_reason
+        return not is_other and self.asleep is None
+
+    # -- rollout_side.engine.Engine, but for what ``HeldVersions`` has ---------------
+
+    async def discard(self, transfer_id: str) -> None:
+        """See ``Engine``."""
+        if not self.capabilities.loads_in_place:
+            await self._workers.call("weft_discard", transfer_id)
+            return
+        async with self._gate.exclusive():
+            if self._in_place.is_pending(transfer_id):
+                await self._in_place.end()
+            else:
+                await self._workers.call("weft_discard", transfer_id)
+
+    async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
+        """See ``Engine``."""
+        await self._sleeper.end_requests(order, is_wanted)
+
+    def take_requests(self) -> None:
+        """See ``Engine``."""
+        self._sleeper.take_requests()
+
+    async def fall_asleep(self, order: SleepOrder) -> bool:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            return await self._sleeper.fall_asleep(order)
+
+    async def wake_up(self) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            has_base = await self._sleeper.wake_up()
+        if not has_base:
+            base = PolicyVersion(BASE_POLICY, self.base_version)
+            try:
+                await self.apply_retained(base)
+            except WeftError as error:  # it stays dirty, which the coordinator sees to
+                _log.warning("%s cannot be loaded from here: %s", base, error)
+
+    async def set_alias(self, version: PolicyVersion) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            self.models.set_alias(version)
+
+    async def drop_alias(self, policy: str) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            self.models.drop_alias(policy)
+
+    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+        """See ``Engine``."""
+        self.models.absent = policies
+
+    async def load_adapter(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        config_json: str,
+        content_digest: bytes,
+        alias: int = 0,
+    ) -> SwitchTimes:
+        """See ``Engine``. A version that is served already succeeds at once.
+
+        Raises:
+            InvalidNameError: The name stands for something else on this replica.
+            NotReadyError: Not staged, LoRA is off, the version is being retired, or a base
+                is being loaded in place (``TRANSFER_UNDER_WAY``).
+            DigestMismatchError: Other bytes are staged or served.
+            LoadFailedError: The engine refused it; nothing changed. With metadata
+                ``dirty`` it did not answer in time.
+        """
+        async with self._gate.exclusive():
+            self.models.check_new(version)
+            if self.models.is_served(version, content_digest):
+                return SwitchTimes()
+            if self.loading:
+                raise NotReadyError(
+                    f"a base is being loaded in place: {version} can be loaded after it",
+                    reason="TRANSFER_UNDER_WAY",
+                )
+            await self._sleeper.wake_weights()
+            begin = time.perf_counter()
+            await self._workers.share(transfer_id, content_digest)
+            number = self.models.next_id()
+            try:
+                await self._workers.load_adapter(transfer_id, config_json, content_digest, number)
+            except WeftError as error:
+                if not self._gate.note(error) and not isinstance(error, _NOTHING_DONE):
+                    # Ranks that took it must drop it again.
+                    await self._workers.drop_adapter(version, number)
+                    await self._workers.call("weft_discard", transfer_id)
+                raise
+            request = lora_hook.lora_request(version, number)
+            self.models.add(version, request, content_digest, alias)
+            seconds = time.perf_counter() - begin
+        _log.debug("loaded policy_version=%s seconds=%.4f", version, seconds)
+        return SwitchTimes(load_seconds=seconds)
+
+    async def apply_base(
+        self, transfer_id: str, version: PolicyVersion, content_digest: bytes
+    ) -> SwitchTimes:
+        """See ``Engine``. A base that loads also repairs a dirty engine.
+
+        Raises:
+            NotReadyError, DigestMismatchError, InvalidManifestError: Nothing changed.
+            LoadFailedError: With metadata ``dirty`` "true" the engine stays paused and
+                HTTP requests are refused until a base loads.
+        """
+        async with self._gate.exclusive():
+            return await self.base_switch.apply(transfer_id, version, content_digest)
+
+    async def load_in_place(
+        self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
+    ) -> None:
+        """See ``Engine``."""
+        async with self._gate.exclusive():
+            await self._sleeper.wake_weights()
+            await self._in_place.begin(transfer_id, version, timeout_seconds)
+
+    async def apply_retained(self, version: PolicyVersion) -> SwitchTimes:
+        """See ``Engine``."""
+        if version == STARTED_WITH:
+            with self._workers.owed.elsewhere():
+                await self._started_with.check_unchanged()
+            return await self.apply_base(FROM_FILES, version, b"")
+        held = await self.held(version)
+        return await self.apply_base(held.transfer_id, version, held.content_digest)
+
+    def refuse_aliases(self, refused: AliasRefusals) -> None:
+        """See ``Engine``."""
+        self.models.refuse_aliases(refused)
+
+    async def retire(self, version: PolicyVersion) -> bool:
+        """See ``Engine``. Never waits for a request: True comes from a later call, at
+        least ``GRACE_SECONDS`` after the version was first seen unused.
+
+        Raises:
+            NotReadyError: An alias stands for this version.
+        """
+        served = self.models.remove(version, self.tracker.mark())
+        if served is None:
+            return True
+        assert served.removed_at is not None
+        now = time.monotonic()
+        if self._in_use(version, served.removed_at):
+            served.unused_since = None
+            return False
+        if served.unused_since is None:
+            served.unused_since = now
+        if now - served.unused_since < GRACE_SECONDS:
+            return False
+        async with self._gate.exclusive():
+            # A load leaves the workers no hand for it; its slot may be asleep.
+            if self.loading or self._sleeper.weights_asleep:
+                return False
+            number = served.request.lora_int_id
+            await self._workers.drop_adapter(version, number)
+            self.models.forget(version)
+        _log.debug("retired policy_version=%s", version)
+        return True
+
+    def _in_use(self, version: PolicyVersion, removed_at: int) -> bool:
+        """Whether a request may still look the version up, or has it."""
+        if not self.tracker.passed(removed_at):
+            return True
+        return str(version) in bridges.loras_in_use(self.engine)
+
+    def generate(self, order: GenerateOrder) -> Answer:
+        """See ``Engine``."""
+        return self._answers.begin(order)
+
+    def num_requests(self) -> int:
+        """See ``Engine``."""
+        return self.tracker.num_running
+
+    def refuse_requests(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._gate.close(reason)

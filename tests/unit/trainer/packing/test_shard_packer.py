@@ -1,0 +1,204 @@
+"""Ranks that each pack what they hold: together it is what one rank would have sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.doubles.wire import put_tail
+from trainer_side.packing.shard_packer import ShardPacker
+from trainer_side.params.elements import Elements, held_by
+from trainer_side.params.sharded import HeldRun, Sharded
+from trainer_side.sharded.plan import ShardPlan, plan_shards
+from trainer_side.sources.shard_source import ShardSource
+from trainer_side.sources.source import CastRule, Source, tensor_source
+from weft_rl.contract.errors import NotFiniteError
+from weft_rl.contract.layout.manifest import Manifest, plan_buckets
+from weft_rl.contract.layout.runs import Run, check_coverage
+from weft_rl.contract.tensors import DataType
+from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.wire.buckets import tensor_sums, verify_runs
+
+_NONCE = 77
+
+
+class _Whole:
+    """A source of whole tensors that ranks hold parts of."""
+
+    is_collective, description = True, "test"
+
+    def __init__(self, tensors: dict[str, torch.Tensor], served: DataType) -> None:
+        self._source = tensor_source(tensors, CastRule(served=served), "test")
+        self.metas = self._source.metas
+
+    def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
+        self._source.read(first, count, views)
+
+    def elements(self, index: int) -> Elements | None:
+        raise AssertionError
+
+    def prepare(self) -> None:
+        pass
+
+    def end_reading(self) -> None:
+        pass
+
+
+def _rank_elements(
+    tensors: dict[str, torch.Tensor], runs: Sequence[Sequence[HeldRun]], rank: int
+) -> list[Elements | None]:
+    found: list[Elements | None] = []
+    for tensor, own in zip(tensors.values(), runs, strict=True):
+        if not own:
+            found.append(None)
+            continue
+        parts = [run.of(tensor).reshape(-1) for run in own if run.rank == rank]
+        local = torch.cat(parts) if parts else None
+        found.append(held_by(Sharded(tensor.shape, tensor.dtype, tuple(own), local), rank))
+    return found
+
+
+def _sent(
+    tensors: dict[str, torch.Tensor],
+    runs: Sequence[Sequence[HeldRun]],
+    num_ranks: int,
+    served: DataType,
+    capacity_bytes: int,
+) -> tuple[Manifest, ShardPlan, dict[int, torch.Tensor], list[int]]:
+    """What receivers make of it: the tensors' bytes, and their digests as the senders add them
+    up."""
+    source = _Whole(tensors, served)
+    manifest = plan_buckets(source.metas, capacity_bytes)
+    received = {i: torch.zeros(m.num_bytes, dtype=torch.uint8) for i, m in enumerate(source.metas)}
+    totals = [0] * len(source.metas)
+    seen: list[Run] = []
+    digests: list[int] = []
+    plan = None
+    for rank in range(num_ranks):
+        own = ShardSource(source, _rank_elements(tensors, runs, rank), rank)
+        own.gather()
+        plan = plan_shards(manifest, own.held)
+        if rank not in plan.senders:
+            continue
+        sender = plan.senders.index(rank)
+        packer = ShardPacker(manifest, plan.send_plan, sender, plan.carried[sender])
+        for buffer in packer.buffers:
+            buffer.fill_(255)
+        for nth, index in enumerate(plan.send_plan.sent_by(sender)):
+            sealed = packer.pack(nth, own, _NONCE, totals)
+            put_tail(packer.wire(nth), sealed)
+            wire, size = packer.wire(nth), plan.send_plan.buckets[index].payload_bytes
+            assert wire.numel() == plan.send_plan.wire_bytes(index)
+            came, parts, _ = verify_runs(wire, size, manifest, index, _NONCE)
+            _place(manifest, wire, came, received)
+            seen += came
+            digests += parts
+    assert plan is not None
+    assert tensor_sums(manifest, seen, digests) == totals
+    return manifest, plan, received, totals
+
+
+def _place(
+    manifest: Manifest, wire: torch.Tensor, runs: Sequence[Run], received: dict[int, torch.Tensor]
+) -> None:
+    at = 0
+    for run in runs:
+        size = manifest.tensors[run.tensor].meta.dtype.itemsize_bytes
+        begin = at + run.first * size - run.begin_bytes(size)
+        own = wire[begin : begin + run.num_elements * size].view(run.repeats, -1)
+        whole = received[run.tensor]
+        stride = (run.stride * size, 1)
+        whole.as_strided((run.repeats, run.count * size), stride, run.first * size).copy_(own)
+        at += run.payload_bytes(size)
+
+
+@st.composite
+def _held(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[HeldRun]], int]:
+    num_ranks = draw(st.integers(1, 4))
+    tensors: dict[str, torch.Tensor] = {}
+    runs: list[list[HeldRun]] = []
+    for number in range(draw(st.integers(1, 5))):
+        rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 40)) * 4
+        generator = torch.Generator().manual_seed(number)
+        tensors[f"layers.{number}.weight"] = torch.randn(rows, columns, generator=generator)
+        numel = rows * columns
+        kind = draw(st.sampled_from(["cut", "columns", "one", "gathered"]))
+        if kind == "cut":
+            cuts = sorted(draw(st.sets(st.integers(1, numel), max_size=3)) | {0, numel})
+            ends = pairwise(cuts)
+            own = [HeldRun(draw(st.integers(0, num_ranks - 1)), a, b - a) for a, b in ends]
+        elif kind == "columns" and rows > 1 and columns > 4:
+            cut = draw(st.integers(1, columns // 4 - 1)) * 4
+            ranks = [draw(st.integers(0, num_ranks - 1)) for _ in range(2)]
+            own = [
+                HeldRun(ranks[0], 0, cut, columns, rows),
+                HeldRun(ranks[1], cut, columns - cut, columns, rows),
+            ]
+        elif kind == "gathered":
+            own = []
+        else:
+            own = [HeldRun(draw(st.integers(0, num_ranks - 1)), 0, numel)]
+        runs.append(own)
+    return tensors, runs, num_ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    _held(), st.sampled_from([DataType.FLOAT32, DataType.BFLOAT16]), st.sampled_from([512, 8192])
+)
+def test_what_ranks_pack_is_every_tensor_once(
+    case: tuple[dict[str, torch.Tensor], list[list[HeldRun]], int],
+    served: DataType,
+    capacity_bytes: int,
+) -> None:
+    tensors, runs, num_ranks = case
+    manifest, plan, received, totals = _sent(tensors, runs, num_ranks, served, capacity_bytes)
+    check_coverage(
+        [slot.meta for slot in manifest.tensors],
+        [run for sender in plan.carried for bucket in sender for run in bucket],
+    )
+    for index, tensor in enumerate(tensors.values()):
+        want = tensor.to(getattr(torch, served.torch_name)).reshape(-1).view(torch.uint8)
+        assert torch.equal(received[index], want)
+        assert totals[index] == tensor_digest(want)
+
+
+def test_what_is_not_finite_is_found_in_its_tensor() -> None:
+    tensor = torch.zeros(2, 128)
+    tensor[1, 3] = float("nan")
+    tensors = {"layers.0.weight": tensor}
+    source: Source = _Whole(tensors, DataType.FLOAT32)
+    manifest = plan_buckets(source.metas)
+    runs = [[HeldRun(0, 0, 100), HeldRun(1, 100, 156)]]
+    for rank in (0, 1):
+        own = ShardSource(
+            _Whole(tensors, DataType.FLOAT32), _rank_elements(tensors, runs, rank), rank
+        )
+        plan = plan_shards(manifest, own.held)
+        packer = ShardPacker(manifest, plan.send_plan, rank, plan.carried[rank])
+        if rank == 0:
+            packer.pack(0, own, _NONCE, [0], finite=True)
+            continue
+        with pytest.raises(NotFiniteError, match=r"layers\.0\.weight"):
+            packer.pack(0, own, _NONCE, [0], finite=True)
+
+
+def test_held_buckets_move_as_they_are() -> None:
+    tensors = {f"layers.{i}.weight": torch.randn(8, 64) for i in range(5)}
+    runs = [[HeldRun(0, 0, 512)] for _ in range(5)]
+    own = ShardSource(_Whole(tensors, DataType.FLOAT32), _rank_elements(tensors, runs, 0), 0)
+    manifest = plan_buckets(own.metas, 2048)
+    plan = plan_shards(manifest, own.held)
+    packer = ShardPacker(manifest, plan.send_plan, 0, plan.carried[0])
+    for nth in range(3):
+        packer.pack(nth, own, _NONCE, [0] * 5)
+    before = [packer.wire(nth).clone() for nth in (1, 2)]
+    old = {buffer.data_ptr() for buffer in packer.buffers}
+    packer.move(range(1, 3))
+    assert not old & {buffer.data_ptr() for buffer in packer.buffers}
+    assert all(torch.equal(packer.wire(n), b) for n, b in zip((1, 2), before, strict=True))

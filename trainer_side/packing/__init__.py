@@ -1,0 +1,1 @@
+"""Packing of tensors into buckets."""

@@ -1,0 +1,133 @@
+"""The buckets of one push, packed as they are sent: whole tensors, runs, or a rank's shards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from trainer_side.packing.packer import Packer
+from trainer_side.packing.run_packer import RunPacker
+from trainer_side.packing.shard_packer import ShardPacker
+from trainer_side.sharded.push import ShardPush
+from trainer_side.sources.source import Source
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.transport.wire.buckets import Sealed, in_manifest_order
+
+
+class BufferedPacker(Protocol):
+    """What every packer has: reused buffers, in which some buckets are held."""
+
+    manifest: Manifest
+    buffers: list[torch.Tensor]
+
+    def wire(self, index: int) -> torch.Tensor:
+        """The uint8 bytes of a bucket that was packed and is still held, with room for its
+        tail; no copy."""
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers, for a transfer that continues after its group
+        was abandoned: operations that nobody can stop may still read the old ones."""
+
+
+class PackedBuckets(ABC):
+    """Buckets that a packer fills for one push; see ``Buckets``.
+
+    Args:
+        packer: Kept across pushes, or of this one.
+    """
+
+    def __init__(self, packer: BufferedPacker) -> None:
+        self.packer = packer
+        self.manifest = packer.manifest
+        self.num_buffers = len(packer.buffers)
+        #: Whether the source has failed, or gave what must not be sent: no other group helps.
+        self.spoiled = False
+
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
+        """See ``Buckets``: read a bucket's elements from their source, digest and seal it."""
+        try:
+            return self._pack(index, speak)
+        except BaseException:
+            self.spoiled = True
+            raise
+
+    @abstractmethod
+    def _pack(self, index: int, speak: Callable[[], None]) -> Sealed:
+        """``make``, whose failure is noted."""
+
+    def are_summed(self) -> bool:
+        """See ``Buckets``: one rank sends all."""
+        return True
+
+    @abstractmethod
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``."""
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``Buckets``."""
+        return self.packer.wire(index)
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers; see ``BufferedPacker``."""
+        self.packer.move(held)
+
+
+class WholeBuckets(PackedBuckets):
+    """Of a source's whole tensors, as their layout has them."""
+
+    def __init__(self, packer: Packer, source: Source, nonce: int, check_finite: bool) -> None:
+        super().__init__(packer)
+        self._packer, self._source = packer, source
+        self._nonce, self._check_finite = nonce, check_finite
+        self._digests: list[list[int]] = []
+
+    def _pack(self, index: int, speak: Callable[[], None]) -> Sealed:
+        sealed, digests = self._packer.pack(index, self._source, self._nonce, self._check_finite)
+        self._digests.append(digests)
+        return sealed
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``."""
+        return in_manifest_order(self.manifest, self._digests)
+
+
+class RunBuckets(PackedBuckets):
+    """Of named tensors, as they come."""
+
+    def __init__(self, packer: RunPacker, nonce: int, check_finite: bool) -> None:
+        super().__init__(packer)
+        self._packer, self._nonce, self._check_finite = packer, nonce, check_finite
+
+    def _pack(self, index: int, speak: Callable[[], None]) -> Sealed:
+        return self._packer.pack(index, self._nonce, speak, finite=self._check_finite)
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``."""
+        return self._packer.digests()
+
+
+class ShardBuckets(PackedBuckets):
+    """Of what one rank of a sharded trainer holds."""
+
+    def __init__(
+        self, packer: ShardPacker, push: ShardPush, nonce: int, check_finite: bool
+    ) -> None:
+        super().__init__(packer)
+        self._packer, self._push = packer, push
+        self._nonce, self._check_finite = nonce, check_finite
+        self._totals = [0] * len(packer.manifest.tensors)
+
+    def _pack(self, index: int, speak: Callable[[], None]) -> Sealed:
+        push, totals = self._push, self._totals
+        return self._packer.pack(index, push, self._nonce, totals, finite=self._check_finite)
+
+    def are_summed(self) -> bool:
+        """See ``Buckets``: the ranks add up their parts."""
+        return self._push.add_up(self._totals).done
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``: of all ranks' parts."""
+        return [total % 2**64 for total in self._push.add_up().result()]

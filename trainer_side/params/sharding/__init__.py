@@ -1,1 +1,0 @@
-"""Shards: which of a model's elements a rank holds, by each framework's word."""

@@ -1,0 +1,147 @@
+"""A further sender of a trainer: a rank that sends what it holds beside rank 0."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+from trainer_side.pool.backend_selection import BackendSelection
+from trainer_side.pool.contact import data_address
+from trainer_side.pool.sender import Sender
+from trainer_side.sharded.push import ShardPush
+from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.rpc.codec import ticket_from_proto
+from weft_rl.rpc.security.credentials import Credentials
+from weft_rl.transport.group import same_stream
+from weft_rl.v1 import publish_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_LEAVE_SECONDS = 15.0
+
+
+class Peer:
+    """Its place in the trainer's side group, kept across pushes while membership stays.
+
+    Args:
+        coordinator: HOST:PORT.
+        data_host: Address that replicas reach this machine by; None is found out.
+        selection: Where buckets are packed.
+        credentials: What it shows to the coordinator.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        data_host: str | None,
+        selection: BackendSelection,
+        credentials: Credentials,
+    ) -> None:
+        self._coordinator, self._data_host = coordinator, data_host
+        self._selection, self._credentials = selection, credentials
+        self._sender: Sender | None = None
+
+    def can_use(self, target: pb.DescribeTargetResponse) -> bool:
+        """Whether this rank, too, can use the backend that ``target`` names first; tries it."""
+        try:
+            self._selection.backend(target)
+        except NotReadyError as error:
+            _log.info("this rank cannot send so: %s", error)
+            return False
+        return True
+
+    def has_place(self, backend: str) -> bool:
+        """Whether its place in the group of the last push can carry another one over a backend,
+        as far as this rank knows."""
+        return self._sender is not None and self._sender.suits(backend, self._selection)
+
+    def join(self, begun: pb.BeginTransferResponse, number: int) -> None:
+        """Come to the group as its rank ``number``, unless this is there; blocks until the
+        coordinator attends it. It dies before that, and the other ranks find it gone as they
+        agree; or after, and the coordinator tells them: in between they would wait for it.
+
+        Raises:
+            PeerUnavailableError: The coordinator does not answer this machine.
+        """
+        kept = self._sender
+        if kept is not None and kept.usable and kept.ticket.group_id == begun.group.group_id:
+            kept.come_to(begun.transfer_id)
+            return
+        self.close()
+        host = data_address(self._data_host, self._coordinator)
+        ticket = ticket_from_proto(begun.group, coordinator=self._coordinator, host=host)
+        token = [begun.group.token, *begun.group.further_tokens][number]
+        ticket = replace(ticket, rank=number, token=token)
+        device = self._selection.device_of(ticket.backend)
+        self._sender = Sender(ticket, device, self._credentials)
+        self._sender.wait_attended()
+
+    @contextmanager
+    def sending(
+        self,
+        begun: pb.BeginTransferResponse,
+        push: ShardPush,
+        manifest: Manifest,
+        finite: bool,
+        deadline: float,
+    ) -> Iterator[None]:
+        """Send on a thread of its own, inside the ``with`` and until its end: a group whose
+        members are lost is formed anew with this rank, also after its last bucket.
+
+        Whatever fails here ends the push by way of the coordinator, and so at rank 0. What is
+        sent is what the caller's current CUDA stream has made of it.
+        """
+        sender = self._sender
+        assert sender is not None  # it has joined
+        over: Future[None] = Future()
+        in_stream = same_stream(sender.device)
+
+        def send() -> None:
+            with in_stream():
+                sender.send(
+                    push,
+                    manifest,
+                    transfer_id=begun.transfer_id,
+                    nonce=begun.nonce,
+                    deadline=deadline,
+                    check_finite=finite,
+                )
+                sender.stand_by(over)
+
+        def run() -> None:
+            for part in (send, push.add_up):  # the sum in any case: the other ranks wait for it
+                try:
+                    part()
+                except WeftError as error:
+                    _log.info("this rank's part of %s ended: %s", begun.transfer_id, error)
+                except Exception:  # noqa: BLE001 (the edge of a thread)
+                    _log.exception("this rank's part of %s failed", begun.transfer_id)
+
+        thread = threading.Thread(target=run, name="weft-send-shards", daemon=True)
+        thread.start()
+        try:
+            push.wait_begun(max(0.0, deadline - time.monotonic()) + _LEAVE_SECONDS)
+            yield
+        finally:
+            over.set_result(None)
+            thread.join(_LEAVE_SECONDS)
+            if thread.is_alive() or not sender.usable:
+                self.close()
+
+    def abort(self) -> None:
+        """End what it sends at once; from any thread, never blocks."""
+        sender = self._sender
+        if sender is not None:
+            sender.abort(TransferAbortedError("this rank was interrupted"))
+
+    def close(self) -> None:
+        """Leave the group; blocks at most 10 s."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()

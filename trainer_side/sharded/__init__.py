@@ -1,0 +1,1 @@
+"""Pushes by several ranks: which of them sends what."""

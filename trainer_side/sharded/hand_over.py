@@ -1,0 +1,180 @@
+"""What ranks hold that do not send, passed to those that send it, bucket by bucket.
+
+A giver fills one message at a time, and only when it is asked to: so nobody holds more than a
+bucket's part, and whoever must stop, because a replica or the push is lost, leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from trainer_side.params.params import copy_into
+from trainer_side.ranks.ranks import Ranks, decode_error, encode_error
+from trainer_side.sharded.plan import Handed
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.runs import Run
+
+_log = logging.getLogger(__name__)
+
+_ALIGN_BYTES = 16
+# Before a message's elements: the length of the error that follows in their place, or 0.
+_HEAD_BYTES = 16
+_GO_ON, _STOP = 1, 0
+# In the place of a rank that hands over.
+_OWN = -1
+
+
+class Filling(Protocol):
+    """Who fills views with elements."""
+
+    def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        """Copy or compute elements.
+
+        Args:
+            runs: Which.
+            outs: A view for each, 1-D, contiguous, of the dtype that travels; overwritten.
+        """
+
+    def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """Elements where they lie, 1-D, in their own dtypes; None of those that do not."""
+
+
+class Givers:
+    """The ranks that hand over to this one, as it takes from them; see ``Filling``.
+
+    Args:
+        source: What this rank holds itself.
+        handed: By rank, what they hand over.
+        dtypes: Of the tensors, as they travel.
+        ranks: Of the trainer.
+    """
+
+    def __init__(
+        self,
+        source: Filling,
+        handed: Mapping[int, Handed],
+        dtypes: Sequence[torch.dtype],
+        ranks: Ranks,
+    ) -> None:
+        self._source, self._ranks, self._message = source, ranks, _Message(dtypes)
+        #: What each is still to give, a message at a time.
+        self._due = {rank: deque(each.runs) for rank, each in handed.items()}
+        self._asked: set[int] = set()
+        self._holders = {
+            run: rank for rank, each in handed.items() for runs in each.runs for run in runs
+        }
+
+    def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        """See ``Filling``: of one wire bucket after another.
+
+        Raises:
+            WeftError: What a rank failed with that was to give some of it, or ``RANK_GONE``.
+        """
+        places: dict[int, list[int]] = {}
+        for index, run in enumerate(runs):
+            places.setdefault(self._holders.get(run, _OWN), []).append(index)
+        own = places.pop(_OWN, [])
+        for rank in places:
+            self._ask(rank)
+        self._source.fill([runs[i] for i in own], [outs[i] for i in own])
+        for rank, theirs in places.items():
+            self._take(rank)
+            if self._due[rank]:
+                self._ask(rank)  # it fills the next while this one is sent
+            copy_into([outs[i] for i in theirs], self._message.views)
+
+    def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
+        """See ``Filling``."""
+        is_own = not any(run in self._holders for run in runs)
+        return self._source.by_reference(runs) if is_own else [None] * len(runs)
+
+    def end(self) -> None:
+        """Let go of those that still wait to be asked, whether the link lives or not."""
+        for rank, due in self._due.items():
+            try:
+                if rank in self._asked:
+                    self._take(rank)
+                if due:
+                    self._say(rank, _STOP)
+            except WeftError as error:
+                _log.info("rank %d has nothing more to give: %s", rank, error)
+
+    def _ask(self, rank: int) -> None:
+        if rank not in self._asked:
+            self._say(rank, _GO_ON)
+            self._asked.add(rank)
+
+    def _say(self, rank: int, word: int) -> None:
+        self._ranks.give(rank, torch.tensor([word], dtype=torch.uint8))
+
+    def _take(self, rank: int) -> None:
+        due = self._due[rank]
+        self._message.lay_out(due.popleft())
+        self._asked.discard(rank)
+        self._ranks.take(rank, self._message.content)
+        if length := int(self._message.error_bytes):
+            due.clear()  # it gives no more
+            text = torch.zeros(length, dtype=torch.uint8)
+            self._ranks.take(rank, text)
+            raise decode_error(bytes(text.numpy()), rank)
+
+
+def hand_over(source: Filling, handed: Handed, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
+    """Give another rank what it sends in this one's place; blocks until that has all, or no longer
+    wants it. What fails here is told to it, and ends the push there.
+
+    Raises:
+        PeerUnavailableError: ``RANK_GONE``.
+    """
+    message, word = _Message(dtypes), torch.zeros(1, dtype=torch.uint8)
+    for runs in handed.runs:
+        ranks.take(handed.to, word)
+        if int(word) == _STOP:
+            return
+        message.lay_out(runs)
+        text = b""
+        try:
+            source.fill(runs, message.views)
+        except Exception as error:  # noqa: BLE001 (it is told)
+            text = encode_error(error)
+        message.error_bytes.fill_(len(text))
+        ranks.give(handed.to, message.content)
+        if text:
+            ranks.give(handed.to, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            return
+
+
+class _Message:
+    """Elements on their way, in memory that is used again."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+        self._dtypes = dtypes
+        self._buffer = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        self.content = self._buffer
+        self.views: list[torch.Tensor] = []
+
+    def lay_out(self, runs: Sequence[Run]) -> None:
+        """Have room for these elements: ``content`` is all, ``views`` has one for each."""
+        ends, at = [], _HEAD_BYTES
+        for run in runs:
+            ends.append(at + run.num_elements * self._dtypes[run.tensor].itemsize)
+            at = -(-ends[-1] // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._buffer.numel() < at:
+            # zeros, not empty: touched memory is filled and sent twice as fast
+            self._buffer = torch.zeros(at, dtype=torch.uint8)
+        self.content = self._buffer[:at]
+        self.views = [
+            self._buffer[end - run.num_elements * dtype.itemsize : end].view(dtype)
+            for run, end in zip(runs, ends, strict=True)
+            for dtype in (self._dtypes[run.tensor],)
+        ]
+
+    @property
+    def error_bytes(self) -> torch.Tensor:
+        """How long the error is that follows it; 0 where it holds what was asked for."""
+        return self.content[:_HEAD_BYTES].view(torch.int64)[0]

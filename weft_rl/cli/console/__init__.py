@@ -1,0 +1,1 @@
+"""What commands share: the connection, options, tables."""

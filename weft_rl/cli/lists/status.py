@@ -1,0 +1,337 @@
+"""``weft status``: the pool as a table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+
+import grpc
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from weft_rl.cli.console.output import print_json, rate
+from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
+from weft_rl.contract.names import provenance
+from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.codec import duration_from_proto
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.rpc.whole import get_pool
+from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
+
+_CALL_SECONDS = 5.0
+#: For people: of a pool that takes longer to list, what has come by then is shown.
+_PATIENCE_SECONDS = 2.0
+#: For programs, who get all of it.
+_WHOLE_SECONDS = 60.0
+#: Replicas that the table lists.
+_MAX_REPLICAS = 200
+#: Policies that the table lists, and adapters that are named in one place.
+_MAX_POLICIES, _MAX_NAMED = 20, 3
+_STATES = {
+    pb.REPLICA_STATE_READY: ("ready", "green"),
+    pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
+    pb.REPLICA_STATE_LOST: ("lost", "red"),
+    pb.REPLICA_STATE_QUARANTINED: ("quarantined", "red"),
+    pb.REPLICA_STATE_DRAINING: ("draining", "yellow"),
+    pb.REPLICA_STATE_CORDONED: ("cordoned", "yellow"),
+    pb.REPLICA_STATE_SUSPECT: ("suspect", "yellow"),
+    pb.REPLICA_STATE_ASLEEP: ("asleep", "yellow"),
+}
+
+
+def show_status(
+    coordinator: str,
+    *,
+    watch: bool,
+    json_output: bool,
+    interval_seconds: float,
+    console: Console | None = None,
+) -> None:
+    """Print the pool, once or until interrupted.
+
+    Raises:
+        WeftError: The coordinator does not answer; once it has, with ``watch``, it is awaited.
+    """
+    with open_channel(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        console = console or Console()
+        pool = _get_pool(stub, whole=json_output)
+        if not watch:
+            print_json(pool) if json_output else console.print(render(pool))
+            return
+        with nullcontext() if json_output else Live(console=console, auto_refresh=False) as live:
+            shown, away = render(pool), ""
+            while True:
+                if live is None:
+                    print_json(pool) if not away else print(away, file=sys.stderr, flush=True)
+                else:
+                    shown = shown if away else render(pool)
+                    live.update(Group(shown, Text(away, "red")) if away else shown, refresh=True)
+                time.sleep(interval_seconds)
+                try:
+                    pool, away = _get_pool(stub, whole=json_output), ""
+                except (PeerUnavailableError, TransferTimeoutError) as error:
+                    away = f"{error.message}; this is how it was before"
+
+
+def _get_pool(stub: InspectServiceStub, *, whole: bool) -> pb.GetPoolResponse:
+    try:
+        if whole:
+            return get_pool(stub, _WHOLE_SECONDS)
+        return get_pool(stub, _CALL_SECONDS, _PATIENCE_SECONDS)
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def render(pool: pb.GetPoolResponse) -> RenderableType:
+    """The pool for people: replicas, policies, transfers."""
+    return Group(
+        _headline(pool), *_over_another_base(pool), *_unused(pool), _replicas(pool),
+        *_out_of_service_elsewhere(pool), _policies(pool),
+        *_conflicts(pool),
+        *(_transfer("active", t) for t in pool.active_transfers),
+        *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
+    )  # fmt: skip
+
+
+def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
+    """Adapters whose answers are of a policy that no trainer holds."""
+    base = pool.version_vector.base
+    found = [policy for policy in pool.policies if policy.over_another_base]
+    more = len(found) - _MAX_NAMED
+    named = "; ".join(
+        f"{p.policy}@{p.served_version} was {provenance(p.trained_on_base_version, base)}"
+        for p in found[:_MAX_NAMED]
+    ) + (f"; and {more} more" if more > 0 else "")
+    what = "their answers are of policies that no trainer holds"
+    return [Text(f"{named}: {what}", "yellow")] if found else []
+
+
+def _unused(pool: pb.GetPoolResponse) -> list[Text]:
+    """Files of the coordinator's that somebody should mend."""
+    said = "the coordinator does not use this file, what it said before is in force: "
+    return [Text(said + line, "red") for line in pool.unused_files]
+
+
+def _headline(pool: pb.GetPoolResponse) -> Text:
+    counts = {count.state: count.num_replicas for count in pool.replica_counts}
+    ready = counts.get(
+        pb.REPLICA_STATE_READY, sum(r.state == pb.REPLICA_STATE_READY for r in pool.replicas)
+    )
+    names = {replica.model_name for replica in pool.replicas}
+    of_model = f"of {names.pop()} " if len(names) == 1 else ""
+    return Text.assemble(
+        (f"pool {of_model}serves ", "dim"),
+        (vector_text(pool.version_vector, most=_MAX_NAMED), "bold"),
+        (f"   {ready} of {_num_replicas(pool)} replicas ready", "dim"),
+    )  # fmt: skip
+
+
+def _num_replicas(pool: pb.GetPoolResponse) -> int:
+    """Of the whole pool, whether or not all are in the message."""
+    return max(len(pool.replicas), sum(count.num_replicas for count in pool.replica_counts))
+
+
+def vector_text(vector: types_pb2.VersionVector, most: int | None = None) -> str:
+    """``base@3  math@2 (1,2)``: the alias behind each name, then what is retained.
+
+    Args:
+        most: Name so many adapters, and say how many more there are.
+    """
+    parts = [_base_text(vector), *map(_adapter_text, vector.adapters[:most])]
+    more = len(vector.adapters) - (len(parts) - 1) + vector.num_more_adapters
+    return "  ".join(parts) + (f"  and {more} more" if more else "")
+
+
+def _base_text(vector: types_pb2.VersionVector) -> str:
+    return f"base@{vector.base}" if vector.base >= 0 else "base@?"
+
+
+def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
+    return f"{entry.policy}@{entry.alias} ({','.join(map(str, entry.versions))})"
+
+
+def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
+    """What sets a replica apart from the pool; most replicas serve what it does."""
+    if replica == pool:
+        return "as the pool"
+    here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
+    wanted = {entry.policy: _adapter_text(entry) for entry in pool.adapters}
+    cut = [m.adapters[-1].policy for m in (replica, pool) if m.num_more_adapters]
+    if cut:  # as far as both are listed
+        last = min(cut)
+        here = {name: text for name, text in here.items() if name <= last}
+        wanted = {name: text for name, text in wanted.items() if name <= last}
+    differing = [_base_text(replica)] if replica.base != pool.base else []
+    for name in sorted(here.keys() | wanted.keys()):
+        if here.get(name) != wanted.get(name):
+            differing.append(here.get(name, f"no {name}"))
+    if not differing:
+        return "as the pool"
+    more = len(differing) - _MAX_NAMED
+    return "  ".join(differing[:_MAX_NAMED]) + (f"  and {more} more" if more > 0 else "")
+
+
+def _replicas(pool: pb.GetPoolResponse) -> Table:
+    """All; of many, those first that somebody should look at."""
+    replicas = list(pool.replicas)
+    if more := _num_replicas(pool) - min(len(replicas), _MAX_REPLICAS):
+        replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
+    table = Table(
+        title="replicas",
+        title_justify="left",
+        caption=f"and {more} more: --json lists all" if more else None,
+        caption_justify="left",
+    )
+    columns = ["replica", "state", "serves", "OpenAI API", "seen"]
+    are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
+    if are_mixed:
+        columns.append("model")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for replica in replicas[:_MAX_REPLICAS]:
+        word, colour = _STATES.get(replica.state, ("unknown", "red"))
+        state = Text(word, colour)
+        if replica.HasField("drain"):
+            state.append(f" for {duration_from_proto(replica.drain.time_left):.0f} s", colour)
+        if replica.state_reason:
+            state.append(f"\n{replica.state_reason}", "dim")
+        if not_compared := _not_compared(pool, replica):
+            state.append(f"\n{not_compared}", "dim")
+        seen = duration_from_proto(replica.since_heartbeat)
+        table.add_row(
+            replica.replica_id,
+            state,
+            _serves(replica.version_vector, pool.version_vector),
+            replica.http_url,
+            f"{seen:.1f} s ago",
+            *([replica.model_name] if are_mixed else []),
+        )
+    return table
+
+
+def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
+    """Says that nobody knows whether a replica's base@0 is that of the others, and why."""
+    known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
+    if known or pool.version_vector.base or replica.version_vector.base:
+        return ""
+    return f"base@0 not compared: {replica.checkpoint_reason}"
+
+
+def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
+    """Orders for replicas that are not in the pool: they wait for them."""
+    here = {replica.replica_id for replica in pool.replicas}
+    more = pool.num_more_out_of_service
+    return [
+        Text(
+            f"{order.replica_id} is not in the pool; {_STATES[order.state][0]} by an operator"
+            + (f": {order.reason}" if order.reason else ""),
+            "yellow",
+        )
+        for order in pool.out_of_service
+        if order.replica_id not in here
+    ] + [Text(f"and {more} more orders that keep replicas out of service", "yellow")] * bool(more)
+
+
+def _policies(pool: pb.GetPoolResponse) -> Table:
+    """The policies that ever had a version; of many, those first that somebody should look at,
+    then those that are owned now."""
+    policies = [policy for policy in pool.policies if policy.last_version]
+    unlisted = max(0, pool.num_policies - len(pool.policies))
+    if more := len(policies) + unlisted - min(len(policies), _MAX_POLICIES):
+        policies.sort(
+            key=lambda p: (
+                not (p.lost or p.publish_again_version or p.over_another_base),
+                not p.HasField("lease"),
+            )
+        )
+    table = Table(
+        title="policies",
+        title_justify="left",
+        caption=f"and {more} more: --json lists all" if more else None,
+        caption_justify="left",
+    )
+    for column in ("policy", "served", "newest", "keeps", "owner"):
+        table.add_column(column, overflow="fold")
+    for policy in policies[:_MAX_POLICIES]:
+        owner = "-"
+        if policy.HasField("lease"):
+            left = duration_from_proto(policy.lease.time_to_live)
+            owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
+        if policy.lost:
+            owner += f"\n{_lost_text(policy)}"
+        elif policy.publish_again_version:
+            lost = f"{policy.policy}@{policy.publish_again_version}"
+            asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
+            owner += f"\n{lost} is held by no replica: {asked}"
+        served = f"{policy.policy}@{policy.served_version}"
+        trained_on = None
+        if policy.HasField("trained_on_base_version"):
+            trained_on = policy.trained_on_base_version
+        base = pool.version_vector.base
+        is_adapter = policy.kind == types_pb2.POLICY_KIND_ADAPTER and policy.served_version
+        if is_adapter and (trained_on is None or policy.over_another_base):
+            served += f" ({provenance(trained_on, base)})"
+        if policy.pinned_versions:
+            served += f" (pinned: {', '.join(map(str, policy.pinned_versions))})"
+        keeps = "-"
+        if policy.num_retained:
+            keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
+        table.add_row(policy.policy, served, str(policy.last_version), keeps, owner)
+    return table
+
+
+def _lost_text(policy: pb.Policy) -> str:
+    """What a lost policy is, and what ends that."""
+    name = policy.policy
+    order = "weft rollback base --to 0"
+    if policy.kind == types_pb2.POLICY_KIND_ADAPTER:
+        order = f"weft forget {name}"
+    what = f"{name}@{policy.served_version} is lost: no replica in contact holds it"
+    return f"{what}; push it again, or {order}"
+
+
+def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:
+    """Numbers that stand for more than one content: somebody has to publish anew."""
+    return [
+        Text(
+            f"{policy.policy}@{conflict.version} is not served, for replicas hold other bytes "
+            "under that number: "
+            + "; ".join(
+                f"{content.content_digest.hex()} at {', '.join(content.replica_ids)}"
+                for content in conflict.contents
+            )
+            + f". Push {policy.policy} again.",
+            "red",
+        )
+        for policy in pool.policies
+        for conflict in policy.conflicts
+    ]
+
+
+def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
+    """One line: what, how much, how fast, how it ended."""
+    state = publish_pb2.TransferState.Name(transfer.state)
+    word = state.removeprefix("TRANSFER_STATE_").lower()
+    forming, staging, committing = (
+        duration_from_proto(d) for d in (transfer.forming, transfer.staging, transfer.committing)
+    )
+    speed = rate(transfer.total_bytes, staging)
+    text = Text.assemble(
+        (f"{which} transfer  ", "dim"),
+        (f"{transfer.version.policy}@{transfer.version.version}", "bold"),
+        f" from {transfer.trainer_id}: {word}, {transfer.total_bytes:,} bytes to "
+        f"{len(transfer.replica_ids)} replicas in {forming + staging + committing:.3f} s "
+        f"(staging {staging:.3f} s{f', {speed}' if speed else ''})",
+    )
+    if transfer.backend:
+        why = f": {transfer.backend_reason}" if transfer.backend_reason else ""
+        text.append(f"\n  over {transfer.backend}{why}", "dim")
+    if transfer.failure_reason:
+        text.append(f"\n  {transfer.failure_reason}: {transfer.failure_message}", "red")
+    return text

@@ -1,0 +1,1 @@
+"""Sockets and descriptors between processes of one host."""

@@ -1,0 +1,1 @@
+"""Buckets as they travel."""

@@ -1,0 +1,347 @@
+"""Sealing and verifying buckets.
+
+A bucket's trailer digests the digests of what it carries, each of its part of a tensor at its
+place: so the payload is read once, for the wire and for the version.
+
+Source: docs/protocol.md, A bucket on the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.errors import DigestMismatchError
+from weft_rl.contract.layout.manifest import (
+    TRAILER_BYTES,
+    Manifest,
+    align_up,
+    check_trailer,
+    pack_trailer,
+)
+from weft_rl.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
+from weft_rl.contract.tensors import TensorMeta
+from weft_rl.transport.digests.copied import Place, copied_words, copy_words
+from weft_rl.transport.digests.copied_on_host import copy_digesting
+from weft_rl.transport.digests.kernel import Words
+from weft_rl.transport.digests.to_host import Fetched
+from weft_rl.transport.digests.wsum64 import Digests, Part, joined, start_digests
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
+
+
+def whole_parts(manifest: Manifest, index: int) -> list[Part]:
+    """The tensors of a layout's bucket, where they lie in its payload."""
+    slots = [manifest.tensors[i] for i in manifest.tensors_by_bucket[index]]
+    return [Part(slot.offset_bytes, align_up(slot.meta.num_bytes)) for slot in slots]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A bucket of a layout as it travels whole."""
+
+    parts: list[Part]
+
+    @cached_property
+    def words(self) -> tuple[Words, ...] | None:
+        """Its tensors at the places that they have; see ``copied_words``."""
+        return copied_words(self.parts, [Place(p.at, 0, p.num_bytes) for p in self.parts])
+
+
+def _whole(manifest: Manifest, index: int) -> _Whole:
+    """Kept, for the next version has the same: to make it takes as long as to copy an adapter."""
+    key = manifest.layout_digest, index
+    with _known_lock:
+        known = _known_wholes.get(key)
+    if known is None:
+        known = _Whole(whole_parts(manifest, index))
+        with _known_lock:
+            _known_wholes.put(key, known)
+    return known
+
+
+def run_parts(manifest: Manifest, runs: Iterable[Run]) -> list[Part]:
+    """Runs one behind the other, as a payload holds them."""
+    parts: list[Part] = []
+    at = 0
+    for run in runs:
+        size = manifest.tensors[run.tensor].meta.dtype.itemsize_bytes
+        is_slice = run.repeats > 1
+        part = Part(
+            at,
+            run.payload_bytes(size),
+            run.begin_bytes(size),
+            run.count * size if is_slice else 0,
+            run.stride * size,
+        )
+        parts.append(part)
+        at += part.num_bytes
+    return parts
+
+
+class Sealed(NamedTuple):
+    """What a bucket's bytes amount to."""
+
+    digest: int
+    """In its trailer."""
+    payload_bytes: int
+    tail: bytes
+    """What follows the payload as it travels: the trailer, and the list of its runs if it lists
+    them. There may be more room than that."""
+
+
+def seal_bucket(
+    payload_bytes: int,
+    nonce: int,
+    index: int,
+    digests: Sequence[int],
+    runs: Sequence[Run] | None = None,
+) -> Sealed:
+    """What goes with a bucket's payload, for whom sends it (``SideGroup.broadcast``).
+
+    Args:
+        payload_bytes, nonce, index: For the trailer.
+        digests: Of its tensors, or of its runs, in order.
+        runs: What the payload consists of; None where that is the layout's tensors.
+    """
+    table = b"" if runs is None else pack_runs(runs)
+    digest = xxhash.xxh3_64_intdigest(table + joined(digests))
+    tail = pack_trailer(digest, nonce, index, payload_bytes) + table
+    return Sealed(digest, payload_bytes, tail)
+
+
+def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> list[int]:
+    """Check a layout's bucket that has arrived; the digests of its tensors, in order.
+
+    Raises:
+        DigestMismatchError: Other bytes arrived than were sent.
+    """
+    return start_bucket(wire, manifest, index, nonce)()
+
+
+def start_bucket(
+    wire: torch.Tensor,
+    manifest: Manifest,
+    index: int,
+    nonce: int,
+    arrived: Arrived = IN_ITS_BUFFER,
+) -> Callable[[], list[int]]:
+    """Begin ``verify_bucket``; what is returned ends it. In between a GPU works on it, on the
+    calling thread's current stream.
+
+    Args:
+        arrived: How; what was lent is copied to ``wire`` as it is digested, each word read once.
+    """
+    lent = arrived.lent
+    size = manifest.buckets[index].payload_bytes
+    whole, digests = _whole(manifest, index), None
+    if lent is not None:
+        if lent.is_cuda:
+            digests = copy_words(lent[:size], whole.words, wire)
+        else:
+            digests = Digests(copy_digesting(lent[:size], whole.parts, wire[:size]))
+        rest = 0 if digests is None else size
+        wire[rest:size].copy_(lent[rest:size], non_blocking=True)
+    digests = digests or start_digests(wire[:size], whole.parts)
+    tail = _start_tail(wire, size, arrived)
+
+    def end() -> list[int]:
+        found = digests.wait()
+        digest = xxhash.xxh3_64_intdigest(joined(found))
+        check_trailer(
+            tail()[:TRAILER_BYTES], digest=digest, nonce=nonce, bucket=index, payload_bytes=size
+        )
+        return found
+
+    return end
+
+
+class Assembly(NamedTuple):
+    """Where buckets of a layout are put together from runs."""
+
+    data: torch.Tensor
+    """uint8, 1-D, contiguous."""
+    starts: Sequence[int]
+    """First byte in it of each bucket of the layout."""
+
+
+class Verified(NamedTuple):
+    """What a bucket that lists its runs carried."""
+
+    runs: Sequence[Run]
+    digests: list[int]
+    """Of each run."""
+    is_placed: bool
+    """Whether the runs were copied to their places, too."""
+
+
+def verify_runs(
+    wire: torch.Tensor, payload_bytes: int, manifest: Manifest, index: int, nonce: int
+) -> Verified:
+    """Check a bucket that lists its runs; see ``start_runs``."""
+    return start_runs(wire, payload_bytes, manifest, index, nonce)()
+
+
+def start_runs(
+    wire: torch.Tensor,
+    payload_bytes: int,
+    manifest: Manifest,
+    index: int,
+    nonce: int,
+    *,
+    bucket: int | None = None,
+    into: Assembly | None = None,
+    arrived: Arrived = IN_ITS_BUFFER,
+) -> Callable[[], Verified]:
+    """Begin to check a bucket that lists its runs; what is returned ends it. In between a GPU
+    works on it, on the calling thread's current stream.
+
+    Runs are copied to their places where that can be done in the same reading: before it is
+    known whether they are what was sent. Where it cannot, what was lent is copied to ``wire``
+    first: a sender could change what was verified, and is placed after.
+
+    Args:
+        wire: uint8, as it arrived.
+        payload_bytes: That it must have.
+        manifest: The layout that its runs belong in.
+        index, nonce: That its trailer must say.
+        bucket: Of the layout, that its runs must lie in; None for any.
+        into: Where the runs' places are.
+        arrived: How; what was lent is read until what is returned has ended.
+
+    Raises:
+        DigestMismatchError: Other bytes arrived than were sent, or runs that its plan does not
+            name, of which nothing was copied.
+    """
+    tail = _start_tail(wire, payload_bytes, arrived)()
+    listed = _listed(tail[TRAILER_BYTES:], manifest, payload_bytes, index, bucket)
+    content = wire if arrived.lent is None else arrived.lent
+    payload, copied = content[:payload_bytes], None
+    if into is not None:
+        copied = copy_words(payload, listed.words_into(into.starts), into.data)
+    if copied is None and arrived.lent is not None:
+        payload = wire[:payload_bytes].copy_(payload, non_blocking=True)
+    digests = copied or start_digests(payload, listed.parts)
+
+    def end() -> Verified:
+        found = digests.wait()
+        check_trailer(
+            tail[:TRAILER_BYTES],
+            digest=xxhash.xxh3_64_intdigest(pack_runs(listed.runs) + joined(found)),
+            nonce=nonce,
+            bucket=index,
+            payload_bytes=payload_bytes,
+        )
+        return Verified(listed.runs, found, copied is not None)
+
+    return end
+
+
+def _start_tail(wire: torch.Tensor, payload_bytes: int, arrived: Arrived) -> Callable[[], bytes]:
+    """Begin to bring what follows a bucket's payload to the host; what is returned ends it."""
+    if (tail := arrived.tail) is not None:
+        return lambda: tail
+    content = wire if arrived.lent is None else arrived.lent
+    fetched = Fetched(content[payload_bytes:], arrived=True)
+    return lambda: fetched.wait().numpy().tobytes()
+
+
+class _Listed(NamedTuple):
+    """The runs of a bucket, and what follows from them."""
+
+    runs: list[Run]
+    parts: list[Part]
+    places: list[tuple[int, Place]]
+    """Of each run: its bucket of the layout, and where in that it belongs."""
+    words: Lru[tuple[int, ...], tuple[Words, ...] | None]
+    """What ``words_into`` has found."""
+
+    def words_into(self, starts: Sequence[int]) -> tuple[Words, ...] | None:
+        """Where the words go, if the layout's buckets begin there; see ``copied_words``. Kept:
+        to find out takes longer than the copying."""
+        key = tuple(starts[bucket] for bucket in sorted({bucket for bucket, _ in self.places}))
+        with _known_lock:
+            if key not in self.words:
+                places = [place._replace(at=place.at + starts[b]) for b, place in self.places]
+                self.words.put(key, copied_words(self.parts, places))
+            return self.words.get(key)
+
+
+def _listed(
+    table: bytes, manifest: Manifest, payload_bytes: int, index: int, bucket: int | None
+) -> _Listed:
+    """What a bucket lists, if it may; kept, for the next version's list the same."""
+    key = (manifest.layout_digest, table, payload_bytes, index, bucket)
+    with _known_lock:
+        known = _known.get(key)
+    if known is None:
+        runs = unpack_runs(table, manifest, payload_bytes, index)
+        places = [_place(manifest, run) for run in runs]
+        for run, (own, _) in zip(runs, places, strict=True):
+            if bucket is not None and own != bucket:
+                raise DigestMismatchError(
+                    f"bucket {index} lists {run}, which lies in bucket {own} of the layout; its "
+                    f"plan says {bucket}"
+                )
+        known = _Listed(runs, run_parts(manifest, runs), places, Lru(_MAX_STARTS))
+        with _known_lock:
+            _known.put(key, known)
+    return known
+
+
+# Targets that buckets are put together in at a time: a segment, or memory for one bucket each.
+_MAX_STARTS = 4
+_known: Lru[tuple[bytes, bytes, int, int, int | None], _Listed] = Lru(128)
+_known_wholes: Lru[tuple[bytes, int], _Whole] = Lru(128)
+_known_lock = threading.Lock()
+
+
+def _place(manifest: Manifest, run: Run) -> tuple[int, Place]:
+    slot = manifest.tensors[run.tensor]
+    size, num_bytes = slot.meta.dtype.itemsize_bytes, slot.meta.num_bytes
+    end = run.end * size
+    # The zeros that follow a tensor go with its last run.
+    end = align_up(end) if end == num_bytes else end
+    return slot.bucket, Place(slot.offset_bytes, run.first * size, end)
+
+
+def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int]) -> list[int]:
+    """Digests of a version's tensors, from those of the runs that it came in, in any order.
+
+    Raises:
+        InvalidManifestError: They do not cover every element once; names a place.
+    """
+    return _sums([slot.meta for slot in manifest.tensors], runs, digests)
+
+
+def bucket_sums(
+    manifest: Manifest, bucket: int, runs: Sequence[Run], digests: Sequence[int]
+) -> list[int]:
+    """As ``tensor_sums`` of the tensors of one bucket of the layout, from runs that lie in it."""
+    tensors = manifest.tensors_by_bucket[bucket]
+    places = {tensor: nth for nth, tensor in enumerate(tensors)}
+    own = [run._replace(tensor=places[run.tensor]) for run in runs]
+    return _sums([manifest.tensors[tensor].meta for tensor in tensors], own, digests)
+
+
+def _sums(metas: Sequence[TensorMeta], runs: Sequence[Run], digests: Sequence[int]) -> list[int]:
+    check_coverage(metas, runs)
+    sums = [0] * len(metas)
+    for run, digest in zip(runs, digests, strict=True):
+        sums[run.tensor] = (sums[run.tensor] + digest) % 2**64
+    return sums
+
+
+def in_manifest_order(manifest: Manifest, by_bucket: Sequence[Sequence[int]]) -> list[int]:
+    """Digests of a version's tensors, from those of each of its layout's buckets."""
+    ordered = [0] * len(manifest.tensors)
+    for tensors, digests in zip(manifest.tensors_by_bucket, by_bucket, strict=True):
+        for tensor, digest in zip(tensors, digests, strict=True):
+            ordered[tensor] = digest
+    return ordered
