@@ -1,4 +1,4 @@
-"""The settings of a replica."""
+"""Settings of a replica."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Staging = Literal["auto", "host", "device", "in-place"]
 
 
 def default_replica_id() -> str:
-    """The machine's host name (a StatefulSet's pod name), cut to the rule of names."""
+    """Return the machine's host name (a StatefulSet's pod name), cut to the rule of names."""
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
     return name.lstrip("._-").replace("..", ".")[:63] or "replica"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """How a replica takes part in a pool."""
+    """Settings of a replica's part in a pool."""
 
     coordinator: str
     """HOST:PORT of the coordinator."""
@@ -38,18 +38,17 @@ class AgentConfig:
     listen: str = "127.0.0.1:0"
     """HOST:PORT of the ReplicaService; port 0 picks a free one."""
     advertise_host: str = ""
-    """Host that the coordinator and trainers reach this machine by; empty: the
-    host of ``listen``, or, for a wildcard, the address of the route to the
-    coordinator."""
+    """Host that the coordinator and trainers reach this machine by. Empty: the host of ``listen``,
+    or, for a wildcard, the address of the route to the coordinator."""
     http_url: str = ""
     """Base URL of the OpenAI-compatible server, as clients reach it."""
     contact_seconds: float = 30.0
-    """Time without an answer from the coordinator after which this replica is not
-    ready and refuses bare names."""
+    """Seconds without an answer from the coordinator after which this replica is not ready and
+    refuses bare names."""
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random for each process."""
+    """Random id of this process."""
     conflict_patience_seconds: float = 30.0
-    """How long a former process with the same id may linger in the registry."""
+    """Seconds that a former process with the same id may linger in the registry."""
 
     def __post_init__(self) -> None:
         check_name(self.replica_id, "replica")
@@ -64,7 +63,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The options of one replica process."""
+    """Options of one replica process."""
 
     agent: AgentConfig
     vllm_args: Sequence[str]
@@ -76,37 +75,35 @@ class RolloutConfig:
     staging_memory_bytes: int = 64 * 2**30
     """Bound of staged and retained base weights, wherever they are staged."""
     staging: Staging = "auto"
-    """Where bases are staged on a GPU host; "in-place" loads them as they arrive."""
+    """Memory that bases are staged in on a GPU host; "in-place" loads them as they arrive."""
     backend: BackendChoice = "auto"
-    """Which side groups to join."""
+    """Backends of the side groups to join."""
     running_requests: RunningRequests = "recompute"
-    """What becomes of requests that run when the base changes."""
+    """Treatment of requests that run when the base changes."""
     enable_sleep: bool = False
-    """Whether trainers on the same GPU may put the engine to sleep."""
+    """True if trainers on the same GPU may put the engine to sleep."""
     drain_seconds: float = 30.0
-    """How long running requests and transfers may take to end once the process is told
-    to stop; 0 cuts them."""
+    """Seconds that running requests and transfers may take to end once the process is told to stop;
+    0 cuts them."""
     retain_base: int = 1
-    """Versions of the base that a copy is kept of, the served one
-    included; others are cloned from it, and rollback goes back to it. 0 keeps none; nor does
-    loading in place."""
+    """Number of base versions to keep a copy of, the served one included. Other replicas clone from
+    these copies, and rollback goes back to them. 0 keeps none; nor does loading in place."""
     spill_dir: str = ""
-    """Directory that what is served is written to, so that a restart finds it; empty
-    for none. The base is written from the copy that ``retain_base`` keeps, so not where
-    it is loaded in place."""
+    """Directory for copies of what is served, so that a restart finds it; empty for none. The base
+    is written from the copy that ``retain_base`` keeps, so not where it is loaded in place."""
     spill_bytes: int = 256 * 2**30
-    """Bound of the versions of this base model there, of whichever replica."""
+    """Bound of all spilled versions of this base model, of whichever replica."""
 
     access: Path | None = None
-    """The file that says who may call the ReplicaService; None where everybody may."""
+    """File that says who may call the ReplicaService; None if everybody may."""
     insecure: bool = False
-    """Whether it may serve everybody on an address that is not loopback."""
+    """True if it may serve everybody on an address that is not loopback."""
     telemetry: TelemetryConfig = NO_TELEMETRY
-    """What it shows of itself: metrics, and health without TLS."""
+    """Telemetry settings: metrics, and health without TLS."""
     vllm_defaults: bool = False
-    """Leave vLLM's defaults of sampling; else they are those that RL trainers expect."""
+    """True to keep vLLM's sampling defaults; else they are those that RL trainers expect."""
     allow_unversioned_changes: bool = False
-    """Take an environment that opens endpoints of vLLM's which change weights."""
+    """True to accept an environment that opens vLLM endpoints which change weights."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.retain_base <= 100:

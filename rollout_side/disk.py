@@ -1,4 +1,4 @@
-"""Reads of disks that may hang: each on a thread of its own, which is left behind at its deadline.
+"""Reads of disks that may hang, each on its own thread, which is abandoned at its deadline.
 
 asyncio's own threads would not do: a few reads that hang would take all of them, and the process
 would wait for them at its end.
@@ -22,13 +22,13 @@ _free = threading.BoundedSemaphore(MAX_HANGING)
 
 
 def read_within(seconds: float, what: str, read: Callable[[], _T]) -> _T:
-    """Return what ``read`` returns, or raise what it raises; blocks so long at most.
+    """Return what ``read`` returns, or raise what it raises; block at most ``seconds``.
 
     Args:
-        what: Is read, for people.
+        what: Name of what is read, for error messages.
 
     Raises:
-        TransferTimeoutError: The disk did not answer; the read goes on, and is nobody's.
+        TransferTimeoutError: The disk did not answer; the read goes on, and its result is dropped.
     """
     try:
         return _begin(what, read).result(seconds)
@@ -37,7 +37,7 @@ def read_within(seconds: float, what: str, read: Callable[[], _T]) -> _T:
 
 
 async def answer_within(seconds: float, what: str, read: Callable[[], _T]) -> _T:
-    """The same for an event loop, which goes on meanwhile."""
+    """Do as ``read_within``, but without blocking the event loop."""
     future = asyncio.wrap_future(_begin(what, read))
     done, _ = await asyncio.wait({future}, timeout=seconds)
     if not done:
@@ -68,7 +68,7 @@ def _begin(what: str, read: Callable[[], _T]) -> Future[_T]:
 
 
 def _settle(settle: Callable[[Any], None], outcome: Any) -> None:
-    """Hand the outcome over, unless nobody wants it any more."""
+    """Set the outcome, unless nobody waits for it any more."""
     try:
         settle(outcome)
     except InvalidStateError:

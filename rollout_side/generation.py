@@ -1,4 +1,4 @@
-"""What an engine is asked to generate, and what it answers."""
+"""Orders to generate, and the answers of an engine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from weft_rl.contract.sampling import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOrder:
-    """One prompt, and by what it is completed."""
+    """Prompt to complete, with the adapter and the sampling to complete it with."""
 
     prompt: str | list[int]
-    """Text, or tokens."""
+    """Prompt as text, or as tokens."""
     adapter: PolicyVersion | None
-    """None: the base model itself."""
+    """Adapter version to complete it with; None for the base model itself."""
     sampling: Sampling = field(default_factory=Sampling)
     strict: bool = False
-    """Whether the answer ends when the base changes before its last token."""
+    """True if the answer ends when the base changes before its last token."""
     exact_base: bool = False
-    """Whether it ends when the base changes before its first one: a version of it was named."""
+    """True if the answer ends when the base changes before its first token: the request named a
+    version of the base."""
     chunk_tokens: int = 0
-    """Tokens of a chunk, at least, but of a sample's first and last; 0: as they come."""
+    """Least number of tokens in a chunk, except a sample's first and last; 0 sends tokens as they
+    come."""
 
 
 class FinishReason(enum.Enum):
-    """Why a sample has ended."""
+    """Reason why a sample has ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -38,13 +40,14 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class BaseSpan:
-    """Tokens ``[start, end)`` of a sample were sampled under one version of the base."""
+    """Span of a sample's tokens, ``[start, end)``, that were sampled under one version of the
+    base."""
 
     version: int
     start: int
     end: int
     older_cache: bool = False
-    """Whether the sample's cache was kept from an earlier version."""
+    """True if the sample's cache was kept from an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +58,32 @@ class SampleChunk:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None = None
-    """Of the last chunk."""
+    """Reason of the end; set on the last chunk only."""
     base_spans: tuple[BaseSpan, ...] = ()
-    """Of the last chunk: of all the sample's tokens, without gaps."""
+    """Spans of all the sample's tokens, without gaps; set on the last chunk only."""
 
 
 class Answer(Protocol):
-    """An answer that an engine is making. It counts as a running request from the moment it
-    was made until ``end``."""
+    """Answer that an engine is making. It counts as a running request from its creation until
+    ``end``."""
 
     base: int
-    """Version of the base when it was asked for."""
+    """Version of the base when the answer was requested."""
     prompt_token_ids: Sequence[int]
-    """What the prompt's text was made into, known with the first chunks; else empty."""
+    """Tokens of a text prompt, known with the first chunks; empty before, and for a prompt of
+    tokens."""
 
     def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
-        """What has been sampled since the last time; to be iterated once. Ends when every
+        """Yield the chunks sampled since the last iteration; to be iterated once. Ends when every
         sample has had its last chunk.
 
         Raises:
-            InvalidRequestError: The engine refuses it; nothing was sampled.
+            InvalidRequestError: The engine refuses the prompt; nothing was sampled.
             CapacityError: ``TOO_MANY_CALLS``: the engine's own bounds are met.
-            VersionChangedError: The base has changed, and it is strict. The tokens that came
+            VersionChangedError: The base has changed, and the order is strict. The tokens that came
                 are of the version before.
             PeerUnavailableError: The engine has died.
         """
 
     def end(self) -> None:
-        """End it in the engine, wherever it is; idempotent."""
+        """End the answer in the engine, wherever it is; idempotent."""

@@ -1,4 +1,4 @@
-"""What an engine was asked and has not answered, and when it was last seen to get on."""
+"""Calls that an engine has not answered yet, and the time of its last progress."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class _Call(NamedTuple):
 
 
 class OwedAnswers:
-    """The calls to one engine that are not answered; changed on its event loop, read on any
-    thread.
+    """Unanswered calls to one engine; changed on its event loop, read on any thread.
 
     Args:
-        spoken_at: When the engine's own threads last said that they get on, as
+        spoken_at: Returns when the engine's own threads last reported progress, as
             ``time.monotonic()``.
     """
 
@@ -35,9 +34,9 @@ class OwedAnswers:
         """Note a call.
 
         Args:
-            key: Whatever tells this call from others, for ``end``.
-            what: It asks for, for people.
-            quiet_seconds: How long the engine may say nothing in it.
+            key: Any value that identifies the call, for ``end``.
+            what: Description of the call, for messages.
+            quiet_seconds: Seconds that the engine may say nothing during the call.
         """
         self._calls[key] = _Call(what, time.monotonic(), quiet_seconds)
 
@@ -48,8 +47,8 @@ class OwedAnswers:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Count as progress whatever is waited for in the ``with``: a disk, which has a deadline
-        of its own and says nothing of the engine."""
+        """Count every wait inside the ``with`` as progress. Such a wait is for a disk, say, which
+        has a deadline of its own and tells nothing about the engine."""
         self._num_elsewhere += 1
         try:
             yield
@@ -59,7 +58,7 @@ class OwedAnswers:
 
     @property
     def work(self) -> EngineWork:
-        """See ``Engine.work``."""
+        """Oldest unanswered call, and the engine's last progress; see ``Engine.work``."""
         now, calls = time.monotonic(), list(self._calls.values())
         seen_at = now if self._num_elsewhere else max(self._answered_at, self._spoken_at())
         if not calls:

@@ -1,7 +1,7 @@
-"""One beat for what a process does each second.
+"""Shared one-second beat for the periodic work of a process.
 
-Each wake-up of an idle process costs more than what is done at it, so those of one process
-wake together: at whole seconds of the monotonic clock.
+Each wake-up of an idle process costs more than the work done at it. So those of one process wake
+together, at whole seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ import time
 
 
 def seconds_to_tick() -> float:
-    """How long it is to the next whole second."""
+    """Return the seconds until the next whole second."""
     return 1.0 - time.monotonic() % 1.0

@@ -1,4 +1,4 @@
-"""What a replica knows of a version beside its number: what a catalog records of it."""
+"""Facts that a replica knows of a version beside its number, as a catalog records them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weft_rl.v1 import types_pb2
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What is recorded of one version; plain, so that it can be kept and compared."""
+    """Recorded facts of one version, as plain values that can be kept and compared."""
 
     digest: bytes
-    """``weft.v1.ContentDigest.value``."""
+    """Content digest: ``weft.v1.ContentDigest.value``."""
     message: bytes
-    """The ``weft.v1.VersionFacts``, serialized."""
+    """Serialized ``weft.v1.VersionFacts``."""
 
     def to_proto(self) -> types_pb2.VersionFacts:
-        """The message that the coordinator takes."""
+        """Return the facts as the message that the coordinator takes."""
         return types_pb2.VersionFacts.FromString(self.message)
 
 
 def spilled_facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
-    """What the files of a spilled version say; ``config_json`` is empty for a base."""
+    """Make the facts of a spilled version from its files; ``config_json`` is empty for a base."""
     adapter = types_pb2.AdapterSpec(config_json=config_json) if config_json else None
     facts = types_pb2.VersionFacts(
         content_digest=content_to_proto(manifest, digest),

@@ -1,4 +1,4 @@
-"""For trainers: push versioned weights to a pool of rollout replicas, and have it generate.
+"""Trainer API: pushes of versioned weights to a pool of rollout replicas, and its completions.
 
 Needs torch, grpcio and protobuf; never vLLM.
 """

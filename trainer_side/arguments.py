@@ -1,4 +1,4 @@
-"""Arguments that users give, checked before anything else happens."""
+"""Checks of the arguments that users give, made before anything else happens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_data_host(host: object) -> str | None:
 
 
 def check_replicas(require: object) -> int:
-    """How many replicas ``require`` asks for; 0 is all in contact.
+    """Return the number of replicas that ``require`` asks for; 0 is all in contact.
 
     Raises:
         InvalidRequestError: Neither "all" nor a positive whole number.
@@ -43,7 +43,7 @@ def check_replicas(require: object) -> int:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Refuse what is neither None nor a function.
+    """Refuse a value that is neither None nor a function.
 
     Raises:
         InvalidRequestError: It is not.
@@ -53,7 +53,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_ranks(ranks: object) -> None:
-    """Refuse what cannot say which processes push together.
+    """Refuse a value that cannot say which processes push together.
 
     Raises:
         InvalidRequestError: Neither "all", "this" nor a process group.
@@ -67,7 +67,7 @@ def check_ranks(ranks: object) -> None:
 
 
 def check_device(device: object) -> torch.device | None:
-    """The accelerator to send from, if it is there.
+    """Return the accelerator to send from; None if none was named.
 
     Raises:
         InvalidRequestError: No CUDA device of this process.
@@ -93,7 +93,7 @@ def check_device(device: object) -> torch.device | None:
 
 
 def check_model(model: object, method: str, *, directories: bool = True) -> None:
-    """Refuse what is no model.
+    """Refuse a value that is not a model.
 
     Args:
         directories: Whether a path will do.

@@ -14,7 +14,7 @@ from weft_rl.contract.push_defaults import OnBaseChange, Require
 
 
 class AsyncPushes:
-    """The part of a ``Publisher`` that pushes beside the training: copies, and sends the copies."""
+    """Methods of a ``Publisher`` that push copies of the weights while training continues."""
 
     _settings: PushSettings
     _background: Background
@@ -34,7 +34,7 @@ class AsyncPushes:
         timeout_seconds: float | None = None,
         when_busy: WhenBusy = "queue",
     ) -> Future[PolicyVersion]:
-        """``push_adapter`` of the weights as they are now; returns once they are copied.
+        """Copy an adapter's weights as they are now and push the copy; return once they are copied.
 
         The ranks wait for each other; then each copies what it holds to host memory that is
         used again, and training may continue at once. At most two pushes of a policy wait,
@@ -47,7 +47,7 @@ class AsyncPushes:
             when_busy: "replace" makes earlier pushes of this policy that have not begun
                 fail with ``REPLACED``, and blocks for none of them; "queue" sends them all,
                 in order.
-            others: As for ``push_adapter``.
+            others: See ``push_adapter``.
 
         Returns:
             A future that ends as ``push_adapter`` would, the same on every rank. It
@@ -68,7 +68,7 @@ class AsyncPushes:
         timeout_seconds: float | None = None,
         when_busy: WhenBusy = "queue",
     ) -> Future[PolicyVersion]:
-        """``push_base`` of the weights as they are now; see ``push_adapter_async``."""
+        """Copy the base's weights as they are now and push the copy; see ``push_adapter_async``."""
         request = self._settings.base(model, cast)
         request = request.with_options(check_finite, require, timeout_seconds)
         return self._background.submit(request, when_busy)
@@ -84,7 +84,8 @@ class AsyncPushes:
         timeout_seconds: float | None = None,
         when_busy: WhenBusy = "queue",
     ) -> Future[PolicyVersion]:
-        """``push_merged`` of the weights as they are now; see ``push_adapter_async``."""
+        """Copy base and adapter as they are now and push them merged; see
+        ``push_adapter_async``."""
         request = self._settings.base(model, cast, adapter_name)
         request = request.with_options(check_finite, require, timeout_seconds)
         return self._background.submit(request, when_busy)

@@ -1,4 +1,4 @@
-"""Pushes beside the training: one thread carries them out, in the order of the calls."""
+"""Background pushes: one thread carries them out, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ class _Waiting:
     """A push that was asked for and has not begun."""
 
     number: int
-    """Counts the calls; the same on every rank."""
+    """Number of the call, counted alike on every rank."""
     request: PushRequest
     began: float
-    """When it was asked for."""
+    """Time of the call, ``time.monotonic()``."""
     parent: str
-    """The traceparent of who asked for it."""
+    """Traceparent of the caller."""
     future: Future[PolicyVersion] = field(default_factory=Future)
     content: Callable[[], Content] | None = None
-    """Its copy of the weights; None while that is made."""
+    """Function that returns the copied content, or raises; None while the copy is made."""
     is_replaced: bool = False
-    """Whether a later push of the policy made it pointless before it began."""
+    """True if a later push of the policy made it pointless before it began."""
 
 
 class Background:
-    """Copies weights and pushes the copies, one after the other, on a thread of its own.
+    """Thread that pushes copies of the weights, one after the other.
 
-    Of each policy at most ``MAX_WAITING`` pushes wait with a copy, beside the one under
-    way: who asks for another blocks until one of them has begun.
+    At most ``MAX_WAITING`` pushes of a policy wait with a copy, beside the one under way: a caller
+    that asks for another blocks until one of them has begun.
 
     Args:
         pushing: Carries the pushes out, on the thread.
-        ranks: Of the trainer, over a link of their own: the thread that asks for a push uses
+        ranks: The trainer's ranks, over a link of their own: the thread that asks for a push uses
             it while another push is under way.
     """
 
@@ -83,13 +83,15 @@ class Background:
         most for the push's own time; and then for its copy.
 
         Args:
-            request: What is pushed; the failure to look at it is that of the push.
-            when_busy: Whether those of the policy that wait are pointless now ("replace"). They
-                give their copies back at once, so this one finds room; they fail at their turn.
+            request: Request of the push; a failure to look at its model is that of the push.
+            when_busy: "replace" makes waiting pushes of the policy pointless; "queue" keeps them.
+                Replaced pushes give their copies back at once, so this one finds room; they fail at
+                their turn.
 
         Returns:
-            How the push ended, the same on every rank. TransferTimeoutError where it found
-            no room at one of them in its time: nothing was copied.
+            A future of the push, with the same outcome on every rank. It holds a
+            TransferTimeoutError where the push found no room at one of them in its time: nothing
+            was copied.
 
         Raises:
             InvalidRequestError: ``PUBLISHER_CLOSED``.
@@ -121,7 +123,7 @@ class Background:
         """Block until nothing runs or waits, at most until ``deadline``.
 
         Args:
-            call: Who waits, for people.
+            call: Name of the waiting call, for error messages.
 
         Raises:
             InvalidRequestError: ``PUBLISHER_CLOSED``; or as ``Turn.check``.
@@ -137,7 +139,7 @@ class Background:
                 raise under_way(call)
 
     def close(self) -> None:
-        """Take no more, push what waits, end the thread and leave the link."""
+        """Refuse further pushes, carry out those that wait, end the thread and leave the link."""
         with self._lock:
             self._is_closed = True
             self._condition.notify_all()
@@ -146,7 +148,7 @@ class Background:
         self._ranks.abandon()
 
     def _wait_for_room(self, waiting: _Waiting, *, replace_earlier: bool) -> None:
-        """Block until it may copy; all ranks may, or all raise the error of one."""
+        """Block until this push may copy; all ranks may, or all raise the error of one."""
         seconds = waiting.request.timeout_seconds
         with self._lock:
             is_room = self._condition.wait_for(
@@ -166,13 +168,14 @@ class Background:
                 self._condition.notify_all()
 
     def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
-        """The pushes of its policy that wait before this one."""
+        """Return the pushes of the same policy that wait before this one."""
         ahead = itertools.takewhile(lambda other: other is not waiting, self._queue)
         policy = waiting.request.policy
         return [w for w in ahead if w.request.policy == policy and not w.is_replaced]
 
     def _replace_ahead(self, waiting: _Waiting) -> list[int]:
-        """Replace the pushes of its policy before this one, at the sender; their numbers."""
+        """Replace earlier waiting pushes of the same policy, at the sender; return their
+        numbers."""
         with self._lock:
             replaced = self._ahead(waiting)
             for earlier in replaced:
@@ -180,7 +183,7 @@ class Background:
             return [earlier.number for earlier in replaced]
 
     def _drop_copies(self, numbers: Collection[int]) -> None:
-        """Give back the copies of pushes that the sender has replaced: nobody reads them."""
+        """Give back the copies of pushes that the sender has replaced; nobody reads them."""
         with self._lock:
             for waiting in self._queue:
                 waiting.is_replaced |= waiting.number in numbers
@@ -189,8 +192,8 @@ class Background:
             self._memory.give_back(number)
 
     def _copy(self, waiting: _Waiting) -> None:
-        """Copy the weights, or keep what prevented it for the push: the other ranks made
-        their copies, and must learn of it in step."""
+        """Copy the weights, or keep the error that prevented it as the push's outcome. The other
+        ranks made their copies and must learn of the error in step."""
         try:
             content = waiting.request.content()
             assert not isinstance(content, NamedBase)  # nothing to copy before it is sent

@@ -1,4 +1,7 @@
-"""Publisher: what a trainer imports to push weights to the pool.
+"""Publisher, the class that trainers import to push weights to the pool.
+
+The composer of the trainer side: it introduces a source to the packer, the sender and the control
+plane.
 
 The composer of the trainer side: it introduces a source to the packer, the sender
 and the control plane.
@@ -53,26 +56,25 @@ _T = TypeVar("_T")
 
 
 class Publisher(AsyncPushes, RolloutSleep):
-    """Pushes versions of policies from one trainer, of one process or of many.
+    """Publisher of policy versions for one trainer, of one process or of many.
 
-    The model may be plain, or wrapped by DDP, FSDP (1 and 2) or DeepSpeed, with or
-    without PEFT: which one is told by looking at it, and said in ``last_report``.
-    Pushes of one publisher run one after the other. In a trainer of one process every
-    method may be called from any thread; in one of several ranks, every rank makes
-    the same calls in the same order. Leases are renewed in the background until
-    ``close``.
+    The model may be plain, or wrapped by DDP, FSDP (1 and 2) or DeepSpeed, with or without PEFT:
+    the kind is detected, and named in ``last_report``. Pushes of one publisher run one after the
+    other. In a trainer of one process every method may be called from any thread; in one of several
+    ranks, every rank makes the same calls in the same order. Leases are renewed in the background
+    until ``close``.
 
     Args:
         coordinator: HOST:PORT; used by rank 0, and by ranks that send shards.
         trainer_id: Stable name of this trainer; owns the policies it pushes.
-        require: How many replicas must hold a version, received whole and verified, before it
-            is committed. By default one: a replica that is lost, stalls, has no room or cannot
-            keep up leaves the push, which goes on with whoever remains. Or "all" that are ready
-            when the push begins: then it fails with that replica (unless one of them loads a
-            base in place). It is asked until the commit and not after: a replica that dies or
-            fails while it switches leaves service and catches up later, and the push succeeds
-            if one replica serves the version. ``last_report.num_replicas`` counts those that
-            do, ``remarks`` names the others and says why.
+        require: Number of replicas that must hold a version, received whole and verified, before it
+            is committed. By default one: a replica that is lost, stalls, has no room or cannot keep
+            up leaves the push, which goes on with those that remain. Or "all" that are ready when
+            the push begins: then it fails with that replica (unless one of them loads a base in
+            place). The requirement holds until the commit and not after: a replica that dies or
+            fails while it switches leaves service and catches up later, and the push succeeds if
+            one replica serves the version. ``last_report.num_replicas`` counts those that do,
+            ``remarks`` names the others and says why.
         timeout_seconds: Longest time of a push from its call on, waiting for replicas and for
             earlier pushes of this publisher included. Within it a push
             that ends for a reason that passes (too few replicas were left, the coordinator was
@@ -86,41 +88,41 @@ class Publisher(AsyncPushes, RolloutSleep):
             in host memory, or on the accelerator three (four where replicas read them there).
         data_host: Address that the replicas reach this machine by; by default the
             one its routes choose towards the coordinator.
-        backend: What carries the bytes. "auto": the best that the pool offers and all can use:
-            "nccl" from accelerator to accelerator, "one-sided" where every replica can read
-            this process's memory, else "gloo"; ``last_report`` says which, and why. Or one of
-            them and no other.
+        backend: Backend that carries the bytes. "auto": the best that the pool offers and all can
+            use: "nccl" from accelerator to accelerator, "one-sided" where every replica can read
+            this process's memory, else "gloo"; ``last_report`` says which, and why. Or one of them
+            and no other.
         device: The accelerator that NCCL sends from, for example "cuda:1"; by default
             the current one.
         progress: "auto" draws a bar on a terminal; None is silent; or a function
             of (policy, buckets verified, buckets in all).
-        ranks: Which processes push together. "all" of ``torch.distributed`` (one, if it
-            is not initialised) or those of a group: each makes a Publisher, and each
-            calls every push, in the same order. Rank 0 of them is the sender and speaks for
-            all; ranks that hold shards send these themselves, so each must reach the
-            coordinator and the replicas (see ``max_senders``). "this" process only: for a
-            trainer whose weights are whole here, pushed by one of its ranks.
-        kind: How models are held: found out by looking ("auto"), or refused unless it is
-            so: "whole" (plain, DDP, ZeRO-1 and 2), "fsdp1", "fsdp2" (HSDP), "zero3".
-        on_publish_again: Called with a policy's name when no replica holds the
-            version that the pool should serve any more (all were restarted, say), and
-            this publisher owns the policy: once each time that is asked, at the sender,
-            on a thread of its own, one call after the other. It may push if the trainer has
-            one rank; until it returns ``close`` waits some seconds, the end of the process as
-            long as it takes; an exception is logged. The weights must not change meanwhile: who
-            cannot promise that, or has several ranks, looks at ``wanted`` in its loop instead.
+        ranks: Processes that push together. "all" of ``torch.distributed`` (one, if it is not
+            initialised) or those of a group: each makes a Publisher, and each calls every push, in
+            the same order. Rank 0 of them is the sender and speaks for all; ranks that hold shards
+            send these themselves, so each must reach the coordinator and the replicas (see
+            ``max_senders``). "this" process only: for a trainer whose weights are whole here,
+            pushed by one of its ranks.
+        kind: Kind that models are held as: detected ("auto"), or refused unless it is so: "whole"
+            (plain, DDP, ZeRO-1 and 2), "fsdp1", "fsdp2" (HSDP), "zero3".
+        on_publish_again: Called with a policy's name when no replica holds the version that the
+            pool should serve any more (all were restarted, say), and this publisher owns the
+            policy: once each time that is asked, at the sender, on a thread of its own, one call
+            after the other. It may push if the trainer has one rank; until it returns ``close``
+            waits some seconds, the end of the process as long as it takes; an exception is logged.
+            The weights must not change meanwhile: a trainer that cannot promise that, or has
+            several ranks, reads ``wanted`` in its loop instead.
         check_finite: Look for NaN and infinities in what is sent, after the cast, bucket by
             bucket as it is packed. None does so for adapters that are packed on an
             accelerator, where it costs next to nothing, and for nothing else.
-        on_base_change: What becomes of an adapter that would be served over another base than
-            it was trained on; see ``push_adapter``. It never hinders a push of the base.
-        tls: Whose certificates to trust, and which to show; by default what the environment
-            names (``WEFT_TLS_CA``, ``_CERT``, ``_KEY``), or no TLS. Files are reread.
+        on_base_change: Handling of an adapter that would be served over another base than it was
+            trained on; see ``push_adapter``. It never hinders a push of the base.
+        tls: Certificates to trust and to show; by default what the environment names
+            (``WEFT_TLS_CA``, ``_CERT``, ``_KEY``), or no TLS. Files are reread.
         token: The bearer token to show; by default what the file of ``WEFT_TOKEN_FILE`` holds.
         takeover: Take the policies' leases from another living process of this ``trainer_id``,
             once each, whose pushes then fail with ``LEASE_FENCED``. Otherwise the first push
             fails with ``POLICY_OWNED`` as soon as that process is seen to live.
-        max_senders: How many of a sharded trainer's ranks send what they hold (64; at most 256),
+        max_senders: Most ranks of a sharded trainer that send what they hold (64; at most 256),
             each over a stream of its own to the coordinator; the others pass theirs to one of
             these. With 1, rank 0 gathers and sends all.
 
@@ -199,7 +201,7 @@ class Publisher(AsyncPushes, RolloutSleep):
 
     @property
     def last_report(self) -> PushReport | None:
-        """What the last push that succeeded cost; None before the first."""
+        """Costs of the last push that succeeded; None before the first."""
         return self._pushing.last_report
 
     def push_adapter(
@@ -216,13 +218,13 @@ class Publisher(AsyncPushes, RolloutSleep):
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
-        """Push a LoRA adapter; returns once the replicas serve it (see ``require``).
+        """Push a LoRA adapter; return once the replicas serve it (see ``require``).
 
         Args:
             model: A PEFT model, wrapped or not, read in place (its base is not read), or
                 a directory that PEFT saved.
             policy: The adapter's name in the pool.
-            adapter_name: Which adapter of the PEFT model.
+            adapter_name: Name of the adapter in the PEFT model.
             cast: Cast floats to the dtype that the replicas serve adapters in.
             check_finite: Whether NaN and infinities end the push, with ``NotFiniteError``;
                 by default as for ``Publisher``. A base is refused at begin by a pool where
@@ -232,12 +234,12 @@ class Publisher(AsyncPushes, RolloutSleep):
                 given: what this publisher pushed last from the same base model, or 0 if the
                 checkpoint that this was loaded from is what the replicas were started with;
                 else it is not known (base@?).
-            on_base_change: What becomes of it where the pool serves another base: "warn"
-                (``last_report.remarks`` says so), "refuse" with ``BaseMismatchError``, also
-                where it is not known which base it was trained on, or "ignore"; by default
-                as for ``Publisher``.
-            require: Which replicas must hold it; by default what ``Publisher`` was told.
-            timeout_seconds: Of this push; by default what ``Publisher`` was told.
+            on_base_change: Handling of the adapter where the pool serves another base: "warn"
+                (``last_report.remarks`` says so), "refuse" with ``BaseMismatchError``, also where
+                it is not known which base it was trained on, or "ignore"; by default as for
+                ``Publisher``.
+            require: Replicas that must hold it; by default as for ``Publisher``.
+            timeout_seconds: Longest time of this push; by default as for ``Publisher``.
 
         Returns:
             The version, for example ``math@17``; requests may name it, or ``math``.
@@ -248,7 +250,7 @@ class Publisher(AsyncPushes, RolloutSleep):
             NotFiniteError: A tensor holds NaN or infinity; nothing that is served changed.
             PeerUnavailableError: A rank or the coordinator is gone, or no replica is left, until
                 the deadline; or with ``require="all"`` a replica; nothing changed.
-            TransferTimeoutError: The deadline passed; ask what happened before pushing again.
+            TransferTimeoutError: The deadline passed; find out what happened before pushing again.
             WeftError: It was refused or failed for another reason; nothing changed.
         """
         request = self._settings.adapter(
@@ -267,24 +269,24 @@ class Publisher(AsyncPushes, RolloutSleep):
         require: Require | None = None,
         timeout_seconds: float | None = None,
     ) -> PolicyVersion:
-        """Push every weight of the base model; returns once the replicas serve it.
+        """Push every weight of the base model; return once the replicas serve it.
 
         Args:
             model: A torch or transformers model, wrapped or not, read in place, or a
                 directory (or file) of safetensors in checkpoint names.
-            named_tensors: Instead, an iterator of every weight as (checkpoint name, full
-                tensor), or a function that makes one: in any order, each copied before the
-                next is asked for. Of every rank, in step, or of rank 0 alone.
+            named_tensors: Instead, an iterator of every weight as (checkpoint name, full tensor),
+                or a function that makes one: in any order, each copied before the next is asked
+                for. Given at every rank, in step, or at rank 0 alone.
             metadata: Names in the order of ``named_tensors``, each with something that has its
                 shape and dtype; needed where a replica loads a base in place.
-            cast, check_finite, require, timeout_seconds: As for ``push_adapter``.
+            cast, check_finite, require, timeout_seconds: See ``push_adapter``.
 
         Returns:
             The version, for example ``base@3``.
 
         Raises:
             InvalidManifestError: Not exactly the served model's tensors.
-            WeftError: As for ``push_adapter``.
+            WeftError: See ``push_adapter``.
         """
         request = self._settings.model_or_named(model, named_tensors, metadata, cast)
         request = request.with_options(check_finite, require, timeout_seconds)
@@ -302,21 +304,21 @@ class Publisher(AsyncPushes, RolloutSleep):
     ) -> PolicyVersion:
         """Push a PEFT model's base with an adapter merged in, as a version of the base.
 
-        Merged tensor by tensor on the way out, in float32, rounded once: the trained
-        weights are only read, and memory is that of ``push_base``. A base quantised by
-        bitsandbytes is dequantised first.
+        Tensors are merged one by one on the way out, in float32, rounded once: the trained weights
+        are only read, and memory is that of ``push_base``. A base quantised by bitsandbytes is
+        dequantised first.
 
         Args:
             model: A PEFT model, wrapped or not.
-            adapter_name: Which adapter.
-            cast, check_finite, require, timeout_seconds: As for ``push_adapter``.
+            adapter_name: Name of the adapter in the PEFT model.
+            cast, check_finite, require, timeout_seconds: See ``push_adapter``.
 
         Returns:
             The version, for example ``base@3``.
 
         Raises:
             UnsupportedError: A kind of layer that cannot be merged so; names it.
-            WeftError: As for ``push_base``.
+            WeftError: See ``push_base``.
         """
         request = self._settings.base(model, cast, adapter_name)
         request = request.with_options(check_finite, require, timeout_seconds)
@@ -326,9 +328,9 @@ class Publisher(AsyncPushes, RolloutSleep):
     def wanted(self) -> frozenset[str]:
         """Policies owned here that no replica can serve until they are pushed again.
 
-        Learnt with the leases, within a third of their time to live; a push of the
-        policy takes it out. Does not block. Known at the sender, empty at other ranks:
-        a trainer of several broadcasts it, for all must push.
+        Learnt with the leases, within a third of their time to live; a push of the policy takes it
+        out. Does not block. Known at the sender, empty at other ranks: a trainer of several ranks
+        broadcasts it, for all must push.
         """
         self._pushing.turn.check_process("wanted")
         return self._coordinator.leases.wanted if self._coordinator is not None else frozenset()

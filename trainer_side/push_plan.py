@@ -1,4 +1,4 @@
-"""What the ranks of a trainer are to push, as one of them finds it: tensors, layout, who sends."""
+"""Plan of a push as one rank finds it: tensors, layout and senders."""
 
 from __future__ import annotations
 
@@ -25,43 +25,44 @@ _MAX_MANIFESTS = 32
 
 @dataclass(frozen=True)
 class PushPlan:
-    """One push, as a rank finds it: the same on every rank, but for named tensors."""
+    """Plan of one push; the same on every rank, except for named tensors."""
 
     target: pb.DescribeTargetResponse
-    """What the pool serves; of its backends the one to use."""
+    """Description of what the pool serves; its first backend is the one to use."""
     what: Content | NamedBase
     source: Source | RunSource | None
-    """None of named tensors at ranks that do not send."""
+    """Source of the tensors; None for named tensors at ranks that do not send."""
     adapter: Adapter | None
-    """None of a base."""
+    """Adapter that is pushed; None for a base."""
     manifest: Manifest | None
-    """None where ``source`` is."""
+    """Layout of the tensors; None where ``source`` is None."""
     shards: ShardPush | None
-    """What each rank is to send of what it holds; None where rank 0 sends all."""
+    """Shares that the ranks send of what they hold; None where rank 0 sends all."""
     finite: bool
-    """Whether NaN and infinities end the push."""
+    """True if NaN and infinities end the push."""
     remarks: tuple[str, ...] = ()
-    """On what is gathered that a sharded trainer's ranks would send, and why."""
+    """Tensors that are gathered though ranks of a sharded trainer could send them, and the
+    reasons."""
 
     @property
     def backend(self) -> str:
-        """What is to carry the bytes."""
+        """Backend that is to carry the bytes."""
         return self.target.backends[0]
 
     @property
     def description(self) -> str:
-        """Of what is read, for people."""
+        """Description of what is read, for messages."""
         return self.source.description if self.source else DESCRIPTION
 
 
 class Planner:
-    """Plans pushes, and keeps what the next one needs again.
+    """Planner of pushes, which keeps what the next push needs again.
 
     Args:
-        ranks: Of the trainer.
+        ranks: Ranks of the trainer.
         bucket_bytes: Payload of a bucket; None is what suits the backend.
-        max_senders: Of more ranks that hold shards, some pass theirs to those that send; 1 is a
-            gather at rank 0, of whole tensors.
+        max_senders: Most ranks that send. If more hold shards, the others pass theirs to those that
+            send; with 1, rank 0 gathers whole tensors.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Planner:
         target: pb.DescribeTargetResponse,
         reference: Callable[[], Reference],
     ) -> PushPlan:
-        """What this rank would push to a pool; not collective, reads no values.
+        """Plan what this rank would push to a pool; not collective, reads no values.
 
         Args:
             reference: The pool's own list of tensors; called for named tensors, at the sender
@@ -102,7 +103,7 @@ class Planner:
         return PushPlan(target, what, source, adapter, manifest, shards, finite, remarks)
 
     def _manifest(self, backend: str, source: Source | RunSource) -> Manifest:
-        """The manifest of a source's tensors, which is kept: the next push has the same."""
+        """Return the manifest of a source's tensors, kept for the next push of the same tensors."""
         capacity, metas = bucket_capacity(backend, self._bucket_bytes), source.metas
         last = self._last
         if last is not None and last[0] == capacity and last[1] is metas:
@@ -117,7 +118,8 @@ class Planner:
     def _shards(
         self, source: Source | RunSource | None, manifest: Manifest | None
     ) -> tuple[ShardPush | None, tuple[str, ...]]:
-        """What the ranks hold, where each is to send it; and what is gathered in its place."""
+        """Return the push of the ranks' shards, if they send them, and remarks on what is
+        gathered."""
         ranks = self._ranks
         sends_alone = ranks.size == 1 or self._max_senders == 1
         if sends_alone or manifest is None or isinstance(source, RunSource | None):
@@ -132,7 +134,11 @@ class Planner:
 
 
 def checks_finite(wanted: bool | None, backend: str, *, is_adapter: bool) -> bool:
-    """Whether what is packed is looked at for NaN and infinities.
+    """Return whether packed tensors are checked for NaN and infinities.
+
+    Unless ``wanted`` says, only adapters that are packed on an accelerator are, which reads one at
+    the speed of its memory. On a CPU the check costs about what the digest does (25 ms for 175 MB
+    on one core; ``python -m benchmarks.finite``), so there it must be asked for.
 
     Unless it was said: adapters that are packed on an accelerator, which reads one at the
     speed of its memory. On a CPU it costs about what the digest does (25 ms for 175 MB on

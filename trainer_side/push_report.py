@@ -1,4 +1,4 @@
-"""What a push that succeeded cost, and what its success does not tell."""
+"""Report of a push that succeeded: its cost, and what success does not tell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft_rl.v1 import publish_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """What a push cost, as the coordinator saw it."""
+    """Cost of a push, as the coordinator saw it."""
 
     version: PolicyVersion
     total_bytes: int
@@ -23,16 +23,16 @@ class PushReport:
     staging_seconds: float
     committing_seconds: float
     pause_seconds: float
-    """Longest time that a replica paused generation for."""
+    """Longest time that a replica paused generation."""
     source: str
-    """What was read: the kind of trainer and of model that was found."""
+    """Kind of trainer and of model that was read."""
     backend: str
-    """What carried the bytes: "one-sided", "nccl" or "gloo"."""
+    """Backend that carried the bytes: "one-sided", "nccl" or "gloo"."""
     backend_reason: str
-    """Why that one, and why not those that the pool would have preferred."""
+    """Reason for this backend, and against those that the pool would have preferred."""
     remarks: tuple[str, ...] = ()
-    """What the success does not tell: a replica that did not switch and why, a trainer's base
-    that is quantised, ..."""
+    """Facts that success does not tell: replicas that did not switch and why, a quantised base,
+    ..."""
 
 
 def report_of(
@@ -45,11 +45,11 @@ def report_of(
     backend: str,
     remarks: Sequence[str],
 ) -> PushReport:
-    """The report of a push whose transfer has ended so.
+    """Return the report of a push from its ended transfer.
 
     Args:
-        backend: What was to carry the bytes, if the transfer does not say.
-        remarks: Those that the trainer has of its own; who does not serve it comes behind.
+        backend: Backend that was to carry the bytes, if the transfer does not say.
+        remarks: The trainer's own remarks; those on replicas that do not serve it follow.
     """
     return PushReport(
         version=version,
@@ -68,7 +68,7 @@ def report_of(
 
 
 def missing_replicas(transfer: pb.Transfer) -> tuple[str, ...]:
-    """Who does not serve a push that was committed, and why, a sentence each."""
+    """Return a sentence for each replica that does not serve a committed push, with the reason."""
     if not transfer.replica_ids:
         count = len(transfer.serving_replica_ids)
         return (

@@ -1,4 +1,4 @@
-"""What users hand over for one push, checked before anything else happens."""
+"""Requests of single pushes, made of what users pass and checked before anything else happens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft_rl.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange,
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
-    """What was said about an adapter's base; the same on every rank."""
+    """Options on an adapter's base; the same on every rank."""
 
     version: int | None = None
     on_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE
@@ -38,17 +38,17 @@ class BaseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushRequest:
-    """One push; the same on every rank."""
+    """Request of one push; the same on every rank."""
 
     policy: str
     content: Callable[[], Content | NamedBase]
-    """Looks at the model; its failure is that of the push."""
+    """Function that looks at the model; its failure is that of the push."""
     check_finite: bool | None
-    """Whether NaN and infinities end the push; None leaves it to ``checks_finite``."""
+    """True if NaN and infinities end the push; None leaves it to ``checks_finite``."""
     require: Require
     timeout_seconds: float
     base: BaseOptions = field(default_factory=BaseOptions)
-    """What the caller said about the base of an adapter."""
+    """Caller's options on the base of an adapter."""
 
     def __post_init__(self) -> None:
         check_replicas(self.require)
@@ -57,7 +57,7 @@ class PushRequest:
     def with_options(
         self, check_finite: bool | None, require: Require | None, timeout_seconds: float | None
     ) -> PushRequest:
-        """The request with other options; None leaves one as it is.
+        """Return the request with other options; None leaves an option as it is.
 
         Raises:
             InvalidRequestError: One of them cannot be right.
@@ -72,7 +72,7 @@ class PushRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PushSettings:
-    """What a Publisher was told about all its pushes; makes the requests of single ones.
+    """Settings of a Publisher for all its pushes, which make the requests of single ones.
 
     Raises:
         InvalidRequestError: One of them cannot be right.
@@ -101,7 +101,7 @@ class PushSettings:
         base_version: int | None,
         on_base_change: OnBaseChange | None,
     ) -> PushRequest:
-        """The request to push an adapter; see ``Publisher.push_adapter``."""
+        """Make the request to push an adapter; see ``Publisher.push_adapter``."""
         check_adapter_name(policy)
         base = BaseOptions(version=base_version, on_change=on_base_change or self.on_base_change)
         check_model(model, "push_adapter")
@@ -118,7 +118,7 @@ class PushSettings:
         metadata: Metadata | None,
         cast: bool,
     ) -> PushRequest:
-        """The request to push a base, of a model or of named tensors; see
+        """Make the request to push a base, of a model or of named tensors; see
         ``Publisher.push_base``."""
         if model is not None:
             if given is not None or metadata is not None:
@@ -138,7 +138,7 @@ class PushSettings:
         return self._request(BASE_POLICY, content)
 
     def base(self, model: Model, cast: bool, merged: str | None = None) -> PushRequest:
-        """The request to push a base, with the adapter ``merged`` in it if one is named; see
+        """Make the request to push a base, with the adapter ``merged`` in it if one is named. See
         ``Publisher.push_base``."""
         if merged is None:
             check_model(model, "push_base")

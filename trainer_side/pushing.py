@@ -1,4 +1,4 @@
-"""One push, in step on every rank of a trainer: describe, plan, begin, send, outcome."""
+"""Course of one push, in step on every rank: describe, plan, begin, send, outcome."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _CANNOT_USE, _NO_PLACE = FLAGS
 
 
 class Turn:
-    """The right to use a publisher, which one thread of one process has at a time."""
+    """Right to use a publisher, held by one thread of one process at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -102,16 +102,16 @@ class Turn:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether the publisher was made here, and not before a fork."""
+        """True if the publisher was made in this process, not before a fork."""
         return os.getpid() == self._pid
 
     @contextlib.contextmanager
     def taken(self, call: str, deadline: float | None = None) -> Iterator[None]:
-        """Have it inside the ``with``; blocks for it until ``deadline``, ``time.monotonic()``.
+        """Hold the turn inside the ``with``; block for it until ``deadline``, ``time.monotonic()``.
 
         Raises:
-            InvalidRequestError: As ``check``.
-            TransferTimeoutError: Another thread had it all the time.
+            InvalidRequestError: See ``check``.
+            TransferTimeoutError: Another thread held the turn all the time.
         """
         self.check(call)
         seconds = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
@@ -129,7 +129,7 @@ class Turn:
 
 
 def under_way(call: str) -> TransferTimeoutError:
-    """The failure of a call that found no turn in its time."""
+    """Return the error of a call that found no turn in its time."""
     return TransferTimeoutError(
         f"{call}: another push of this Publisher is still under way, and the time of this one is "
         "up: nothing was begun"
@@ -137,13 +137,13 @@ def under_way(call: str) -> TransferTimeoutError:
 
 
 class Pushing:
-    """Carries pushes out, one at a time; thread-safe.
+    """Executor of pushes, one at a time; thread-safe.
 
     Args:
-        ranks: Of the trainer; closed with it.
-        client: At the sender, closed with it; None elsewhere.
+        ranks: Ranks of the trainer; left when this is closed.
+        client: The sender's client, closed with this; None at other ranks.
         planner: Lays out what is pushed.
-        peer: This rank as a further sender; closed with it.
+        peer: This rank as a further sender; closed with this.
     """
 
     def __init__(
@@ -171,14 +171,16 @@ class Pushing:
         is_replaced: Callable[[], bool] = lambda: False,
         parent: str = "",
     ) -> PolicyVersion:
-        """Push; collective, blocks until every replica has switched or failed to.
+        """Push one version; collective; block until every replica has switched or failed to.
 
         Args:
-            request: What is pushed; the failure to look at it is that of every rank.
-            began: When it was asked for, ``time.monotonic()``.
-            deadline: Of it all, likewise; None is its time from now on.
-            is_replaced: Asked at the sender once the push's turn has come.
-            parent: The traceparent of whose part it is, if that is not this thread's.
+            request: Request of the push; a failure to look at its model is that of every rank.
+            began: Time at which it was asked for, ``time.monotonic()``.
+            deadline: Deadline of the whole push, likewise; None is the request's timeout from now
+                on.
+            is_replaced: Function called at the sender once the push's turn has come; true if a
+                later push replaced it.
+            parent: Traceparent of the enclosing span, if that is not this thread's.
 
         Raises:
             TransferAbortedError: ``REPLACED``.
@@ -199,14 +201,15 @@ class Pushing:
             return self.last_report.version
 
     def _end(self, error: BaseException) -> None:
-        """Leave nothing behind of a push that has failed, or was interrupted anywhere."""
+        """Clean up after a push that has failed, or was interrupted anywhere."""
         if self._interrupted(error):
             self._peer.close()
         if self._sender_client is not None:
             self._sender_client.end(error)
 
     def _interrupted(self, error: BaseException) -> bool:
-        """Whether this rank was interrupted: then nobody was told, and the others wait for it."""
+        """Return whether ``error`` is an interrupt; if so, abandon the ranks and abort the peer.
+        Nobody was told of an interrupt, and the other ranks would wait for this one."""
         if isinstance(error, Exception):
             return False
         self._ranks.abandon(error)
@@ -216,14 +219,14 @@ class Pushing:
     def between_pushes(
         self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
     ) -> _T:
-        """Something else that the ranks do in step, once no push is under way; the coordinator
-        is the sender's."""
+        """Run ``work`` in step with the other ranks, once no push is under way. It gets the
+        coordinator client at the sender, None at other ranks."""
         client = self._sender_client
         with self.turn.taken(call, deadline):
             return work(self._ranks, client.coordinator if client is not None else None)
 
     def close(self) -> None:
-        """Wait for the push under way, leave the other ranks and the pool."""
+        """Wait for the push under way, then leave the other ranks and the pool."""
         with self.turn.taken("close"):
             self._ranks.abandon()
             self._peer.close()
@@ -234,7 +237,7 @@ class Pushing:
     def _traced(
         self, name: str, *, parent: str = "", **values: tracing.Value
     ) -> contextlib.AbstractContextManager[Span]:
-        """A span at the sender: a push is one trace, however many ranks it has."""
+        """Open a span at the sender only: a push is one trace, however many ranks it has."""
         tracer = tracing.NO_TRACER if self._sender_client is None else tracing.of_process()
         return tracer.span(name, parent=parent, **values)
 
@@ -246,7 +249,7 @@ class Pushing:
         is_replaced: Callable[[], bool],
         span: Span,
     ) -> PushReport:
-        """Push once, and again after what passes, until the deadline."""
+        """Push once, and again after each passing error, until the deadline."""
         self._ranks.open(deadline)
         remarks: list[str] = []
         while True:
@@ -269,12 +272,12 @@ class Pushing:
         deadline: float,
         num_times: int,
     ) -> None:
-        """Have all ranks begin a push again that has ended with ``error``, after a pause; or
-        raise it, at all of them.
+        """Pause, then have all ranks begin a failed push again, or raise its ``error`` on all of
+        them.
 
         Args:
-            plans: The one that it followed, if it came so far.
-            num_times: How often it was begun again before.
+            plans: The failed push's plan, if it came so far.
+            num_times: Number of times that it was begun again before.
         """
         pause = min(_FIRST_PAUSE_SECONDS * 2**num_times, _LONGEST_PAUSE_SECONDS)
 
@@ -311,11 +314,11 @@ class Pushing:
         span: Span,
         remarks: tuple[str, ...],
     ) -> PushReport:
-        """One transfer, from the look at the model to the outcome.
+        """Carry out one transfer, from the look at the model to the outcome.
 
         Args:
-            plans: Gets its plan.
-            remarks: Of former ones of the same push.
+            plans: Receives the transfer's plan.
+            remarks: Remarks of earlier transfers of the same push.
         """
         plan = self._agree(request, is_replaced, deadline)
         plans.append(plan)
@@ -373,7 +376,7 @@ class Pushing:
     def _warn(
         self, version: PolicyVersion, remarks: tuple[str, ...], lasting: tuple[str, ...]
     ) -> None:
-        """Log remarks; those that are the same for each push of a policy only when they change."""
+        """Log remarks; a lasting remark of a policy only when the lasting ones have changed."""
         known, self._said[version.policy] = self._said.get(version.policy), lasting
         for remark in remarks:
             if remark not in lasting or known != lasting:
@@ -387,8 +390,8 @@ class Pushing:
     def _agree(
         self, request: PushRequest, is_replaced: Callable[[], bool], deadline: float
     ) -> PushPlan:
-        """What is pushed, and how it is laid out and sent, alike on every rank; over a backend
-        that all ranks which send can use.
+        """Agree on the push's plan with every rank: content, layout and senders. Its backend is one
+        that every sending rank can use.
 
         Raises:
             TransferAbortedError: ``REPLACED``.
@@ -468,7 +471,7 @@ class Pushing:
         finite: bool,
         deadline: float,
     ) -> pb.Transfer:
-        """Send what this rank holds, beside the others; the outcome everywhere."""
+        """Send what this rank holds, beside the others; return the outcome on every rank."""
         ranks, number = self._ranks, push.sender
         is_under_way = begun.HasField("group")
         is_peer = is_under_way and ranks.rank != SENDER and number is not None
@@ -505,7 +508,7 @@ class Pushing:
                 raise
 
     def _come(self, begun: pb.BeginTransferResponse, number: int | None, deadline: float) -> None:
-        """Come to the push's group, where this rank sends; before what may take long."""
+        """Join the push's group if this rank sends; called before steps that may take long."""
         if number is None:
             return
         if self._ranks.rank == SENDER:
@@ -518,7 +521,7 @@ class Pushing:
             raise
 
     def _gather(self, source: ShardSource) -> None:
-        """Bring together what cannot be sent as the ranks hold it; collective."""
+        """Gather tensors that cannot be sent as the ranks hold them; collective."""
         if source.gathered:
             # A rank that is gone since they planned would be waited for in the framework's
             # collectives. What LoRA's factors are brought by notices it itself.
@@ -535,7 +538,7 @@ class Pushing:
     def _carry_out(
         self, begun: pb.BeginTransferResponse, plan: PushPlan, deadline: float
     ) -> pb.Transfer:
-        """Send at the sender, help elsewhere; the outcome everywhere."""
+        """Send at the sender, help at other ranks; return the outcome on every rank."""
         source, manifest = plan.source, plan.manifest
         ranks = self._ranks
         ended: list[pb.Transfer] = []

@@ -1,4 +1,4 @@
-"""Sleep of the replicas on a trainer's GPUs, ordered in step on every rank of it."""
+"""Sleep of the replicas on a trainer's GPUs, ordered by all its ranks in step."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LIST_BYTES = 2_560
 
 
 class RolloutSleep(ABC):
-    """The part of a ``Publisher`` that lets the replicas on its GPUs sleep, and wakes them."""
+    """Methods of a ``Publisher`` that put replicas on its GPUs to sleep and wake them."""
 
     @abstractmethod
     def _between_pushes(
         self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
     ) -> _T:
-        """``work``, in step with the other ranks, once no push is under way; the coordinator is
-        the sender's."""
+        """Run ``work`` in step with the other ranks, once no push is under way. It gets the
+        coordinator client at the sender, None at other ranks."""
 
     def sleep_rollouts(
         self,
@@ -51,20 +51,20 @@ class RolloutSleep(ABC):
     ) -> tuple[str, ...]:
         """Have the replicas that share a GPU with this trainer give its memory back.
 
-        At once nothing is routed to them; once their requests have ended they sleep, and the
-        KV cache is gone. A push wakes the weights of those that it
-        reaches, ``wake_rollouts`` the KV cache. The sleep is a part of this publisher's lease
-        of the base, which is acquired: when that ends, they wake by themselves. Every rank
-        calls it, as a push; waits for pushes under way.
+        At once nothing is routed to them; once their requests have ended they sleep, and the KV
+        cache is gone. A push wakes the weights of those that it reaches, ``wake_rollouts`` the KV
+        cache. The sleep is a part of this publisher's lease of the base, which is acquired: when
+        that ends, they wake by themselves. Every rank calls it, as with a push; it waits for pushes
+        under way.
 
         Args:
-            level: vLLM's: 1 moves the weights to host memory, 2 discards them, which takes none
-                where a push of the base brings others before ``wake_rollouts``. Without one
-                a replica wakes with a copy of its own, or from its checkpoint's files; else
-                it is routed to once it was brought one.
+            level: vLLM's sleep level: 1 moves the weights to host memory, 2 discards them, which
+                takes none where a push of the base brings others before ``wake_rollouts``. Without
+                one a replica wakes with a copy of its own, or from its checkpoint's files; else it
+                is routed to once it was brought one.
             when_running: Running requests "finish", or "abort" with what they have.
-            timeout_seconds: How long those may take to end; to fall asleep, an engine may take
-                three minutes more.
+            timeout_seconds: Longest time for those to end; to fall asleep, an engine may take three
+                minutes more.
 
         Returns:
             The replicas that sleep; none where none shares a GPU.
@@ -74,7 +74,7 @@ class RolloutSleep(ABC):
                 nothing changed. Or ``TRANSFER_UNDER_WAY``: one loads a base in place.
             TransferTimeoutError: Requests did not end; that replica takes requests again.
             RequestConflictError: One was woken meanwhile, by an operator.
-            WeftError: As for a push.
+            WeftError: See ``push_adapter``.
 
             But for ``SLEEP_DISABLED``, an error of one replica leaves the others asleep, or
             about to be: metadata ``asleep`` and the message name them. Call it again, or
@@ -92,16 +92,17 @@ class RolloutSleep(ABC):
         )
 
     def wake_rollouts(self, *, timeout_seconds: float = SWITCH_SECONDS) -> tuple[str, ...]:
-        """Wake what ``sleep_rollouts`` has put to sleep, weights and KV cache; returns once
-        they take requests. One that missed versions meanwhile is routed to once it has them.
-        Every rank calls it.
+        """Wake the replicas that ``sleep_rollouts`` put to sleep, weights and KV cache.
+
+        Returns once they take requests. A replica that missed versions meanwhile is routed to once
+        it has them. Every rank calls it.
 
         Returns:
             The replicas that were woken; none where none slept.
 
         Raises:
             TransferTimeoutError: Not in time; they are woken all the same.
-            WeftError: As for a push.
+            WeftError: See ``push_adapter``.
         """
         check_seconds("timeout_seconds", timeout_seconds)
         return self._between_pushes(
@@ -112,8 +113,8 @@ class RolloutSleep(ABC):
 
 
 def used_gpus() -> list[str]:
-    """UUIDs of the GPUs that this process uses: its current device, and where torch has
-    memory for it."""
+    """Return UUIDs of the GPUs that this process uses. These are its current device and every
+    device where torch holds memory for it."""
     if not torch.cuda.is_available():
         return []
     current = torch.cuda.current_device()
@@ -131,7 +132,7 @@ def sleep(
     when_running: WhenRunning,
     timeout_seconds: float,
 ) -> tuple[str, ...]:
-    """Put them to sleep; collective. Returns which.
+    """Put replicas that share the ranks' GPUs to sleep; collective. Return their names.
 
     Raises:
         WeftError: The same on every rank; see ``Publisher.sleep_rollouts``.
@@ -157,7 +158,7 @@ def sleep(
 def wake(
     ranks: Ranks, coordinator: CoordinatorClient | None, timeout_seconds: float
 ) -> tuple[str, ...]:
-    """Wake them; collective. Returns which.
+    """Wake replicas that this trainer put to sleep; collective. Return their names.
 
     Raises:
         WeftError: The same on every rank; see ``Publisher.wake_rollouts``.
@@ -179,7 +180,7 @@ def _ordered(
     request: pb.SleepRolloutsRequest | pb.WakeRolloutsRequest,
     deadline: float,
 ) -> bytes:
-    """Who was ordered to, as JSON; under the base's lease."""
+    """Call ``method`` under the base's lease; return the names of the ordered replicas, as JSON."""
 
     def call(token: int, left: float) -> list[str]:
         request.fencing_token = token
@@ -190,7 +191,7 @@ def _ordered(
 
 
 def _gathered(ranks: Ranks) -> list[str]:
-    """At the sender, the GPUs of all ranks, sorted."""
+    """Return the sorted GPU UUIDs of all ranks at the sender, nothing elsewhere; collective."""
     with agreeing(ranks):
         mine = json.dumps(used_gpus()).encode().ljust(_LIST_BYTES)
         buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Weft: a weight fabric for trainers. What both sides share."""
+"""Weft, a weight fabric for trainers: the code that both sides share."""
 
 import os
 

@@ -36,7 +36,7 @@ _ON_A_CPU: Final = {"rollout": "coordinator,trainer", "demo": "coordinator,train
 
 
 def install_hint(command: str, package: str) -> str:
-    """The line that installs what a command lacks, from where this Weft came."""
+    """Return the line that installs what a command lacks, from where this Weft came."""
     extras, others = _NEEDS.get(command, (_EXTRAS[package], ""))
     beside = ""
     if command in _ON_A_CPU and shutil.which("nvidia-smi") is None:

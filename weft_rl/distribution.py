@@ -1,4 +1,4 @@
-"""Where this Weft came from, as pip takes it."""
+"""Origin of this installation of Weft, as pip takes it."""
 
 from __future__ import annotations
 

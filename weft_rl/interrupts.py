@@ -21,21 +21,21 @@ _LONG_SECONDS = 60.0
 
 
 class Doorbell:
-    """Wakes the one thread that waits for something that other threads change."""
+    """Waker of the one thread that waits for something that other threads change."""
 
     def __init__(self) -> None:
         self._rung: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def ring(self) -> None:
-        """Let the thread that waits look again, after a change; from any thread."""
+        """Make the waiting thread check again, after a change; callable from any thread."""
         if self._rung.empty():  # else it has not looked yet since an earlier one
             self._rung.put(None)
 
     def wait_for(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Block until ``ready``, which is looked at after each ring, or for so long.
+        """Block until ``ready()``, which is checked after each ring, at most ``timeout_seconds``.
 
         Returns:
-            Whether it is.
+            True if it is ready.
         """
         deadline = time.monotonic() + timeout_seconds
         while not (is_ready := ready()):
@@ -54,16 +54,16 @@ class Flag:
         self._is_set, self._changed = False, Doorbell()
 
     def set(self) -> None:
-        """Set it, for good; from any thread."""
+        """Set the flag, for good; callable from any thread."""
         self._is_set = True
         self._changed.ring()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Return whether the flag is set."""
         return self._is_set
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Block until it is set, or for so long; whether it is."""
+        """Block until the flag is set, at most ``timeout_seconds``; return whether it is."""
         return self._changed.wait_for(self.is_set, timeout_seconds)
 
 
@@ -72,7 +72,7 @@ class OwnThread(Generic[_T]):
     as the thread starts may leave it where it has begun nothing, until the process ends.
 
     Args:
-        work: Is called once, and has a deadline of its own.
+        work: Called once; has a deadline of its own.
         late: Called there with what ``work`` returns where nobody waits for that any more.
     """
 
@@ -86,28 +86,28 @@ class OwnThread(Generic[_T]):
         self._errors: list[BaseException] = []
 
     def start(self) -> OwnThread[_T]:
-        """Begin; returns at once."""
+        """Begin the work; returns at once."""
         threading.Thread(target=self._run, name="weft-call", daemon=True).start()
         return self
 
     def done(self) -> bool:
-        """Whether ``result`` returns at once."""
+        """Return whether ``result`` returns at once."""
         return self._ended.is_set()
 
     def add_done_callback(self, fn: Callable[[OwnThread[_T]], object]) -> None:
-        """Call ``fn`` with this at its end, on any thread; it may be called twice."""
+        """Call ``fn`` with this at the work's end, on any thread; it may be called twice."""
         self._callbacks.append(fn)
         if self.done():
             fn(self)
 
     def leave(self) -> None:
-        """Wait for it no longer: ``late`` is given what it returns. Returns at once."""
+        """Wait for the work no longer: ``late`` is given what it returns. Returns at once."""
         if not self._claim.acquire(blocking=False) and self._late is not None and self._results:
             late, result = self._late, self._results.pop()
             OwnThread(lambda: late(result)).start()
 
     def result(self) -> _T:
-        """Block until it has ended, and return or raise what it has; once."""
+        """Block until the work has ended, and return or raise its result; called once."""
         while not self._ended.wait(_LONG_SECONDS):
             pass
         if self._errors:

@@ -1,4 +1,4 @@
-"""How Weft's processes log."""
+"""Logging of Weft's processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAST_LINES_SECONDS, _MAX_LINE_BYTES = 1.0, 2**20
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as one line, a JSON object."""
+    """Formatter that writes a record as one line, a JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -92,10 +92,11 @@ def _write(name: str, formatter: logging.Formatter) -> logging.Logger:
 
 
 def configure_vllm(level: str | None = None) -> None:
-    """Have vLLM's processes, this one included, write JSON; what configures them otherwise stays.
+    """Configure vLLM's processes, this one included, to write JSON; a configuration that they have
+    otherwise stays.
 
     Args:
-        level: Of vLLM's own lines; VLLM_LOGGING_LEVEL, or INFO, if None.
+        level: Level of vLLM's own lines; VLLM_LOGGING_LEVEL, or INFO, if None.
     """
     if os.environ.get(VLLM_VARIABLE) or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
         return
@@ -154,7 +155,7 @@ class _Printed:
         self._thread = threading.Thread(target=self._run, name=f"json-{self._name}", daemon=True)
 
     def start(self) -> None:
-        """Begin; ends with the process, once its last lines are written."""
+        """Start the thread; it ends with the process, once its last lines are written."""
         self._thread.start()
         atexit.register(self._end)
 
@@ -185,7 +186,8 @@ class _Printed:
 
 
 def _as_object(line: bytes, name: str) -> str:
-    """A printed line as a JSON object; as it is, where it is one; empty where it says nothing."""
+    """Return a printed line as a JSON object; as it is, where it is one; empty where it says
+    nothing."""
     # A progress bar writes over what it wrote.
     text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2].rstrip()
     # vLLM's processes put who they are before what is written to their streams.
@@ -213,6 +215,6 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 
 
 def configure_as_parent() -> None:
-    """Log as ``weft``, which started this process, told it to."""
+    """Configure logging as ``weft``, which started this process, told it to."""
     level = os.environ.get(LEVEL_VARIABLE, "warning")
     configure(level, os.environ.get(FORMAT_VARIABLE, "text"))

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans for who traces; for everybody else nothing, not even an import.
+"""OpenTelemetry spans where tracing is on; elsewhere nothing, not even an import.
 
 A server that was told to trace has a tracer of its own (``weft_rl.telemetry.traces``). A
 trainer has what it has set up by itself, and its pushes are children of its current span.
@@ -32,30 +32,30 @@ Value = str | int | float | bool
 
 
 class Span:
-    """What one process did of something; this one is nobody's, and keeps nothing."""
+    """Span of one process's work; this one is nobody's, and keeps nothing."""
 
     @property
     def traceparent(self) -> str:
-        """What its children are made with; empty where nobody traces."""
+        """Traceparent that its children are made with; empty where nobody traces."""
         return ""
 
     def set(self, **values: Value) -> None:
         """Add attributes, ``policy=...`` as ``weft.policy``."""
 
     def fail(self, error: BaseException) -> None:
-        """Give it the status ERROR, with the error's message, and its reason as
+        """Give the span the status ERROR, with the error's message, and its reason as
         ``error.type``."""
         self.set_failed(str(getattr(error, "reason", type(error).__name__)), str(error))
 
     def set_failed(self, reason: str, message: str) -> None:
-        """``fail``, of an error that is not at hand."""
+        """Give the span the status ERROR as ``fail`` does, for an error that is not at hand."""
 
     def end(self) -> None:
-        """End it now; said twice, the second is ignored."""
+        """End the span now; a second call is ignored."""
 
 
 class Tracer:
-    """Begins spans; this one begins none. Thread-safe."""
+    """Maker of spans; this one begins none. Thread-safe."""
 
     def start(
         self, name: str, *, parent: str = "", began_ns: int | None = None, **values: Value
@@ -72,16 +72,16 @@ class Tracer:
 
     @contextlib.contextmanager
     def span(self, name: str, *, parent: str = "", **values: Value) -> Iterator[Span]:
-        """A span that is the thread's (or task's) current one inside the ``with``; what is
-        raised there is its error. Arguments are those of ``start``."""
+        """Make a span the thread's (or task's) current one inside the ``with``; what is raised
+        there is its error. Arguments are those of ``start``."""
         yield NO_SPAN
 
     def current(self) -> str:
-        """The traceparent of the thread's current span; empty if there is none."""
+        """Return the traceparent of the thread's current span; empty if there is none."""
         return ""
 
     def close(self) -> None:
-        """Have what has ended exported; blocks at most 2 s."""
+        """Export the spans that have ended; blocks at most 2 s."""
 
 
 NO_SPAN: Final = Span()
@@ -89,7 +89,7 @@ NO_TRACER: Final = Tracer()
 
 
 def of_process() -> Tracer:
-    """The tracer of what this process has set up by itself.
+    """Return the tracer over the provider that this process has set up by itself.
 
     Whoever has set a tracer provider up has imported OpenTelemetry; so we need not.
     """
@@ -101,17 +101,17 @@ def of_process() -> Tracer:
 
 
 def untraced(transfer_id: str) -> str:
-    """The traceparent of a transfer, of who does not trace."""
+    """Return the traceparent of a transfer where nobody traces: an empty one."""
     return ""
 
 
 def call_metadata(traceparent: str) -> tuple[tuple[str, str], ...] | None:
-    """What a gRPC call carries so that its receiver's spans are children of ours."""
+    """Return metadata for a gRPC call, so that its receiver's spans are children of ours."""
     return ((_HEADER, traceparent),) if traceparent else None
 
 
 def parent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The traceparent that a call's metadata has; empty if it has none that could be one."""
+    """Return the traceparent in a call's metadata; empty if it has none that could be one."""
     for key, value in metadata or ():
         if key == _HEADER and isinstance(value, str) and len(value) <= MAX_TRACEPARENT_CHARS:
             return value
@@ -119,7 +119,7 @@ def parent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 class ProviderTracer(Tracer):
-    """Begins spans at an OpenTelemetry provider."""
+    """Tracer that begins spans at an OpenTelemetry provider."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("weft", __version__)

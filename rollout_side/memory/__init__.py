@@ -1,1 +1,1 @@
-"""Where a worker holds the bytes of versions: staged, served, retained, arriving."""
+"""Memory in which a worker holds the bytes of versions: staged, served, retained, arriving."""

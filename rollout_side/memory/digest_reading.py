@@ -1,8 +1,8 @@
-"""Digests of the tensors of a version that a worker holds, made when somebody asks for them.
+"""Digests of the tensors of a version that a worker holds, made on request.
 
-A thread reads the bytes where they lie, without a claim on them: a push that needs the memory
-takes it, and the reading fails. So verifying never delays or refuses anything that serves, and
-nothing is digested on the way of a push.
+A thread reads the bytes where they lie, without a claim on them: a push that needs the memory takes
+it, and the reading fails. So verifying never delays or refuses anything that serves, and nothing is
+digested on the way of a push.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LOWEST_PRIORITY = 19
 
 
 class DigestReading:
-    """One reading of one version; its thread begins at once.
+    """Reading of one version's tensor digests; its thread begins at once.
 
     Args:
-        store: Where the version lies.
-        version: Which.
+        store: Store that holds the version.
+        version: Version to read.
 
     Raises:
-        NotFoundError: It is not held.
+        NotFoundError: The version is not held.
     """
 
     def __init__(self, store: WorkerStore, version: PolicyVersion) -> None:
@@ -57,12 +57,12 @@ class DigestReading:
         ).start()
 
     def take(self) -> tuple[list[StoredTensor], bool]:
-        """What was found since the last call, in the order of the layout, at most
-        ``PART_TENSORS``; and whether that is all. Does not block.
+        """Return the digests found since the last call, and whether they are all. At most
+        ``PART_TENSORS`` come at once, in the order of the layout. Does not block.
 
         Raises:
             NotFoundError: The version was dropped while it was read.
-            LoadFailedError: It could not be read.
+            LoadFailedError: The version could not be read.
         """
         with self._changed:
             part = [self._found.popleft() for _ in range(min(PART_TENSORS, len(self._found)))]
@@ -72,7 +72,7 @@ class DigestReading:
             return part, self._is_over and not self._found and self._error is None
 
     def close(self) -> None:
-        """Have the thread end; does not wait for it."""
+        """End the thread soon; does not wait for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -103,7 +103,8 @@ class DigestReading:
                 raise LoadFailedError(f"nobody asks for the digests of {self._version} any more")
 
     def _buckets(self, copy: Sendable) -> Iterator[list[StoredTensor]]:
-        """The tensors of each bucket, that were still held when all of it was read."""
+        """Yield the digested tensors of each bucket, each checked to be still held once it was
+        read."""
         manifest, device = copy.manifest, self._store.memory.device
         buffer = torch.empty(0, dtype=torch.uint8)
         on_host = isinstance(copy, StagedVersion) and copy.segment.data.device.type == "cpu"
@@ -132,8 +133,10 @@ class DigestReading:
         return StoredTensor(meta.name, meta.dtype.safetensors_name, meta.shape, digest)
 
     def _check_held(self, copy: Sendable) -> None:
-        """Raises:
-        NotFoundError: The memory may be another version's by now, or was while it was read.
+        """Check that the version is still held.
+
+        Raises:
+            NotFoundError: The memory may be another version's by now, or was while it was read.
         """
         try:
             is_held = self._store.sendable(self._version) is copy

@@ -1,9 +1,9 @@
-"""The hand-off queue from the thread that receives a base to those that load it: one of each
-rank of the replica (``ranks`` is how the others are reached).
+"""Hand-off queue from the thread that receives a base to the threads that load it.
 
-Where a base is loaded in place there is no copy that waits for a commit: each bucket is
-loaded from the memory it was received in, which is then received into again. Nothing
-here knows where buckets come from, or what a loader does with them.
+Each rank of the replica has one loader (``ranks`` reaches those of the others). Where a base is
+loaded in place there is no copy that waits for a commit. Each bucket is loaded from the memory it
+was received in, which is then received into again. Nothing here knows where buckets come from, or
+what a loader does with them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FINISHING_SECONDS = 60.0
 
 
 class Shared(NamedTuple):
-    """Where other processes find a bucket."""
+    """Place where other processes find a bucket."""
 
     buffers: Sequence[Segment]
-    """All that a side group receives in: the same object for each of its buckets."""
+    """All buffers that a side group receives in: the same object for each of its buckets."""
     number: int
-    """Of the one that the bucket lies in, from its first byte on."""
+    """Number of the buffer that the bucket lies in, from its first byte on."""
 
 
 class Handoff(Protocol):
@@ -49,57 +49,57 @@ class Handoff(Protocol):
 
     @property
     def transfer_id(self) -> str:
-        """Whose buckets."""
+        """Transfer that brings the buckets."""
 
     @property
     def version(self) -> PolicyVersion:
-        """What they are of."""
+        """Version that the buckets belong to."""
 
     @property
     def manifest(self) -> Manifest:
-        """Of that version; another rank's end may block for it."""
+        """Manifest of that version; another rank's end may block for it."""
 
     @property
     def content_digest(self) -> bytes:
-        """Of the version, once the loader was given all."""
+        """Content digest of the version, once the loader was given all buckets."""
 
     @property
     def error(self) -> WeftError | None:
-        """Why it has ended without being loaded whole; None if it has not."""
+        """Error that has ended it before it was loaded whole; None if there is none."""
 
     @property
     def is_begun(self) -> bool:
-        """Whether the loader was given a bucket."""
+        """True if the loader was given a bucket."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all was loaded: here, and as far as this rank waits for others, there."""
+        """True if all was loaded here, and on the ranks that this one waits for."""
 
     def fail(self, error: WeftError) -> None:
-        """End it, on all ranks: every wait, now and later, raises ``error``. The first error
-        stays, and what was loaded whole is not undone."""
+        """End the transfer on all ranks: every wait, now and later, raises ``error``. The first
+        error stays, and what was loaded whole is not undone."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every bucket with its index, in order; blocks for each. Once only, on the loader's
+        """Yield every bucket with its index, in order; block for each. Once only, on the loader's
         thread.
 
-        A bucket's memory may be written again when the next one is asked for, or the
-        iterator is closed. On an accelerator that waits until all has been done that
-        was given to the calling thread's current stream.
+        A bucket's memory may be written again when the next one is asked for, or the iterator is
+        closed. On an accelerator both wait until the calling thread's current stream has done all
+        its work.
 
         Raises:
             TransferTimeoutError: The deadline has passed.
-            WeftError: The transfer has ended: why.
+            WeftError: The error that has ended the transfer.
         """
 
     def speak(self) -> None:
-        """Say, in the loader's thread, that it works; as often as one likes."""
+        """Report, on the loader's thread, that it works; may be called at any rate."""
 
     def complete(self) -> None:
-        """Say that this rank's loader has done with all.
+        """Report that this rank's loader is done with all buckets.
 
         Raises:
-            WeftError: It has ended before: why.
+            WeftError: The error that has ended the transfer before.
         """
 
 
@@ -110,7 +110,7 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Loader:
-    """How far one rank has come."""
+    """Progress of one rank's loader."""
 
     num_taken: int = 0
     num_loaded: int = 0
@@ -118,20 +118,19 @@ class _Loader:
 
 
 class HandoffQueue:
-    """The receiving rank's ``Handoff``: one transfer's buckets, in order, each put once and
+    """``Handoff`` of the receiving rank: the ordered buckets of one transfer. Each is put once, and
     taken once by each rank's loader.
 
-    It outlives a side group: what was put stays, and the receiver of the next group resumes
-    there. Memory is bounded by the receiver, which puts no more buckets than it
-    has buffers.
+    It outlives a side group: what was put stays, and the receiver of the next group resumes there.
+    The receiver bounds the memory: it puts no more buckets than it has buffers.
 
     Args:
-        transfer_id: Whose buckets.
-        version: What they are of.
-        manifest: Of that version.
+        transfer_id: Transfer that brings the buckets.
+        version: Version that the buckets belong to.
+        manifest: Manifest of that version.
         deadline: ``time.monotonic()`` at which both sides give up.
-        num_loaders: Ranks of the replica. The first is this process's; others are given no
-            bucket before it was.
+        num_loaders: Number of ranks of the replica. The first is this process's; others are given
+            no bucket before it was.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class HandoffQueue:
 
     @property
     def num_loaders(self) -> int:
-        """Ranks that load what is put."""
+        """Number of ranks that load what is put."""
         return len(self._loaders)
 
     @property
@@ -182,18 +181,19 @@ class HandoffQueue:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has loaded all and is done."""
+        """True if every rank has loaded all buckets and is done."""
         return all(loader.is_complete for loader in self._loaders)
 
     def tell(self, speak: Callable[[int], None]) -> None:
-        """Let the loader say which bucket it loads; replaces what was told before."""
+        """Set the function that is told which bucket is being loaded; it replaces the former
+        one."""
         self._speak = speak
 
     def resume(self, deadline: float) -> None:
-        """Let it resume in another group, until ``deadline`` if that is later.
+        """Let the transfer resume in another group, until ``deadline`` if that is later.
 
         Raises:
-            WeftError: It has ended: why.
+            WeftError: The error that has ended the transfer.
         """
         with self._changed:
             self._check()
@@ -209,7 +209,7 @@ class HandoffQueue:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let a wait of the receiver ask its ``check`` now."""
+        """Wake a waiting receiver, so that it calls its ``check`` now."""
         with self._changed:
             self._changed.notify_all()
 
@@ -222,17 +222,17 @@ class HandoffQueue:
         digests: Sequence[int],
         shared: Shared | None = None,
     ) -> None:
-        """Hand over a verified bucket; one that was put before came again, and is dropped.
+        """Hand over a verified bucket; one that was put before has come again, and is dropped.
 
         Args:
             wire: uint8, the bucket's payload and trailer. Loaders read it until
                 ``is_loaded(index)``.
-            digests: Of its tensors.
-            shared: Where other ranks find it, if there are any.
+            digests: Digests of the bucket's tensors.
+            shared: Place where other ranks find the bucket, if there are any.
 
         Raises:
             DigestMismatchError: Other bytes came than the first time, which may be loaded.
-            WeftError: It has ended: why.
+            WeftError: The error that has ended the transfer.
         """
         with self._changed:
             self._check()
@@ -249,7 +249,7 @@ class HandoffQueue:
             self._changed.notify_all()
 
     def is_loaded(self, index: int) -> bool:
-        """Whether every loader has done with a bucket: its memory may be written."""
+        """Return whether every loader is done with a bucket, so that its memory may be written."""
         with self._changed:
             self._check()
             return index < self._num_loaded()
@@ -258,20 +258,20 @@ class HandoffQueue:
         """Block until ``is_loaded(index)``.
 
         Args:
-            check: Called before each wait, and after ``wake``; raises to end it.
+            check: Called before each wait, and after ``wake``; raises to end the wait.
 
         Raises:
             TransferTimeoutError: The deadline has passed.
-            WeftError: It has ended, or what ``check`` raised.
+            WeftError: The error that has ended the transfer, or what ``check`` raised.
         """
         self._wait(lambda: index < self._num_loaded(), f"load bucket {index}", check)
 
     def wait_complete(self, check: Callable[[], None]) -> None:
-        """Block until every loader is done with all; raises as ``wait_loaded`` does.
+        """Block until every loader is done with all buckets; raises as ``wait_loaded`` does.
 
-        Once this process's loader was given the last bucket it is inside the engine, which
-        finishes its layers and cannot speak: that it still works is said from here, for
-        ``FINISHING_SECONDS``. Another rank's process says so itself, as long as it runs.
+        Once this process's loader was given the last bucket, it is inside the engine, which
+        finishes its layers and cannot speak. For ``FINISHING_SECONDS`` this method speaks in its
+        place. Another rank's process speaks for itself, as long as it runs.
         """
         given_at, own = 0.0, self._loaders[0]
 
@@ -315,7 +315,8 @@ class HandoffQueue:
                     synchronize()
 
     def shared_buckets(self, loader: int) -> Iterator[tuple[int, Shared, Sequence[int]]]:
-        """As ``buckets``, of another rank's loader: where each lies, and its tensors' digests.
+        """Yield the index, place and tensor digests of every bucket for another rank's loader.
+        Otherwise as ``buckets``.
 
         Raises:
             NotReadyError: There is no such loader, or it was given buckets before.
@@ -342,7 +343,7 @@ class HandoffQueue:
 
     @contextmanager
     def _taken(self, loader: int) -> Iterator[_Waiting]:
-        """The next bucket of a loader, which is done with it at the end."""
+        """Lend the next bucket to a loader, which is done with it at the end."""
         waiting = self._take(loader)
         self.speak()
         try:
@@ -384,7 +385,7 @@ class HandoffQueue:
             raise copy_error(self._error)
 
     def _wait_once(self) -> bool:
-        """Whether the deadline has not passed; blocks till a change, or for a moment."""
+        """Wait for a change, or for a moment; return False if the deadline has passed."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False
@@ -393,12 +394,12 @@ class HandoffQueue:
 
 
 def copy_error(error: WeftError) -> WeftError:
-    """Without its traceback, whose frames would keep buckets alive; to be raised on several
-    threads."""
+    """Copy an error without its traceback, whose frames would keep buckets alive. Several threads
+    can raise copies of one error."""
     return error_from_reason(error.reason, error.message, error.metadata)
 
 
 def synchronize() -> None:
-    """Block until what the calling thread's current stream was given is done."""
+    """Block until the calling thread's current CUDA stream has done its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""Where a worker puts the bytes of versions: on the host, or beside the engine."""
+"""Placement of versions' bytes in a worker: on the host, or beside the engine."""
 
 from __future__ import annotations
 
@@ -22,60 +22,61 @@ _GIB = 2**30
 
 @dataclass
 class Memory:
-    """Makes segments; one a worker.
+    """Allocator of segments, one per worker.
 
-    While the engine sleeps, what it gave back is not Weft's to take: it is another process's,
-    and what its weights need to wake must be free when a base is to be loaded.
+    While the engine sleeps, the memory that it gave back is not Weft's to take. It belongs to
+    another process, and what the weights need to wake must be free when a base is to be loaded.
 
     Args:
-        device: The engine's; where NCCL receives.
-        base_on_device: Whether bases are staged there. Adapters never are: their store
-            is host memory, which the engine loads from again after it evicted one.
-        in_place: Whether bases that come over a side group are not staged at all, but
-            loaded from the few buffers that they are received in.
+        device: Device of the engine, on which NCCL receives.
+        base_on_device: Whether bases are staged there. Adapters never are: their store is host
+            memory, which the engine loads from again after it evicted one.
+        in_place: Whether bases that come over a side group are not staged at all, but loaded from
+            the few buffers that they are received in.
     """
 
     device: torch.device = CPU
     base_on_device: bool = False
     in_place: bool = False
     sleeping_bytes: int | None = field(default=None, init=False)
-    """Set while the engine sleeps: what its weights take of the accelerator as they wake, 0 once
-    they have."""
+    """Accelerator bytes that the engine's sleeping weights need to wake: 0 once they are awake,
+    None once the engine is."""
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine has given memory back, of which all is not there again."""
+        """True if the engine has given memory back, and not all of it is there again."""
         return self.sleeping_bytes is not None
 
     def fall_asleep(self, weights_bytes: int) -> None:
-        """The engine is about to give its memory back, so much of it its weights'."""
+        """Note that the engine is about to give its memory back, ``weights_bytes`` of it
+        weights."""
         self.sleeping_bytes = weights_bytes
 
     def wake_weights(self) -> None:
-        """The weights are there again, the KV cache is not; nothing changes awake."""
+        """Note that the weights are there again, but not the KV cache; does nothing if awake."""
         if self.is_asleep:
             self.sleeping_bytes = 0
 
     def wake_up(self) -> None:
-        """All of the engine's memory is there again."""
+        """Note that all of the engine's memory is there again."""
         self.sleeping_bytes = None
 
     def keeps_free(self, segment: Segment) -> bool:
-        """Whether memory that nothing needs any more is kept, to be used again."""
+        """Return whether to keep a segment that nothing needs any more, for reuse."""
         return not self.is_asleep or segment.data.device.type == "cpu"
 
     def give_back(self) -> None:
-        """Where the engine sleeps, give the system what torch keeps of the accelerator."""
+        """Give torch's cached accelerator memory back to the system, if the engine sleeps."""
         if self.is_asleep and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def place(self, *, adapter: bool) -> torch.device:
-        """Where a version's bytes are put."""
+        """Return the device that a version's bytes are put on."""
         return self.device if self.base_on_device and not adapter else CPU
 
     def allocate(self, num_bytes: int, *, adapter: bool, speak: Speak = silent) -> Segment:
-        """Memory that was never handed out; blocks for its page faults on the host
-        (about 0.3 s a GiB).
+        """Allocate memory that was never handed out. Blocks for its page faults on the host (about
+        0.3 s a GiB).
 
         Args:
             speak: Called often meanwhile.
@@ -92,19 +93,19 @@ class Memory:
     def room_for(
         self, num_bytes: int, device: torch.device, bound_bytes: int, num_needed: int
     ) -> int:
-        """How many buffers of that size the accelerator has room for beside those that a
-        transfer needs anyhow; 0 on the host.
+        """Return how many buffers of that size fit beside those that a transfer needs; 0 on the
+        host.
 
-        Left alone are what the engine needs as it runs, and what the largest of its
-        layers takes while it is made anew. None while it sleeps: nothing is generated, that
-        could be paused later.
+        Leaves free what the engine needs as it runs, and what its largest layer takes while it is
+        loaded. 0 while the engine sleeps: it generates nothing whose pause more buffers could
+        delay.
 
         Args:
-            bound_bytes: What all of a transfer's buffers may take, if it needs no more.
-            num_needed: Buffers that it needs anyhow.
+            bound_bytes: Bound of all of a transfer's buffers, if it needs no more.
+            num_needed: Buffers that the transfer needs anyhow.
 
         Raises:
-            CapacityError: Beside weights that sleep there is no room for those either.
+            CapacityError: Not even the needed buffers fit beside weights that sleep.
         """
         if device.type != "cuda":
             return 0
@@ -117,7 +118,7 @@ class Memory:
         return max(0, min(room, bound_bytes // num_bytes - num_needed))
 
     def _check_beside_sleeping(self, num_bytes: int, device: torch.device) -> None:
-        """Refuse to take what the engine's weights need to wake: they would be lost."""
+        """Refuse to take memory that the engine's weights need to wake: they would be lost."""
         if not self.sleeping_bytes:
             return
         self.give_back()  # vLLM's allocator cannot use what torch keeps
@@ -131,18 +132,18 @@ class Memory:
             )
 
     def device_of(self, backend: str) -> torch.device:
-        """Where a side group of this backend receives."""
+        """Return the device on which a side group of this backend receives."""
         return self.device if backend in (NCCL, ONE_SIDED) else CPU
 
 
 def stage_on_device(
     staging: Staging, device: torch.device, model_bytes: int, free_bytes: int
 ) -> bool:
-    """Whether bases are staged on the engine's device.
+    """Return whether bases are staged on the engine's device.
 
     Args:
-        model_bytes: Of one copy of the base.
-        free_bytes: What the device has free once the engine has taken its part.
+        model_bytes: Bytes of one copy of the base.
+        free_bytes: Bytes that the device has free once the engine has taken its part.
     """
     if device.type == "cpu" or staging in ("host", "in-place"):
         return False

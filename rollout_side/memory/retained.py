@@ -1,4 +1,4 @@
-"""Copies of the base that are kept once they were loaded.
+"""Copies of the base that are kept after they were loaded.
 
 Late replicas clone them, a rollback loads them again, and a push takes their room.
 """
@@ -23,7 +23,7 @@ class RetainedBases:
     Methods that drop copies return their memory, which is the caller's again.
 
     Args:
-        retain_base: Versions that are kept, the served one included.
+        retain_base: Number of versions to keep, the served one included.
     """
 
     def __init__(self, retain_base: int) -> None:
@@ -34,49 +34,49 @@ class RetainedBases:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions of the copies, last used first."""
+        """Versions of the copies, last used first."""
         return tuple(copy.version.version for copy in self._copies)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all copies."""
+        """Bytes of all copies."""
         return sum(copy.segment.num_bytes for copy in self._copies)
 
     @property
     def num_pinned_bytes(self) -> int:
-        """Memory of those that no push may take."""
+        """Bytes of the copies that no push may take."""
         return sum(copy.segment.num_bytes for copy in self._copies if self._is_pinned(copy))
 
     @property
     def pinned(self) -> list[PolicyVersion]:
-        """The versions of the copies that no push may take."""
+        """Versions of the copies that no push may take."""
         return [copy.version for copy in self._copies if self._is_pinned(copy)]
 
     def of_transfer(self, transfer_id: str) -> StagedVersion | None:
-        """The copy that a transfer brought."""
+        """Return the copy that a transfer brought; None if there is none."""
         return next((copy for copy in self._copies if copy.transfer_id == transfer_id), None)
 
     def of_version(self, version: PolicyVersion) -> StagedVersion | None:
-        """The copy of a version."""
+        """Return the copy of a version; None if there is none."""
         return next((copy for copy in self._copies if copy.version == version), None)
 
     def keep(self, base: StagedVersion) -> list[Segment]:
-        """Retain a copy, or count one that is held as used; it replaces others of its
-        version, and the least recently used beyond ``retain_base`` are dropped."""
+        """Retain a copy, or count a held one as used. It replaces other copies of its version; the
+        least recently used beyond ``retain_base`` are dropped."""
         others = [copy for copy in self._copies if copy.version != base.version]
         gone = [c.segment for c in self._copies if c.version == base.version and c is not base]
         self._copies = [base, *others]
         return gone + self._drop_beyond()
 
     def pin(self, versions: Iterable[int]) -> list[Segment]:
-        """Keep the copies of these versions that are held, and no longer those of others
-        beyond ``retain_base``."""
+        """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
+        ``retain_base`` are dropped."""
         self._pinned = frozenset(versions)
         return self._drop_beyond()
 
     def give_way(self, room_bytes: int, is_lent: Callable[[Segment], bool]) -> list[Segment]:
-        """Drop copies, oldest first, until the others fit in ``room_bytes``; what is sent
-        or pinned stays."""
+        """Drop copies, oldest first, until the others fit in ``room_bytes``. Copies that are being
+        sent or are pinned stay."""
         dropped: list[Segment] = []
         while self._copies and self.num_bytes > room_bytes:
             droppable = (copy for copy in reversed(self._copies) if not is_lent(copy.segment))
@@ -88,11 +88,11 @@ class RetainedBases:
         return dropped
 
     def move_newest(self, allocate: Callable[[int], Segment]) -> None:
-        """Move the copy that was used last to the host, unless it lies there, is pinned or finds
-        no room; blocks for the copy.
+        """Move the copy used last to the host, unless it lies there, is pinned or finds no room.
+        Blocks for the copy.
 
         Args:
-            allocate: Makes a segment of so many bytes there, or raises CapacityError.
+            allocate: Makes a host segment of so many bytes, or raises CapacityError.
         """
         copy = next(iter(self._copies), None)
         if copy is None or _is_on_host(copy) or self._is_pinned(copy):
@@ -108,8 +108,8 @@ class RetainedBases:
         self._copies[0] = replace(copy, segment=segment)
 
     def drop_on_device(self) -> None:
-        """Drop the copies on an accelerator, but for pinned ones; their memory is free once
-        nobody sends them."""
+        """Drop the copies on an accelerator, except pinned ones. Their memory is free once nobody
+        sends them."""
         self._copies = [copy for copy in self._copies if _is_on_host(copy) or self._is_pinned(copy)]
 
     def _drop_beyond(self) -> list[Segment]:

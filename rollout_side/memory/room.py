@@ -1,4 +1,4 @@
-"""The bounds of a worker's memory: what is held, what is promised, and whether more fits."""
+"""Bounds of a worker's memory: bytes held and promised, and checks that more fits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft_rl.contract.names import PolicyVersion
 
 @dataclass
 class Usage:
-    """Bytes a worker holds for Weft; on the host, but for bases staged on a device."""
+    """Bytes that a worker holds for Weft: on the host, except bases staged on a device."""
 
     adapter_bytes: int = 0
     staging_bytes: int = 0
-    """Staged or retained; retained copies give way to a push."""
+    """Bytes that are staged or retained; retained copies give way to a push."""
     free_bytes: int = 0
     pinned_bytes: int = 0
-    """Memory of the retained copies that no push may take."""
+    """Bytes of the retained copies that no push may take."""
     transfer_ids: tuple[str, ...] = ()
-    """Transfers of which bytes are staged, whole or in part, or loaded in place."""
+    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
 
 
 def check_adapter_room(
@@ -70,10 +70,10 @@ def check_base_room(
 
 
 class Reservations:
-    """What each transfer was promised, until it is staged or over.
+    """Memory promised to each transfer until it is staged or over.
 
     Args:
-        lock: ``WorkerStore``'s, which guards them.
+        lock: ``WorkerStore``'s lock, which guards the reservations.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
@@ -83,7 +83,7 @@ class Reservations:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is promised to all."""
+        """Bytes promised to all transfers."""
         return sum(self._num_bytes.values())
 
     def add(self, transfer_id: str, num_bytes: int, *, clone: bool) -> None:
@@ -93,7 +93,7 @@ class Reservations:
             self._clones.add(transfer_id)
 
     def end(self, *transfer_ids: str) -> None:
-        """Promise transfers nothing any more; succeeds for those that were promised nothing."""
+        """End the promises to transfers; succeeds for those that were promised nothing."""
         for transfer_id in transfer_ids:
             self._num_bytes.pop(transfer_id, None)
             self._clones.discard(transfer_id)
@@ -102,12 +102,12 @@ class Reservations:
     def end_clones(
         self, fits: Callable[[], bool], drop: Callable[[], Sequence[str]], timeout_seconds: float
     ) -> None:
-        """Until there is room, end what is promised to clones; waits for those that have still to
-        hear that they were ended.
+        """End the promises to clones until there is room. Waits for clones that have still to hear
+        that they were ended.
 
         Args:
-            fits: Whether there is room by now.
-            drop: Drops what was kept of clones; returns whose promises end with it.
+            fits: Returns whether there is room by now.
+            drop: Drops what was kept of clones; returns the transfers whose promises end with it.
         """
         end = time.monotonic() + timeout_seconds
         while self._clones and not fits():

@@ -1,10 +1,10 @@
 """Memory for a version's bytes that several workers of one machine map as one copy.
 
-On the host it is an anonymous memory file (``memfd``): it has no name that could leak
-or collide, needs no room in /dev/shm (64 MiB in a default container), and is gone
-when the last process that maps it ends, however it ends. Another worker of the
-same user attaches it by the owner's pid and descriptor. On an accelerator it is an
-allocation of torch's, which other processes map through CUDA's IPC.
+On the host it is an anonymous memory file (``memfd``). It has no name that could leak or collide,
+and needs no room in /dev/shm (64 MiB in a default container). It is gone when the last process that
+maps it ends, however it ends. Another worker of the same user attaches it by the owner's pid and
+descriptor. On an accelerator it is an allocation of torch's, which other processes map through
+CUDA's IPC.
 
 Segments that are free are kept for transfers of the same layouts.
 """
@@ -37,28 +37,29 @@ class Segment(Protocol):
 
     num_bytes: int
     owned: bool
-    """Whether this process allocated it; others' memory is not ours to reuse."""
+    """True if this process allocated it; others' memory is not ours to reuse."""
 
     @property
     def data(self) -> torch.Tensor:
-        """uint8, shape (num_bytes,), contiguous; blocks until ``fill`` is done."""
+        """Bytes as a contiguous uint8 tensor of shape (num_bytes,); blocks until ``fill`` is
+        done."""
 
     @property
     def ref(self) -> SegmentRef:
-        """What another process attaches it by, while this object lives. Blocks as
+        """Reference by which another process attaches it, while this object lives. Blocks as
         ``data``."""
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copy bytes to the beginning; from an accelerator without blocking, once the calling
-        thread's current stream has made them. They must stay as they are meanwhile; their memory
-        may be given back to torch."""
+        """Copy bytes to the beginning. From an accelerator it does not block: the copy begins once
+        the calling thread's current stream has made the bytes. They must not change meanwhile;
+        their memory may be given back to torch."""
 
 
 class SegmentRef(Protocol):
-    """How another process of this machine finds a segment."""
+    """Reference by which another process of this machine finds a segment."""
 
     def attach(self) -> Segment:
-        """Map it.
+        """Map the segment into this process.
 
         Raises:
             NotReadyError: Its owner is gone.
@@ -70,7 +71,7 @@ class SegmentRef(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostRef:
-    """See ``SegmentRef``."""
+    """``SegmentRef`` to host memory, by its owner's pid and descriptor."""
 
     pid: int
     fd: int
@@ -88,10 +89,10 @@ class HostRef:
 
 
 class HostSegment:
-    """A mapped ``memfd``.
+    """Segment in host memory: a mapped ``memfd``.
 
     Args:
-        pinned: Page-locked for the current CUDA device, so that copies to and from it
+        pinned: Whether to page-lock it for the current CUDA device, so that copies to and from it
             run at the speed of the bus.
     """
 
@@ -125,10 +126,10 @@ class HostSegment:
     def allocate(
         cls, num_bytes: int, *, pinned: bool = False, speak: Speak = silent
     ) -> HostSegment:
-        """New memory, already touched: page faults would halve a receive's speed.
+        """Allocate new memory, already touched: page faults would halve a receive's speed.
 
         Args:
-            speak: Called with the bytes that there are, and are to be, slice by slice.
+            speak: Called slice by slice, with the bytes made so far and the bytes to make.
 
         Raises:
             CapacityError: This machine has no room.
@@ -200,8 +201,8 @@ def _fill(fd: int, num_bytes: int, speak: Speak) -> None:
 
 
 def _pin(data: torch.Tensor, device: int) -> int:
-    """Page-lock memory; returns where it begins, or 0 if the driver will not: copies are
-    then slower, and right."""
+    """Page-lock memory and return its address. Returns 0 if the driver refuses: copies are then
+    slower, but right."""
     with torch.cuda.device(device):
         status = _cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
     return data.data_ptr() if int(status) == 0 else 0
@@ -221,26 +222,27 @@ def _cudart() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRef:
-    """See ``SegmentRef``: of a tensor of torch's, what CUDA's IPC has others map it by."""
+    """``SegmentRef`` to a torch tensor on an accelerator, which others map through CUDA's IPC."""
 
     device: int
     num_bytes: int
     first_byte: int
-    """In its storage."""
+    """Offset of the first byte in its storage."""
     storage_bytes: int
     storage_offset: int
-    """Of the storage, in the allocation that ``handle`` is of."""
+    """Offset of the storage in the allocation that ``handle`` refers to."""
     handle: bytes
     counter_handle: bytes
-    """Shared memory in which torch counts who has it mapped."""
+    """Handle of the shared memory in which torch counts the processes that have it mapped."""
     counter_offset: int
     event_handle: bytes
-    """After which it may be read."""
+    """Handle of the event after which it may be read."""
     event_sync: bool
 
     @classmethod
     def of(cls, data: torch.Tensor) -> DeviceRef:
-        """Of a uint8 tensor on an accelerator; torch counts one more that has it mapped."""
+        """Make a reference to a uint8 tensor on an accelerator; torch counts one more mapping of
+        it."""
         _, arguments = reductions.reduce_tensor(data)  # type: ignore[no-untyped-call]
         (
             _, _, _, first_byte, _, _, device, handle, storage_bytes, storage_offset, _,
@@ -274,14 +276,14 @@ class DeviceRef:
 
 
 class DeviceSegment:
-    """An allocation on an accelerator."""
+    """Segment in an accelerator's memory."""
 
     def __init__(self, data: torch.Tensor, *, owned: bool) -> None:
         self.data, self.owned, self.num_bytes = data, owned, data.numel()
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> DeviceSegment:
-        """New memory beside what the engine holds.
+        """Allocate new memory beside what the engine holds.
 
         Raises:
             CapacityError: There is no room.
@@ -316,7 +318,7 @@ class SegmentPool:
     ``_KEPT_TWICE_BYTES``. ``WorkerStore``'s lock guards them.
 
     Args:
-        keeps: Whether a segment that is free is to be kept now.
+        keeps: Returns whether a free segment is to be kept now.
     """
 
     def __init__(self, keeps: Callable[[Segment], bool] = lambda segment: True) -> None:
@@ -330,23 +332,24 @@ class SegmentPool:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all free segments."""
+        """Bytes of all free segments."""
         return sum(segment.num_bytes for segment in self._free)
 
     def find(self, num_bytes: int, device: torch.device) -> Segment | None:
-        """A free segment of that size there, which stays free."""
+        """Return a free segment of that size on that device, which stays free; None if there is
+        none."""
         fitting = (s for s in self._free if s.num_bytes == num_bytes and s.data.device == device)
         return next(fitting, None)
 
     def take(self, num_bytes: int, device: torch.device) -> Segment | None:
-        """What ``find`` tells, the caller's from now on. Where there is none, those of other
-        layouts are given back to the system, before the caller takes more."""
+        """Take a free segment of that size on that device. If there is none, return None and give
+        segments of other layouts back to the system, before the caller takes more."""
         segment = self.find(num_bytes, device)
         self._free = [free for free in self._free if segment is not None and free is not segment]
         return segment
 
     def put(self, *segments: Segment | None) -> None:
-        """Let segments be reused that their owner needs no more; lent ones are left alone."""
+        """Add segments that their owner needs no more, for reuse; lent ones are left alone."""
         for segment in segments:
             if segment is None or not segment.owned or self.is_lent(segment):
                 continue
@@ -364,7 +367,7 @@ class SegmentPool:
         self._free = [free for free in self._free if free.data.device.type == "cpu"]
 
     def is_lent(self, segment: object) -> bool:
-        """Whether a segment is being sent."""
+        """Return whether a segment is being sent."""
         return self._lent[id(segment)] > 0
 
     def lend(self, segment: object) -> None:
@@ -372,5 +375,5 @@ class SegmentPool:
         self._lent[id(segment)] += 1
 
     def take_back(self, segment: object) -> None:
-        """Note that one of those who send a segment has ended."""
+        """Note that one sender of a segment has ended."""
         self._lent -= Counter([id(segment)])

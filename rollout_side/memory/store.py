@@ -1,7 +1,7 @@
-"""What a worker process holds: staged versions, retained bases, the adapters it can serve.
+"""Versions that a worker process holds: staged versions, retained bases, servable adapters.
 
-The receiver's thread puts staged versions in; the worker's methods (on the engine's thread)
-take them out. Nothing here knows vLLM.
+The receiver's thread puts staged versions in; the worker's methods (on the engine's thread) take
+them out. Nothing here knows vLLM.
 """
 
 from __future__ import annotations
@@ -50,14 +50,12 @@ class WorkerStore:
     """Staged versions and adapters of one worker process; thread-safe.
 
     Args:
-        staging_capacity_bytes: Bound of what is being staged or waits for its
-            commit, retained bases included; they are dropped, oldest first, where
-            a push needs the room.
+        staging_capacity_bytes: Bound of what is being staged or waits for its commit, retained
+            bases included; they are dropped, oldest first, where a push needs the room.
         adapter_capacity_bytes: Bound of the adapters that can be served.
-        retain_base: Versions of the base that a copy is kept of, the served one
-            included.
-        memory: Where their bytes are put.
-        num_ranks: Of the replica: as many load what is received here in place.
+        retain_base: Number of base versions to keep a copy of, the served one included.
+        memory: Allocator of the memory for their bytes.
+        num_ranks: Number of ranks of the replica; each loads what is received here in place.
     """
 
     staging_capacity_bytes: int
@@ -66,9 +64,9 @@ class WorkerStore:
     memory: Memory = field(default_factory=Memory)
     num_ranks: int = 1
     threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
-    """The threads of this process that receive, load or send."""
+    """Threads of this process that receive, load or send."""
     handoff: HandoffSlot = field(default_factory=HandoffSlot, init=False)
-    """The base that is loaded in place; put it in by ``put_handoff``."""
+    """Slot of the base that is loaded in place; filled by ``put_handoff``."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _staged: dict[str, StagedVersion] = field(default_factory=dict)
     _adapters: dict[PolicyVersion, AdapterEntry] = field(default_factory=dict)
@@ -94,11 +92,11 @@ class WorkerStore:
         clone: bool = False,
         speak: Speak = silent,
     ) -> Segment:
-        """Memory for a transfer, reused from a dropped version when one fits.
+        """Reserve memory for a transfer, reused from a dropped version if one fits.
 
-        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and speaks meanwhile;
-        and for a moment where a clone that was ended has still to let go of the room. What
-        was received of a clone gives way to all but a ``clone``.
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and speaks meanwhile. Also
+        blocks for a moment if a clone that was ended has still to let go of the room. What was
+        received of a clone gives way to all but a ``clone``.
 
         Raises:
             CapacityError: The bound would be exceeded; says what holds the memory.
@@ -121,8 +119,8 @@ class WorkerStore:
             raise
 
     def make_spare(self) -> None:
-        """Have memory for a further adapter of the size that was staged last: with all its
-        page faults it would take longer than to receive it. Blocks for them."""
+        """Make memory for a further adapter of the size that was staged last; blocks for its page
+        faults. With these, making it during a push would take longer than receiving the adapter."""
         with self._lock:
             size = self._last_adapter_bytes
             if not size or self._segments.find(size, self.memory.place(adapter=True)):
@@ -157,8 +155,8 @@ class WorkerStore:
                 self._last_adapter_bytes = staged.segment.num_bytes
 
     def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
-        """Drop what was received of a clone if its room is needed; wait for one that has
-        still to hear that it was ended."""
+        """Drop what was received of a clone if its room is needed. Waits for a clone that has still
+        to hear that it was ended."""
 
         def fits() -> bool:
             try:
@@ -195,12 +193,12 @@ class WorkerStore:
     def take_partial(
         self, transfer_id: str, trainer_id: str, speak: Speak = silent
     ) -> PartialTransfer | None:
-        """What was received of a transfer so far, in memory that is safe to write.
+        """Take what was received of a transfer so far, in memory that is safe to write; None if
+        nothing was.
 
-        A transfer that was staged whole is un-staged; other interrupted ones of the
-        same trainer are dropped, since a trainer carries one out at a time. Blocks
-        to copy what was verified when an abandoned operation may still write to the
-        old memory.
+        A transfer that was staged whole is un-staged. Other interrupted ones of the same trainer
+        are dropped, since a trainer carries one out at a time. Blocks to copy what was verified if
+        an abandoned operation may still write to the old memory.
         """
         with self._lock:
             self._reservations.end(*self._partial.drop_others(transfer_id, trainer_id))
@@ -215,7 +213,7 @@ class WorkerStore:
         return partial if partial.settled else partial.moved(self.memory, speak)
 
     def _num_waiting_bytes(self) -> int:
-        """Memory of what is being staged, or waits for its commit."""
+        """Return the bytes of versions that are being staged, or wait for their commit."""
         staged = (version.segment.num_bytes for version in self._staged.values())
         return sum(staged, start=self._reservations.num_bytes)
 
@@ -242,23 +240,24 @@ class WorkerStore:
                 self._segments.put(*self._bases.keep(base))
 
     def pin_bases(self, versions: Iterable[int]) -> None:
-        """Keep the copies of these versions that are held, and no longer those of others
-        beyond ``retain_base``."""
+        """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
+        ``retain_base`` are dropped."""
         with self._lock:
             self._segments.put(*self._bases.pin(versions))
 
     def retained_bases(self) -> tuple[int, ...]:
-        """Versions of the base that can be sent from here, last used first."""
+        """Return the base versions that can be sent from here: the served one, then last used
+        first."""
         with self._lock:
             base = self.served.base
             served = (base.version.version,) if base is not None else ()
             return (*served, *(v for v in self._bases.versions if v not in served))
 
     def held(self, version: PolicyVersion) -> StagedVersion:
-        """A copy of a version: an adapter that can be served, or a retained base.
+        """Return the held copy of a version: an adapter that can be served, or a retained base.
 
         Raises:
-            NotFoundError: None is held.
+            NotFoundError: No copy is held.
         """
         with self._lock:
             entry = self._adapters.get(version)
@@ -268,10 +267,10 @@ class WorkerStore:
         return base
 
     def sendable(self, version: PolicyVersion) -> StagedVersion | ServedBase:
-        """A held copy, or the base that is served.
+        """Return the held copy of a version, or the base that is served.
 
         Raises:
-            NotFoundError: None is held.
+            NotFoundError: No copy is held.
         """
         with self._lock:
             base = self.served.base
@@ -279,12 +278,12 @@ class WorkerStore:
 
     @contextmanager
     def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
-        """What ``sendable`` tells. A copy's memory is not reused inside the ``with``, even
-        if the version is dropped meanwhile; a served base that is loaded anew meanwhile
-        is found out by its digest.
+        """Lend what ``sendable`` returns. A copy's memory is not reused inside the ``with``, even
+        if the version is dropped meanwhile. A served base that is loaded anew meanwhile is found
+        out by its digest.
 
         Raises:
-            NotFoundError: None is held.
+            NotFoundError: No copy is held.
         """
         with self._lock:
             copy = self.sendable(version)
@@ -297,11 +296,11 @@ class WorkerStore:
                 self._segments.take_back(lent)
 
     def fall_asleep(self, *, keep_newest: bool = False) -> bool:
-        """Let go of copies on the accelerator, and let nobody read the engine's weights;
-        False while somebody does. Copies that are pinned stay.
+        """Drop copies on the accelerator, except pinned ones, and forbid reads of the engine's
+        weights. Returns False, and changes nothing, while somebody reads the weights.
 
         Args:
-            keep_newest: Move that of the base used last to the host, if there is room.
+            keep_newest: Move the copy of the base used last to the host, if there is room.
         """
         with self._lock:
             base = self.served.base
@@ -317,15 +316,15 @@ class WorkerStore:
     # -- the engine's side --------------------------------------------------
 
     def handle(self, transfer_id: str) -> StagedHandle:
-        """What another worker adopts a staged version by; also a retained base.
+        """Return the handle by which another worker adopts a staged version, or a retained base.
 
         Raises:
-            NotReadyError: Nothing is staged for it.
+            NotReadyError: Nothing is staged for the transfer.
         """
         return self._find(transfer_id).handle()
 
     def adopt(self, handle: StagedHandle) -> None:
-        """Map what another worker of this machine has staged."""
+        """Map a version that another worker of this machine has staged."""
         with self._lock:
             # A retained copy is mapped anew after it was discarded here once.
             if handle.transfer_id in self._discarded:
@@ -333,11 +332,11 @@ class WorkerStore:
         self.put_staged(handle.attach())
 
     def staged(self, transfer_id: str, content_digest: bytes) -> StagedVersion:
-        """The staged version, which stays staged; also a retained base.
+        """Return the staged version of a transfer, which stays staged, or a retained base.
 
         Raises:
-            NotReadyError: Nothing is staged for it.
-            DigestMismatchError: Other bytes than those to be committed.
+            NotReadyError: Nothing is staged for the transfer.
+            DigestMismatchError: Other bytes are staged than those to be committed.
         """
         staged = self._find(transfer_id)
         staged.check(content_digest)
@@ -353,7 +352,7 @@ class WorkerStore:
             return entry
 
     def adapter(self, version: PolicyVersion) -> AdapterEntry | None:
-        """What the engine's loader reads; None when it was dropped."""
+        """Return an adapter for the engine's loader; None if it was dropped."""
         with self._lock:
             return self._adapters.get(version)
 
@@ -376,7 +375,7 @@ class WorkerStore:
             self.handoff.discard(transfer_id)
 
     def usage(self) -> Usage:
-        """What is held now."""
+        """Return the memory that is held now."""
         with self._lock:
             transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
             return Usage(

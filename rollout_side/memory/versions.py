@@ -23,26 +23,26 @@ from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 
 class Carried(NamedTuple):
-    """What a bucket that lists its runs carried: these, and the digest of each."""
+    """Runs that a bucket listed and carried, with the digest of each."""
 
     runs: Sequence[Run]
     digests: list[int]
 
 
 class Sendable(Protocol):
-    """A whole version that can be sent to another replica."""
+    """Whole version that can be sent to another replica."""
 
     @property
     def transfer_id(self) -> str:
-        """What brought it."""
+        """Transfer that brought it."""
 
     @property
     def manifest(self) -> Manifest:
-        """Its layout."""
+        """Layout of the version."""
 
     @property
     def content_digest(self) -> bytes:
-        """The digest of its bytes."""
+        """Digest of its content."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """Copy one bucket's payload; only reads what is served.
@@ -58,11 +58,11 @@ class Sendable(Protocol):
 
 @dataclass(frozen=True)
 class ServedBase:
-    """The base that the engine serves, read back from the engine: where it was loaded by
-    plain copies, and no copy was kept. Gone with the next load.
+    """Base that the engine serves, read back from the engine. It exists if the base was loaded by
+    plain copies and no copy was kept; it is gone with the next load.
 
     Args:
-        read: As ``Sendable.payload``.
+        read: Copies one bucket's payload, as ``Sendable.payload``.
     """
 
     transfer_id: str
@@ -90,13 +90,13 @@ class StagedVersion:
     segment: Segment
     content_digest: bytes
     bucket_digests: tuple[list[int], ...] = ()
-    """Of the tensors of each bucket, on the rank that received; empty where it was adopted."""
+    """Digests of the tensors of each bucket, on the rank that received; empty if it was adopted."""
     carried: tuple[Carried, ...] | None = None
-    """What each bucket carried, where they listed it."""
+    """Runs that each bucket carried, if buckets list them; else None."""
     device_copy: list[torch.Tensor] = field(default_factory=list)
-    """At most one, of an adapter that was received on the engine's device."""
+    """At most one tensor: the copy of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
-    """What ``own_bytes`` is going to return."""
+    """At most one tensor: the copy that ``own_bytes`` returns next."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """See ``Sendable``."""
@@ -108,10 +108,10 @@ class StagedVersion:
         return bucket_starts(self.manifest)
 
     def check(self, content_digest: bytes) -> None:
-        """Make sure that it is what is to be committed.
+        """Check that the staged content is what is to be committed.
 
         Raises:
-            DigestMismatchError: These are other bytes.
+            DigestMismatchError: Other bytes are staged.
         """
         if self.content_digest != content_digest:
             raise DigestMismatchError(
@@ -120,13 +120,14 @@ class StagedVersion:
             )
 
     def handle(self) -> StagedHandle:
-        """What another worker of this machine attaches it by, while this object lives."""
+        """Return the handle by which another worker of this machine attaches it, while this object
+        lives."""
         return StagedHandle(
             self.transfer_id, self.version, self.manifest, self.segment.ref, self.content_digest
         )
 
     def as_partial(self, trainer_id: str) -> PartialTransfer:
-        """What a further side group finds that all was received of."""
+        """Return the transfer as one whose buckets were all received, for a further side group."""
         return PartialTransfer(
             self.transfer_id,
             trainer_id,
@@ -137,43 +138,44 @@ class StagedVersion:
         )
 
     def take_device_copy(self) -> torch.Tensor | None:
-        """The copy on the device, which is then the caller's; None if there is none."""
+        """Take the copy on the device, which is then the caller's; None if there is none."""
         return self.device_copy.pop() if self.device_copy else None
 
     def own_bytes(self) -> torch.Tensor:
-        """A copy of the segment that is the caller's, page-locked if the segment is."""
+        """Return a copy of the segment that is the caller's, page-locked if the segment is."""
         if self.spare:
             return self.spare.pop()
         data = self.segment.data
         return torch.empty_like(data, pin_memory=data.is_pinned()).copy_(data)
 
     def tensors(self, data: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and view of every tensor, in manifest order; no copy.
+        """Yield the name and a view of every tensor, in manifest order; no copy.
 
         Args:
             data: A copy of the segment; by default the segment itself.
 
-        The views are of shared memory that a later push may reuse once this
-        version was dropped: clone what must outlive it, and never write.
+        The views are of shared memory that a later push may reuse once this version was dropped:
+        clone what must outlive it, and never write.
         """
         yield from tensors_in(self.manifest, self.segment.data if data is None else data)
 
 
 def tensors_in(manifest: Manifest, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and view of every tensor in a segment's bytes, in manifest order; no copy."""
+    """Yield the name and a view of every tensor in a segment's bytes, in manifest order; no
+    copy."""
     starts = bucket_starts(manifest)
     for slot in manifest.tensors:
         yield slot.meta.name, tensor_in(slot, data[starts[slot.bucket] :])
 
 
 def tensor_in(slot: TensorSlot, wire: torch.Tensor) -> torch.Tensor:
-    """The view of a tensor in its bucket's bytes (uint8, which may continue behind it)."""
+    """Return the view of a tensor in its bucket's bytes (uint8, which may continue behind it)."""
     raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
     return raw.view(getattr(torch, slot.meta.dtype.torch_name)).view(slot.meta.shape)
 
 
 def bucket_starts(manifest: Manifest) -> list[int]:
-    """First byte of each bucket in a segment."""
+    """Return the offset of each bucket's first byte in a segment."""
     starts, at = [], 0
     for bucket in manifest.buckets:
         starts.append(at)
@@ -190,26 +192,27 @@ class PartialTransfer:
     manifest: Manifest
     segment: Segment
     digests: list[list[int]]
-    """Of the tensors of each verified bucket."""
+    """Digests of the tensors of each verified bucket."""
     carried: list[Carried] | None = None
-    """What they carried, where they list it; None where they come as the manifest lays them
-    out."""
+    """Runs that the verified buckets carried, if buckets list them; None if they come as the
+    manifest lays them out."""
     settled: bool = False
-    """Whether no abandoned operation can write to the segment any more."""
+    """True if no abandoned operation can write to the segment any more."""
 
     @property
     def num_verified(self) -> int:
-        """How many buckets."""
+        """Number of verified buckets."""
         return len(self.digests if self.carried is None else self.carried)
 
     def forget(self, first_bucket: int) -> None:
-        """Buckets from this one on come again."""
+        """Forget buckets from ``first_bucket`` on, which come again."""
         del self.digests[first_bucket:]
         if self.carried is not None:
             del self.carried[first_bucket:]
 
     def tensor_digests(self) -> list[int]:
-        """Of the version's tensors, in the manifest's order, once all buckets were verified.
+        """Return the digests of the version's tensors, in manifest order, once all buckets were
+        verified.
 
         Raises:
             InvalidManifestError: Runs do not cover every element once; names a place.
@@ -221,8 +224,8 @@ class PartialTransfer:
         return tensor_sums(self.manifest, runs, digests)
 
     def moved(self, memory: Memory, speak: Speak) -> PartialTransfer:
-        """The transfer with what was verified of it in memory that nothing else can write to;
-        blocks for the copy.
+        """Return the transfer with its verified bytes in memory that nothing else can write to.
+        Blocks for the copy.
 
         Raises:
             CapacityError: The accelerator has no room.
@@ -242,7 +245,7 @@ class PartialTransfer:
 
 @dataclass(frozen=True)
 class StagedHandle:
-    """A staged version as another worker of the same machine can adopt it; picklable."""
+    """Handle by which another worker of the same machine adopts a staged version; picklable."""
 
     transfer_id: str
     version: PolicyVersion
@@ -254,7 +257,7 @@ class StagedHandle:
         """Map the bytes into this process; nothing is copied.
 
         Raises:
-            NotReadyError: Their owner is gone.
+            NotReadyError: The owner of the bytes is gone.
         """
         segment = self.segment.attach()
         return StagedVersion(
@@ -271,15 +274,15 @@ class AdapterEntry:
 
 
 def is_adapter(version: PolicyVersion) -> bool:
-    """Whether a version is an adapter's, not the base's."""
+    """Return whether a version is an adapter's, not the base's."""
     return version.policy != BASE_POLICY
 
 
 class PartialTransfers:
-    """What was verified of interrupted transfers; ``WorkerStore``'s lock guards it.
+    """Interrupted transfers, with what was verified of each; ``WorkerStore``'s lock guards them.
 
-    A push resumes within moments or is discarded. A clone waits as long as pushes go
-    before it: of those there is at most one, and it gives way where a push needs its room.
+    A push resumes within moments or is discarded. A clone waits as long as pushes go before it.
+    There is at most one such clone, and it gives way where a push needs its room.
     """
 
     def __init__(self) -> None:
@@ -287,11 +290,11 @@ class PartialTransfers:
 
     @property
     def transfer_ids(self) -> tuple[str, ...]:
-        """The transfers of which something is kept."""
+        """Transfers of which something is kept."""
         return tuple(self._partial)
 
     def put(self, partial: PartialTransfer) -> list[str]:
-        """Keep one; returns the transfers that were dropped for it."""
+        """Keep an interrupted transfer; return the transfers that were dropped for it."""
         dropped = self.drop_clones() if is_replica_sender(partial.trainer_id) else []
         self._partial[partial.transfer_id] = partial
         return [name for name in dropped if name != partial.transfer_id]
@@ -303,12 +306,11 @@ class PartialTransfers:
                 self._partial[partial.transfer_id] = replace(partial, settled=True)
 
     def pop(self, transfer_id: str) -> PartialTransfer | None:
-        """Take one out; None if it is not here."""
+        """Remove and return a transfer; None if it is not here."""
         return self._partial.pop(transfer_id, None)
 
     def drop_others(self, transfer_id: str, trainer_id: str) -> list[str]:
-        """Drop a sender's transfers but one, since it carries out one at a time; returns
-        which."""
+        """Drop a sender's other transfers, since it carries out one at a time; return their ids."""
         return self._drop(
             [
                 partial.transfer_id
@@ -318,7 +320,7 @@ class PartialTransfers:
         )
 
     def drop_clones(self) -> list[str]:
-        """Drop what came from replicas; returns which transfers."""
+        """Drop the transfers that came from replicas; return their ids."""
         return self._drop(
             [p.transfer_id for p in self._partial.values() if is_replica_sender(p.trainer_id)]
         )

@@ -1,4 +1,4 @@
-"""The threads of a worker that receive, load or send, for whoever must not overtake them."""
+"""Threads of a worker that receive, load or send, for code that must not overtake them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Ask = Callable[[threading.Event], bool]
 
 
 class WorkingThreads:
-    """The threads of one worker process; thread-safe. Those that have ended are forgotten."""
+    """Threads of one worker process; thread-safe. Those that have ended are forgotten."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Ask] = {}
 
     def add(self, thread: threading.Thread, ask: Ask = lambda turn: False) -> None:
-        """Know a thread that has been started.
+        """Add a thread that has been started.
 
         Args:
-            ask: For one that lives from one work to the next: has it answer between them. Others
+            ask: Has a thread that lives on answer between two pieces of work. Threads without one
                 are waited for until they end.
         """
         with self._lock:

@@ -1,1 +1,1 @@
-"""A worker's part in side groups: it receives what is pushed, and sends clones."""
+"""Role of a worker in side groups: it receives what is pushed, and sends clones."""

@@ -1,9 +1,8 @@
-"""Sending what a worker holds to another replica: the source of a clone.
+"""Source of a clone: a thread that sends a held version to another replica.
 
-A thread a clone, beside the engine's thread and the receiver's. The bytes that are
-served are only read: each bucket is copied into one of two buffers, digested anew
-(so a copy that has rotted is found here, not served elsewhere) and sealed with a
-trailer of its own.
+Each clone has a thread, beside the engine's thread and the receiver's. The bytes that are served
+are only read. Each bucket is copied into one of two buffers, digested anew and sealed with a
+trailer of its own. So a copy that has rotted is found here, not served elsewhere.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _END_SECONDS = 30.0
 
 
 class Cloner:
-    """What one worker process sends to others; at most one clone a replica is under
-    way, since the coordinator serialises them.
+    """Clones that one worker process sends to others. At most one clone per replica is under way,
+    since the coordinator serialises them.
 
     Args:
-        store: What knows adapters, retained bases, and the base that is served.
+        store: Store of adapters, retained bases, and the base that is served.
     """
 
     def __init__(self, store: WorkerStore) -> None:
@@ -47,7 +46,7 @@ class Cloner:
         self._sending: dict[str, _Sending] = {}
 
     def send(self, order: SendOrder) -> None:
-        """Begin to send; returns at once. A group that is sent to already is left alone.
+        """Begin to send a clone; returns at once. A group that is sent to already is left alone.
 
         Raises:
             NotFoundError: The version is not held.
@@ -59,7 +58,7 @@ class Cloner:
                 self._sending[order.ticket.group_id] = _Sending(order, self._store)
 
     def close(self) -> None:
-        """Give up what is under way; does not wait for it."""
+        """Give up the clones under way; does not wait for them."""
         with self._lock:
             for sending in self._sending.values():
                 sending.stop()

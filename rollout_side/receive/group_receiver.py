@@ -57,14 +57,14 @@ _Direction = pb.AttendResponse | threading.Event | None
 
 
 class GroupReceiver:
-    """A worker's membership of one side group, and the thread that receives in it.
+    """Membership of a worker in one side group, and the thread that receives in it.
 
     Args:
-        ticket: The place.
-        trainer_id: Whose group it is.
-        store: Where verified versions are put.
-        former: That of the trainer's group before, which this one waits for.
-        tracer: Of the spans of what is received.
+        ticket: Place of the worker in the group.
+        trainer_id: Trainer that owns the group.
+        store: Store that verified versions are put in.
+        former: Receiver of the trainer's group before, which this one waits for.
+        tracer: Tracer for the spans of what is received.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class GroupReceiver:
             self._directions.put_nowait(None)
 
     def _ask(self, turn: threading.Event) -> bool:
-        """Have the thread set ``turn`` between two directions."""
+        """Ask the thread to set ``turn`` between two directions; return False if it cannot be
+        asked."""
         with contextlib.suppress(queue.Full):
             self._directions.put_nowait(turn)
             return True
@@ -159,10 +160,10 @@ class GroupReceiver:
                 self._store.settle_partial(self._trainer_id)
 
     def _wait_for_former(self) -> bool:
-        """Wait until the trainer's former group has handed over what it has verified of a
-        transfer that resumes here; False if this one was left meanwhile.
+        """Wait until the trainer's former group has handed over what it verified of a transfer that
+        resumes here. Returns False if this group was left meanwhile.
 
-        However long that takes: a thread that hangs there would otherwise be passed by.
+        There is no timeout: a thread that hangs there would otherwise be passed by.
         """
         while (former := self._former) is not None:
             former._thread.join(_LOOK_SECONDS)
@@ -173,7 +174,8 @@ class GroupReceiver:
         return not self._left.is_set()
 
     def _next_direction(self) -> pb.AttendResponse | None:
-        """Wait for it, and use the time: the next push of an adapter finds its memory."""
+        """Wait for the next direction; return None once the group was left. While idle, make memory
+        for the next push of an adapter."""
         is_idle = False
         while not self._left.is_set():
             try:

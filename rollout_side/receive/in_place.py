@@ -1,7 +1,7 @@
-"""Loading a base in place: its transfer, received into a few buffers, and the thread that loads
-it from them.
+"""Transfer of a base that is loaded in place, and the thread that loads it.
 
-A hand-off queue is all that the two threads share.
+The transfer is received into a few buffers. A hand-off queue is all that the receiving and the
+loading thread share.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _END_SECONDS = 20.0
 
 
 class InPlaceTransfer:
-    """An ``IncomingTransfer`` that is loaded in place; the store has its queue already.
+    """``IncomingTransfer`` that is loaded in place; the store has its queue already.
 
     Args:
-        handoff: To which buckets are put; what was put stays with it.
-        memory: What there is beside the engine's.
-        bound_bytes: Of the buffers that it is received in, but for those that must be.
-        plan: Who sends what, where several do.
+        handoff: Queue that buckets are put in; what was put stays with it.
+        memory: Memory that there is beside the engine's.
+        bound_bytes: Bound of the receive buffers, except those that are needed anyhow.
+        plan: Plan of which rank sends what, if several send.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class InPlaceTransfer:
 
 
 class InPlaceLoad:
-    """Loads a hand-off's buckets on a thread of its own, from now on: one rank's part of it.
+    """Thread that loads a hand-off's buckets on one rank; it begins at once.
 
     Args:
-        handoff: What to load.
-        load: Called there, once, with the handoff. It raises what the handoff raised, or
-            any typed error, if it has changed nothing; LoadFailedError with metadata
-            ``dirty`` "true" if weights may be mixed. Any other error counts as that.
+        handoff: Hand-off to load from.
+        load: Called once on that thread, with the hand-off. If it has changed nothing, it raises
+            what the hand-off raised, or any typed error. If weights may be mixed, it raises
+            LoadFailedError with metadata ``dirty`` "true". Any other error counts as that.
     """
 
     def __init__(self, handoff: Handoff, load: Callable[[Handoff], None]) -> None:
         self.handoff = handoff
         self.seconds = 0.0
-        """How long it took, once it has ended."""
+        """Seconds that the load took, once it has ended."""
         self._load = load
         self._changed = False
         self._thread = threading.Thread(
@@ -122,40 +122,40 @@ class InPlaceLoad:
 
     @property
     def thread(self) -> threading.Thread:
-        """The thread that loads."""
+        """Thread that loads."""
         return self._thread
 
     @property
     def transfer_id(self) -> str:
-        """Whose buckets it loads."""
+        """Transfer that brings the buckets."""
         return self.handoff.transfer_id
 
     @property
     def is_running(self) -> bool:
-        """Whether it may still touch the weights."""
+        """True if the thread may still touch the weights."""
         return self._thread.is_alive()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all was loaded: on the receiving rank, by every rank."""
+        """True if all was loaded; on the receiving rank, by every rank."""
         return self.handoff.is_complete
 
     @property
     def is_void(self) -> bool:
-        """Whether it has ended before it was given anything."""
+        """True if the load has ended before it was given anything."""
         return self.handoff.error is not None and not self.handoff.is_begun
 
     def check(self) -> None:
-        """Refuse what has come to nothing.
+        """Check that the load has not ended with an error.
 
         Raises:
-            NotReadyError: Why.
+            NotReadyError: The load has ended; says why.
         """
         if (error := self.handoff.error) is not None:
             raise NotReadyError(f"transfer {self.transfer_id} has ended here: {error.message}")
 
     def end(self, timeout_seconds: float = _END_SECONDS) -> bool:
-        """End it, unless it is complete; blocks until the thread has ended.
+        """End the load, unless it is complete; block until the thread has ended.
 
         Returns:
             Whether the weights are no longer what they were: loaded whole, or mixed.
@@ -165,11 +165,11 @@ class InPlaceLoad:
         return self._changed or self._thread.is_alive()
 
     def confirm(self, expected_digest: bytes) -> float:
-        """Make sure that what is to be committed was loaded; returns how long that took.
+        """Check that what is to be committed was loaded; return the seconds that it took.
 
         Raises:
             LoadFailedError: With metadata ``dirty``: other bytes, or not all, are loaded.
-            NotReadyError: It is not complete, and nothing was changed. It is ended.
+            NotReadyError: The load is not complete, and nothing was changed. It is ended.
         """
         if not self.is_complete:
             changed = self.end()

@@ -1,4 +1,4 @@
-"""The buffers that a base is received in that is loaded in place."""
+"""Receive buffers of a base that is loaded in place."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ PAUSE_SECONDS = 0.025
 
 
 class InPlaceBuffers:
-    """``ReceiveBuffers`` from which a hand-off queue's loaders load; where these are several,
-    the other ranks map them.
+    """``ReceiveBuffers`` that a hand-off queue's loaders load from; if there are several, the other
+    ranks map them.
 
-    The buffers are new: an operation that a former group abandoned may still write to the
-    old ones, but for those whose buckets were put and not loaded, which had none under way.
+    The buffers are new: an operation that a former group abandoned may still write to the old ones.
+    Only old buffers whose buckets were put and not loaded had no operation under way.
 
     Args:
-        handoff: Where verified buckets are put.
-        device: Where the side group receives.
+        handoff: Queue that verified buckets are put in.
+        device: Device on which the side group receives.
         ahead: Receives that may be posted; a loader that is slow leaves fewer buffers free.
         check: Raises to end a wait for the loader, once ``handoff.wake`` was called.
-        num_more: Buckets that there may be memory for beside those that must be: the more,
-            the later generation is paused.
+        num_more: Buffers to make beside the needed ones, if there is memory: the more, the later
+            generation is paused.
     """
 
     copies_lent = True
@@ -115,7 +115,7 @@ class InPlaceBuffers:
 
 
 def _shared_on(device: torch.device) -> Callable[[int], Segment]:
-    """Makes memory that other ranks of the replica can map."""
+    """Return a function that makes memory which the replica's other ranks can map."""
 
     def make(num_bytes: int) -> Segment:
         if device.type == "cpu":
@@ -126,16 +126,16 @@ def _shared_on(device: torch.device) -> Callable[[int], Segment]:
 
 
 class GatheringBuffers(InPlaceBuffers):
-    """``InPlaceBuffers`` where several send: wire buckets arrive in buffers of their own, and a
-    bucket of the layout is handed over once all of its have come.
+    """``InPlaceBuffers`` for several senders: wire buckets arrive in buffers of their own. A bucket
+    of the layout is handed over once all of its wire buckets have come.
 
-    What is gathered in part is gone with the group. So no wire bucket is reported, and released
-    at its sender, before all of its bucket of the layout have come.
+    A bucket that was gathered in part is gone with the group. So no wire bucket is reported, and
+    released at its sender, before all wire buckets of its bucket of the layout have come.
 
     Args:
-        plan: Who sends what.
-        lanes: Where it is received.
-        given: As ``InPlaceBuffers`` has them.
+        plan: Plan of which rank sends what.
+        lanes: Buffers that wire buckets are received in.
+        given: Arguments of ``InPlaceBuffers``.
     """
 
     copies_lent = False
@@ -192,15 +192,16 @@ class GatheringBuffers(InPlaceBuffers):
 
 
 def is_load_due(num_received: int, num_buffers: int, num_buckets: int, seconds: float) -> bool:
-    """Whether generation must pause soon, so that receiving need not wait for it.
+    """Return whether generation must pause soon, so that receiving need not wait for it.
 
-    As late as that: until then requests run, and a push that fails costs nothing.
+    It is to pause as late as possible: until then requests run, and a push that fails costs
+    nothing.
 
     Args:
         num_received: Buckets that wait to be loaded.
         num_buffers: Buckets that there is memory for.
-        num_buckets: Of the whole transfer.
-        seconds: That it took to receive ``num_received``.
+        num_buckets: Buckets of the whole transfer.
+        seconds: Seconds that it took to receive ``num_received``.
     """
     left = min(num_buffers, num_buckets) - num_received
     if left <= 1:

@@ -64,7 +64,7 @@ def receive_buckets(
 
 
 class _Course:
-    """Where the buckets of a transfer are: posted, arrived and verified at the moment, reported."""
+    """Progress of a transfer's buckets: posted, arrived and verified at the moment, reported."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Course:
 
     @property
     def has_to_settle(self) -> bool:
-        """Whether nothing has arrived to go on with."""
+        """True if buckets are being verified and the next has not arrived yet."""
         return bool(self._verified) and not (self._posted and self._posted[0].done)
 
     def await_bucket(self, index: int) -> None:
@@ -128,8 +128,8 @@ class _Course:
         self._arrived.wait(self._prepared.deadline, partial(self._waiting, index))
 
     def accept(self, index: int) -> None:
-        """Begin to verify the bucket that has arrived, and settle the one before; on the host,
-        where nothing happens meanwhile, this one too."""
+        """Begin to verify the bucket that has arrived, and settle the one before. On the host
+        nothing happens meanwhile, so settle this one too."""
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
         nonce = self._prepared.nonce
@@ -140,14 +140,14 @@ class _Course:
             self._settle_one()
 
     def settle(self) -> None:
-        """Block until what is verified at the moment is, and report it."""
+        """Block until every bucket that is being verified is verified, and report it."""
         while self._verified:
             self._settle_one()
         self._report()
 
     def abandon(self) -> None:
-        """Block until nothing touches the buffers any more, but for what the group's lanes
-        receive, nor what was lent."""
+        """Block until nothing touches the buffers, or lent memory, any more. Only what the group's
+        lanes receive may still be written."""
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):
                 torch.cuda.current_stream(self._device).synchronize()
@@ -171,7 +171,7 @@ class _Course:
                 self._report()
 
     def _report(self) -> None:
-        """Tell the coordinator what is kept, if it has not been told."""
+        """Tell the coordinator how many buckets are kept, if it has not been told."""
         if self._num_reported == self._num_kept:
             return
         self._num_reported, self._reported_at = self._num_kept, time.monotonic()
@@ -182,11 +182,11 @@ class _Course:
 
 
 def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
-    """What ``read`` returns of a bucket that has arrived.
+    """Return what ``read`` returns of a bucket that has arrived.
 
     Raises:
-        PeerUnavailableError: It finds other bytes in the memory of a sender that has left: what
-            lies there since then, nobody has sent.
+        PeerUnavailableError: ``read`` finds other bytes in the memory of a sender that has left:
+            nobody has sent what lies there since then.
     """
     try:
         return read()

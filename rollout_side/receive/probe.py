@@ -1,8 +1,8 @@
-"""A worker's answer to whether its threads make progress.
+"""Answer of a worker to the question whether its threads make progress.
 
-The coordinator asks so after one of them stalled a transfer, by a group in which nothing
-is sent. A thread of its own attends it, but only once every thread that may be the stuck
-one has answered or ended.
+The coordinator asks after one of them stalled a transfer, by a group in which nothing is sent. A
+thread of its own attends that group, but only once every thread that may be stuck has answered or
+ended.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Probe:
     """One probe, from the order to attend it until the coordinator drops its group.
 
     Args:
-        ticket: A place in its group; nothing is sent over the backend.
-        threads: That must have answered before.
+        ticket: Place in the probe's group; nothing is sent over the backend.
+        threads: Threads that must have answered before.
     """
 
     def __init__(self, ticket: GroupTicket, threads: WorkingThreads) -> None:
@@ -43,7 +43,7 @@ class Probe:
         self._thread.start()
 
     def leave(self) -> None:
-        """End it soon; does not wait."""
+        """End the probe soon; does not wait."""
         self._left.set()
 
     def _run(self) -> None:
@@ -68,7 +68,7 @@ class Probe:
         """Attend until the group is dropped.
 
         Raises:
-            WeftError: It was, or the coordinator went away.
+            WeftError: The group was dropped, or the coordinator went away.
         """
         ticket = self.ticket
         errors: list[WeftError] = []

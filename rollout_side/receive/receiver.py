@@ -1,4 +1,4 @@
-"""The side groups that a worker receives in; nothing here knows vLLM."""
+"""Side groups that a worker receives in; nothing here knows vLLM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft_rl.tracing import NO_TRACER, Tracer
 
 
 class Receiver:
-    """All side groups of one worker process, one a trainer.
+    """All side groups of one worker process, one per trainer.
 
     Args:
-        store: Where verified versions are put.
-        tracer: Of the spans of what is received; its owner closes it.
+        store: Store that verified versions are put in.
+        tracer: Tracer for the spans of what is received; its owner closes it.
     """
 
     def __init__(self, store: WorkerStore, tracer: Tracer = NO_TRACER) -> None:
@@ -55,7 +55,7 @@ class Receiver:
 
 
 def _leave_for(ticket: GroupTicket, former: GroupReceiver | Probe | None) -> bool:
-    """Leave a former place for a new one; False if that is an older one, or the same."""
+    """Leave a former group for a new one; return False if the new one is older, or the same."""
     if former is not None:
         if former.ticket.group_id == ticket.group_id or former.ticket.epoch > ticket.epoch:
             return False

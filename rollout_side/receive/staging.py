@@ -1,4 +1,4 @@
-"""Receiving a version that is staged whole, before its commit."""
+"""Transfer of a version that is staged whole before its commit, and its receive buffers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 
 class StagingTransfer:
-    """An ``IncomingTransfer`` that is staged.
+    """``IncomingTransfer`` that is staged.
 
     Args:
-        store: Where it is put.
-        version: What arrives.
-        partial: What has arrived before; taken from the store.
-        plan: Who sends what, where several do.
+        store: Store that the version is put in.
+        version: Version that arrives.
+        partial: Part that has arrived before; taken from the store.
+        plan: Plan of which rank sends what, if several send.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StagingTransfer:
         self._store.put_partial(self._partial)
 
     def _copy_to_segment(self) -> None:
-        """Have what was received on the device copied to where it is kept."""
+        """Begin to copy what was received on the device to the segment that keeps it."""
         for copy in self._device_copy:
             self._partial.segment.fill(copy)
 
@@ -118,16 +118,17 @@ class StagingTransfer:
 
 
 class StagingBuffers:
-    """``ReceiveBuffers`` of a version in one piece: buckets arrive straight there where it lies on
-    the group's device, else in buffers on the device that are copied from.
+    """``ReceiveBuffers`` of a version in one piece.
 
-    On an accelerator everything runs on the calling thread's current stream.
+    Buckets arrive straight in their place if it lies on the group's device. Else they arrive in
+    buffers on that device, and are copied from there. On an accelerator everything runs on the
+    calling thread's current stream.
 
     Args:
-        manifest: Of the version.
-        digests: Of the tensors of each bucket verified so far; grows.
+        manifest: Manifest of the version.
+        digests: Digests of the tensors of each bucket verified so far; grows.
         data: uint8, for all its buckets, one after the other with their trailers.
-        device: Where the side group receives.
+        device: Device on which the side group receives.
         ahead: Buckets whose receives may be posted before the first of them was accepted.
     """
 
@@ -190,16 +191,16 @@ class StagingBuffers:
 
 
 class RunBuffers:
-    """``ReceiveBuffers`` of whole tensors in an order of their sender's: buckets list what they
-    carry, each arrives in a buffer, and its runs are copied to their places.
+    """``ReceiveBuffers`` of whole tensors in an order of their sender's.
 
+    Buckets list what they carry. Each arrives in a buffer, and its runs are copied to their places.
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
-        manifest: Of the version.
-        carried: What was verified so far; grows.
-        into: Where its buckets are put together.
-        device: Where the side group receives.
+        manifest: Manifest of the version.
+        carried: Contents of the buckets verified so far; grows.
+        into: Assembly that puts the version's buckets together.
+        device: Device on which the side group receives.
         ahead: Buckets whose receives may be posted before the first of them was accepted.
     """
 

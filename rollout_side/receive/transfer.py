@@ -1,8 +1,7 @@
-"""What the receiver's thread needs of a transfer: where its buckets are received, and what
-becomes of them.
+"""Interface of a transfer to the receiver's thread: receive buffers, and the end of the transfer.
 
-One kind of transfer is staged whole and waits for its commit (``staging``); the other is
-loaded in place while it is received (``in_place``). The receiver treats them alike.
+One kind of transfer is staged whole and waits for its commit (``staging``); the other is loaded in
+place while it is received (``in_place``). The receiver treats them alike.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ T = TypeVar("T")
 
 
 class IncomingTransfer(Protocol):
-    """What the receiver needs of a prepared transfer."""
+    """Prepared transfer, as the receiver uses it."""
 
     @property
     def manifest(self) -> Manifest:
-        """The layout of its version."""
+        """Layout of its version."""
 
     @property
     def num_verified(self) -> int:
-        """Buckets that need not come again."""
+        """Number of buckets that need not come again."""
 
     def receive_buffers(
         self,
@@ -42,37 +41,38 @@ class IncomingTransfer(Protocol):
         num_in_flight: int,
         check: Callable[[], None],
     ) -> ReceiveBuffers:
-        """Where buckets from ``first_bucket`` on, at most ``num_verified``, are received.
+        """Return buffers to receive buckets in, from ``first_bucket`` on, which is at most
+        ``num_verified``.
 
         Args:
-            device: Of the side group.
+            device: Device of the side group.
             num_in_flight: Buckets that a sender keeps: no more receives from it may be posted.
-            check: Raises if the group has ended; asked after ``wake``.
+            check: Raises if the group has ended; called after ``wake``.
         """
 
     def finish(self, check: Callable[[], None]) -> bytes:
-        """After the last bucket: blocks until the version is staged, or loaded in place;
-        returns its content digest.
+        """Block, after the last bucket, until the version is staged or loaded in place; return its
+        content digest.
 
         Raises:
-            TransferAbortedError: It was discarded meanwhile.
-            WeftError: It could not be loaded in place: why.
+            TransferAbortedError: The transfer was discarded meanwhile.
+            WeftError: The error for which it could not be loaded in place.
         """
 
     def keep(self) -> None:
-        """The side group ends: keep what was verified, the transfer may resume in another.
-        If it does not, the coordinator orders it discarded."""
+        """Keep what was verified as the side group ends: the transfer may resume in another. If it
+        does not, the coordinator orders it discarded."""
 
     def drop(self) -> None:
         """Give back the memory of a transfer that was never started."""
 
     def wake(self) -> None:
-        """Let a wait ask its ``check``; from any thread."""
+        """Have a waiting thread call its ``check``; from any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a side group was told to receive, and where that goes."""
+    """Transfer that a side group was told to receive, and its destination."""
 
     transfer_id: str
     version: PolicyVersion
@@ -80,18 +80,18 @@ class Prepared:
     deadline: float
     num_in_flight: int
     plan: SendPlan | None
-    """Who sends what; None where one rank sends the manifest's buckets."""
+    """Plan of which rank sends what; None if one rank sends the manifest's buckets."""
     transfer: IncomingTransfer
     span: Span
-    """Of receiving it; ended with it."""
+    """Span of receiving the transfer; ended with it."""
 
     @property
     def num_buckets(self) -> int:
-        """Buckets that come."""
+        """Number of buckets that come."""
         return len(self.plan.buckets if self.plan else self.transfer.manifest.buckets)
 
     def sender_of(self, index: int) -> int:
-        """The rank that a bucket comes from."""
+        """Return the rank that a bucket comes from."""
         return self.plan.buckets[index].sender if self.plan else 0
 
 
@@ -103,47 +103,51 @@ class ReceiveBuffers(Protocol):
     accepted."""
 
     copies_lent: bool
-    """Whether ``accept`` verifies a copy of what is lent, and not that."""
+    """True if ``accept`` verifies a copy of lent memory, and not the lent memory itself."""
 
     @property
     def num_kept(self) -> int:
-        """Buckets, from the first, that need not come again, whatever becomes of this group."""
+        """Number of buckets, from the first, that need not come again, whatever becomes of this
+        group."""
 
     def make_room(self, index: int, *, wait: bool) -> bool:
-        """Whether a receive to ``wire(index)`` may be posted now, every one before it having
-        been posted; with ``wait`` it blocks until one may.
+        """Return whether a receive to ``wire(index)`` may be posted now, after every one before it.
+        With ``wait``, block until it may.
 
         Raises:
-            WeftError: It never may: why.
+            WeftError: The error for which it never may.
         """
 
     def wire(self, index: int) -> torch.Tensor:
-        """Where bucket ``index`` is received."""
+        """Return the memory that bucket ``index`` is received in."""
 
     def payload_bytes(self, index: int) -> int:
-        """Bytes of it before its trailer."""
+        """Return the bytes of a bucket before its trailer."""
 
     def accept(
         self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
     ) -> Callable[[], None]:
-        """Begin to verify a bucket that has arrived; what is returned ends that, and puts it
-        where it is wanted: it blocks till it is, and is called once, in the buckets' order.
+        """Begin to verify a bucket that has arrived; return a function that ends the verification.
+        That function puts the bucket where it is wanted, and blocks until it is there. It is called
+        once, in the buckets' order.
 
         Args:
-            arrived: How; what was lent is read until what is returned has ended.
+            arrived: How the bucket has arrived; lent memory is read until the returned function has
+                ended.
 
         Raises:
-            DigestMismatchError: Other bytes arrived than were sent; or what is returned does.
+            DigestMismatchError: Other bytes arrived than were sent; the returned function may raise
+                it, too.
         """
 
     def is_load_due(self) -> bool:
-        """Whether the replica is to be told to load now; never again after a True."""
+        """Return whether to tell the replica to load now; never again after a True."""
 
 
 def make_buffers(
     sizes: Sequence[int], count: int, device: torch.device, *, more: int = 0
 ) -> list[torch.Tensor]:
-    """Buffers, each for any bucket; no more than there are buckets. See ``make_each``."""
+    """Make buffers that each fit any bucket; no more than there are buckets. See ``make_each``."""
 
     def make(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -158,12 +162,12 @@ def make_each(
     device: torch.device,
     more: int = 0,
 ) -> list[T]:
-    """As ``make_buffers``, of whatever kind.
+    """Make buffers as ``make_buffers`` does, but of any kind.
 
     Args:
-        make: A buffer of so many bytes, on ``device``.
+        make: Makes a buffer of so many bytes, on ``device``.
         sizes: Bytes on the wire of each bucket.
-        more: As many further ones as there is memory for, at most.
+        more: Further buffers to make at most, as far as there is memory.
 
     Raises:
         CapacityError: The accelerator has no room for ``count`` of them.

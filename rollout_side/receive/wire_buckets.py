@@ -1,4 +1,4 @@
-"""Receiving the wire buckets of several senders, each of which lists what it carries."""
+"""Receive buffers for wire buckets of several senders, each of which lists what it carries."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 
 class LaneBuffers:
-    """Buffers for buckets of several senders: a few for those of each, used in turn.
+    """Receive buffers of several senders: a few for each sender, used in turn.
 
     Args:
-        plan: Who sends what.
+        plan: Plan of which rank sends what.
         ahead: Buckets of one sender that may be under way.
-        device: Of the side group.
+        device: Device of the side group.
 
     Raises:
         CapacityError: The accelerator has no room for them.
@@ -37,22 +37,23 @@ class LaneBuffers:
                 self._buffers[index] = buffers[nth % len(buffers)]
 
     def wire(self, index: int) -> torch.Tensor:
-        """Where a wire bucket is received; its buffer is that of its sender's ``ahead`` before."""
+        """Return the memory for a wire bucket; the sender's bucket ``ahead`` before it had the same
+        buffer."""
         return self._buffers[index][: self._plan.wire_bytes(index)]
 
 
 class PlannedBuffers:
-    """``ReceiveBuffers`` of a version that is staged: wire buckets arrive in buffers, and their
-    runs are copied to their places.
+    """``ReceiveBuffers`` of a staged version from several senders: wire buckets arrive in buffers,
+    and their runs are copied to their places.
 
     On an accelerator everything runs on the calling thread's current stream.
 
     Args:
-        manifest: Of the version.
-        carried: What was verified so far; grows.
-        into: Where its buckets are put together.
-        plan: Who sends what.
-        device: Where the side group receives.
+        manifest: Manifest of the version.
+        carried: Contents of the wire buckets verified so far; grows.
+        into: Assembly that puts the version's buckets together.
+        plan: Plan of which rank sends what.
+        device: Device on which the side group receives.
         ahead: See ``ReceiveBuffers``.
     """
 
@@ -117,8 +118,8 @@ def take_runs(
     bucket: int | None = None,
     arrived: Arrived = IN_ITS_BUFFER,
 ) -> Callable[[], Carried]:
-    """Begin to check a wire bucket that has arrived, and to copy its runs to their places; what
-    is returned ends it. See ``start_runs`` and ``place_runs``."""
+    """Begin to check a wire bucket that has arrived, and to copy its runs to their places. Returns
+    a function that ends both. See ``start_runs`` and ``place_runs``."""
     verified = start_runs(
         wire, payload_bytes, manifest, index, nonce, bucket=bucket, into=into, arrived=arrived
     )
@@ -138,13 +139,13 @@ def place_runs(
     runs: Sequence[Run],
     into: Assembly,
 ) -> None:
-    """Copy runs to their places, and write the zeros that follow their tensors; blocks until
+    """Copy runs to their places, and write the zeros that follow their tensors. Blocks until
     ``wire`` may be written again.
 
     Args:
         wire: uint8, a verified payload.
-        runs: What it holds, in order.
-        into: Where their places are.
+        runs: Runs that the payload holds, in order.
+        into: Assembly that the runs have their places in.
     """
     data, starts = into
     at = 0

@@ -1,1 +1,1 @@
-"""A replica's process: its start, and its metrics."""
+"""Process of a replica: its start, and its metrics."""

@@ -45,8 +45,8 @@ Ready = Callable[[str, str, Ports], None]
 
 
 class _Stop:
-    """What signals do: the first SIGTERM begins a drain, a second one ends the process at
-    once, and so does SIGINT: a terminal sends that one to the engine's processes, too."""
+    """Handler of stop signals. The first SIGTERM begins a drain; a second one ends the process at
+    once. So does SIGINT: a terminal sends it to the engine's processes, too."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.told = asyncio.Event()
@@ -55,7 +55,7 @@ class _Stop:
         self._signalled = False
 
     def signal(self, number: int) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         at_once = self._signalled or number == signal.SIGINT or not self._drain_seconds
         if at_once or self.agent is None:
             self.told.set()
@@ -70,23 +70,22 @@ class _Stop:
 
 
 def run(config: RolloutConfig, *, ready: Ready | None = None) -> str:
-    """``serve`` on an event loop of its own, of the kind that vLLM's own server has."""
+    """Run ``serve`` on an event loop of its own, of the kind that vLLM's own server has."""
     with asyncio.Runner(loop_factory=bridges.event_loop_factory()) as runner:
         return runner.run(serve(config, ready=ready))
 
 
 async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
-    """Run a replica until it has drained; calls ``ready`` once it listens.
+    """Run a replica until it has drained; call ``ready`` once it listens.
 
-    SIGTERM begins a drain of ``drain_seconds``; a second one, or SIGINT, ends the process
-    at once.
+    SIGTERM begins a drain of ``drain_seconds``; a second one, or SIGINT, ends the process at once.
 
     Returns:
-        Why it ended, for people.
+        The reason for the end, for messages.
 
     Raises:
-        WeftError: The arguments are refused, the engine does not start, a port or the
-            replica's name is taken, or the pool refuses this replica.
+        WeftError: The arguments are refused, the engine does not start, a port or the replica's
+            name is taken, or the pool refuses this replica.
     """
     stop = _Stop(config.drain_seconds)
     loop = asyncio.get_running_loop()
@@ -132,7 +131,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
 
 
 def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
-    """Where versions are spilled to, if they are."""
+    """Return the settings of the spill directory; None if versions are not spilled."""
     if not config.spill_dir:
         return None
     return SpillSettings(
@@ -240,7 +239,7 @@ async def _advertise(agent: Agent, port: int) -> None:
 
 
 async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:
-    """Follow the coordinator's word in grpc.health, for probes and balancers."""
+    """Show in grpc.health whether the replica is ready, for probes and balancers."""
     was = False
     while True:
         if (now := agent.is_ready) != was:

@@ -1,7 +1,7 @@
-"""What a replica counts: the memory and disk it has, its switches, whether it is ready.
+"""Metrics of a replica: the memory and disk it has, its switches, whether it is ready.
 
-No label names a version or a policy, so the number of series is fixed. vLLM's own metrics are
-on the OpenAI port.
+No label names a version or a policy, so the number of series is fixed. vLLM's own metrics are on
+the OpenAI port.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BECAME: Final[Mapping[RunningRequests, str]] = {
 
 
 class ReplicaMetrics(Collector):
-    """The metrics of one replica; gauges are read on whichever thread asks."""
+    """Metrics of one replica; gauges are read on whichever thread asks."""
 
     def __init__(self, agent: Agent, config: RolloutConfig) -> None:
         self.registry: CollectorRegistry = process_registry()
@@ -85,10 +85,10 @@ class ReplicaMetrics(Collector):
             self._met.labels(_BECAME[self._config.running_requests]).inc(times.num_begun)
 
     async def watch_spill(self, measure: Callable[[], int]) -> None:
-        """Look now and then how full the spill directory is, until cancelled.
+        """Measure now and then how full the spill directory is, until cancelled.
 
         Args:
-            measure: Its bytes; called on another thread.
+            measure: Returns the directory's bytes; called on another thread.
         """
         while True:
             # Where it is written to, a disk that fails or hangs is spoken of.
@@ -99,7 +99,7 @@ class ReplicaMetrics(Collector):
             await asyncio.sleep(SPILL_LOOK_SECONDS)
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges, for prometheus_client."""
+        """Yield the gauges, for prometheus_client."""
         engine, memory = self._agent.engine, self._agent.serving.memory
         capabilities = engine.capabilities
         used = GaugeMetricFamily("weft_store_bytes", "Bytes held, by store.", labels=["store"])

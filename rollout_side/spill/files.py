@@ -1,12 +1,11 @@
-"""The files of one spilled version: what plain vLLM, PEFT and transformers read.
+"""Files of one spilled version, which plain vLLM, PEFT and transformers read.
 
-An adapter is a PEFT directory, a base safetensors shards in checkpoint names with
-their index; two small files of our own beside them say what version it is and how
-its tensors lay in their buckets.
+An adapter is a PEFT directory, a base safetensors shards in checkpoint names with their index. Two
+small files of our own beside them say what version it is and how its tensors lay in their buckets.
 
-safetensors are written and read by hand: the library's writer first copies a whole
-file in memory, and its reader maps files, so that a network volume which fails
-midway would end the engine's process (SIGBUS) instead of raising.
+safetensors are written and read by hand. The library's writer first copies a whole file in memory.
+Its reader maps files, so that a network volume which fails midway would end the engine's process
+(SIGBUS) instead of raising.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _MAX_HEADER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Facts:
-    """What ``FACTS`` says."""
+    """Contents of the ``FACTS`` file."""
 
     version: PolicyVersion
     fingerprint: str
@@ -73,12 +72,12 @@ def write_version(
     The copy is read where it lies: no tensor is copied.
 
     Args:
-        config_json: PEFT's, for an adapter.
+        config_json: PEFT's config, for an adapter.
         going_on: Asked between pieces; the write is given up once it says no.
 
     Raises:
         OSError: The disk is full, or gone.
-        TransferAbortedError: Given up.
+        TransferAbortedError: The write was given up.
     """
     shards = _shards(copy.manifest, copy.version, shard_bytes)
     for name, slots in shards.items():
@@ -108,11 +107,11 @@ def write_version(
 
 
 def read_facts(directory: Path) -> Facts:
-    """What a directory holds.
+    """Read the facts of the version in a directory.
 
     Raises:
-        OSError: It cannot be read.
-        InvalidManifestError: Not written by this version of Weft, or damaged.
+        OSError: The file cannot be read.
+        InvalidManifestError: The file was not written by this version of Weft, or is damaged.
     """
     with _as_damage(directory):
         facts = json.loads((directory / FACTS).read_bytes())
@@ -123,16 +122,16 @@ def read_facts(directory: Path) -> Facts:
 
 
 def read_config(directory: Path) -> str:
-    """PEFT's config of the adapter in a directory.
+    """Read PEFT's config of the adapter in a directory.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     return (directory / _CONFIG).read_text()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The layout that the version was staged in.
+    """Read the layout that the version was staged in.
 
     Raises:
         OSError, InvalidManifestError: As ``read_facts``.
@@ -193,7 +192,7 @@ def sync_directory(directory: Path) -> None:
 def _shards(
     manifest: Manifest, version: PolicyVersion, shard_bytes: int
 ) -> dict[str, list[TensorSlot]]:
-    """File names, each with what lies in it: one file, or several for a large base."""
+    """Assign tensors to files, by file name: one file, or several for a large base."""
     if is_adapter(version):
         return {"adapter_model.safetensors": list(manifest.tensors)}
     parts: list[list[TensorSlot]] = [[]]
@@ -293,7 +292,7 @@ def _read(file: BufferedReader, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _as_damage(directory: Path) -> Iterator[None]:
-    """What else a damaged file can raise, as one type; a disk's own errors pass."""
+    """Raise a damaged file's other errors as InvalidManifestError; a disk's own errors pass."""
     try:
         yield
     except (OSError, InvalidManifestError):

@@ -1,4 +1,4 @@
-"""The spill directory: which versions lie in it whole, and who writes or removes what.
+"""Spill directory: versions that lie in it whole, and the rules to write and remove them.
 
 ``DIR/<first 16 of the base model's fingerprint>.<format>/<policy>@<version>.<content digest>/``
 is one version, whole: it is written beside it under a hidden name, synced, renamed. So
@@ -52,21 +52,21 @@ _OVERHEAD_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class SpillSettings:
-    """Where a replica spills to; plain values, sent to workers."""
+    """Settings of a replica's spill directory; plain values, sent to workers."""
 
     directory: str
     capacity_bytes: int
     """Bound of all versions of the base model there, of whichever replica."""
     owner: str
-    """The replica's id: its own unfinished writes are taken over at once."""
+    """Id of the replica: its own unfinished writes are taken over at once."""
 
 
 class SpillFolder:
-    """One base model's part of a spill directory.
+    """Part of a spill directory that belongs to one base model.
 
     Args:
-        settings: Where the directory is, and how much may lie there.
-        fingerprint: Of the base model.
+        settings: Place of the directory, and how much may lie there.
+        fingerprint: Fingerprint of the base model.
     """
 
     def __init__(self, settings: SpillSettings, fingerprint: str) -> None:
@@ -77,11 +77,11 @@ class SpillFolder:
         self._fingerprint = fingerprint
 
     def open(self) -> None:
-        """Make the directory, and delete what former processes left half written or half
-        removed; once, as the replica starts.
+        """Make the directory, and delete what former processes left half written or half removed.
+        Called once, as the replica starts.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The directory cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if self._former.exists():
@@ -97,7 +97,7 @@ class SpillFolder:
                 self.remove(path)
 
     def complete(self) -> dict[Path, PolicyVersion]:
-        """Every version that lies there whole.
+        """Return every version that lies there whole, by its directory.
 
         Raises:
             OSError: The directory cannot be read.
@@ -115,13 +115,13 @@ class SpillFolder:
         return found
 
     def _say_foreign(self, names: set[str]) -> None:
-        """Name what is no version: nothing of it is read, counted or removed."""
+        """Log names that are no version: nothing of them is read, counted or removed."""
         for name in sorted(names - self._foreign)[:_MAX_NAMED]:
             _log.warning("%s is no spilled version: it is left alone", self.path / name)
         self._foreign = names
 
     def num_bytes(self) -> int:
-        """The size of every version that lies there whole; blocks on the disk.
+        """Return the bytes of every version that lies there whole; blocks for the disk.
 
         Raises:
             OSError: The directory cannot be read.
@@ -129,16 +129,17 @@ class SpillFolder:
         return sum(map(_size_bytes, self.complete()))
 
     def digest_of(self, path: Path) -> bytes:
-        """The content digest of a version that lies there, by its name."""
+        """Return the content digest in the name of a version's directory; empty if there is
+        none."""
         match = _NAME.fullmatch(path.name)
         return bytes.fromhex(match["digest"]) if match else b""
 
     def facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """What a version that lies there is; blocks for the disk.
+        """Read the facts of a version that lies there; blocks for the disk.
 
         Raises:
-            OSError, InvalidManifestError: It cannot be read, or is damaged.
-            NotFoundError: It is of another base model.
+            OSError, InvalidManifestError: The version cannot be read, or is damaged.
+            NotFoundError: The version is of another base model.
         """
         path = self.place_of(version, content_digest)
         manifest = self.manifest(path)
@@ -146,25 +147,25 @@ class SpillFolder:
         return spilled_facts(manifest, content_digest, config)
 
     def place_of(self, version: PolicyVersion, content_digest: bytes) -> Path:
-        """Where a version of that content lies, or would."""
+        """Return the path where a version of that content lies, or would lie."""
         return self.path / f"{version}.{content_digest.hex()}"
 
     def manifest(self, path: Path) -> Manifest:
-        """The layout of the version in ``path``.
+        """Read the layout of the version in ``path``.
 
         Raises:
-            OSError, InvalidManifestError: It cannot be read, or is damaged.
-            NotFoundError: It is of another base model.
+            OSError, InvalidManifestError: The layout cannot be read, or is damaged.
+            NotFoundError: The version is of another base model.
         """
         if read_facts(path).fingerprint != self._fingerprint:
             raise NotFoundError(f"{path} is of another base model")
         return read_manifest(path)
 
     def write(self, copy: StagedVersion, config_json: str, *, going_on: Callable[[], bool]) -> bool:
-        """Make a held version lie there whole; blocks for the disk.
+        """Write a held version, unless it lies there whole already; blocks for the disk.
 
         Returns:
-            Whether it does now; False while another replica is writing it.
+            Whether it lies there whole now; False while another replica is writing it.
 
         Raises:
             OSError: The disk is full, or gone; nothing is left of the write.
@@ -222,7 +223,7 @@ class SpillFolder:
         return True
 
     def _is_left_over(self, partial: Path) -> bool:
-        """Whether nobody writes it any more: ours, from before, or silent for long."""
+        """Return whether nobody writes it any more: it is ours, from before, or silent for long."""
         is_ours = _owner(partial).partition(" ")[0] == self._settings.owner
         return is_ours or _idle_seconds(partial) >= STALE_SECONDS
 
@@ -237,7 +238,7 @@ class SpillFolder:
 
 
 def _version_of(name: str) -> PolicyVersion | None:
-    """The version whose directory is called so; None where it is none."""
+    """Return the version in the name of its directory; None if it is none."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -255,12 +256,12 @@ def superseded(
     served_base: int,
     retain_base: int,
 ) -> list[Path]:
-    """What may leave the directory: retired adapters, and bases other than the one
-    served and the ``retain_base`` newest, the served one counted among them.
+    """List what may leave the directory: retired adapters, and bases that need not be kept. Kept
+    are the served base and the ``retain_base`` newest, the served one counted among them.
 
     Args:
-        served_base: What this replica and its pool serve; 0 where that is not sure,
-            and then no base leaves.
+        served_base: Base that this replica and its pool serve; 0 if that is not sure, and then no
+            base leaves.
     """
     bases = {v.version for v in on_disk.values() if v.policy == BASE_POLICY} | {served_base}
     kept = {served_base, *sorted(bases)[-retain_base:]}
@@ -287,7 +288,7 @@ def _owner(partial: Path) -> str:
 
 
 def _idle_seconds(partial: Path) -> float:
-    """Seconds since anything was written to it."""
+    """Return the seconds since anything was written to it."""
     newest = 0.0
     with contextlib.suppress(OSError):
         newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))

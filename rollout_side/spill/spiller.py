@@ -1,8 +1,8 @@
-"""Spilling: what a worker holds, written to disk behind its back; and read again.
+"""Background writer of a worker's versions to disk, and reader of spilled ones.
 
-One writer thread a replica, on the rank that holds every copy. It reads held copies
-where they lie, without a claim on them: a push that needs the memory takes it, and
-the write is given up. So spilling never delays or refuses anything that serves.
+There is one writer thread per replica, on the rank that holds every copy. It reads held copies
+where they lie, without a claim on them: a push that needs the memory takes it, and the write is
+given up. So spilling never delays or refuses anything that serves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_HUNG = 4
 
 
 class _Restore:
-    """One version that is read, and how far that has come."""
+    """Read of one spilled version, and its progress."""
 
     def __init__(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes, place: Path
@@ -65,11 +65,11 @@ class _Restore:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the disk has given nothing for too long."""
+        """True if the disk has given nothing for too long."""
         return not self.outcome.done() and time.monotonic() - self._spoke_at >= STALL_SECONDS
 
     def end(self, error: BaseException | None) -> bool:
-        """Give the outcome; False where it has one."""
+        """Set the outcome; return False if it has one already."""
         try:
             self.outcome.set_exception(error) if error else self.outcome.set_result(None)
         except InvalidStateError:
@@ -78,12 +78,12 @@ class _Restore:
 
 
 class Spiller:
-    """The spilled versions of one replica; thread-safe.
+    """Spilled versions of one replica; thread-safe.
 
     Args:
-        store: Where the held copies lie, and what is read goes.
-        folder: Opened; its versions are listed from the start.
-        retain_base: Versions of the base that stay on disk, the served one included.
+        store: Store of the held copies, and of what is read.
+        folder: Opened folder; its versions are listed from the start.
+        retain_base: Number of base versions that stay on disk, the served one included.
     """
 
     def __init__(self, store: WorkerStore, folder: SpillFolder, retain_base: int) -> None:
@@ -114,18 +114,18 @@ class Spiller:
 
     @property
     def digests(self) -> tuple[tuple[PolicyVersion, bytes], ...]:
-        """The content digests of those; of one version there may be several."""
+        """Content digests of ``listed``; one version may have several."""
         return self._digests
 
     def follow(self, order: SpillOrder) -> None:
-        """Take what is to be spilled from now on; returns at once."""
+        """Take an order of what is to be spilled from now on; returns at once."""
         with self._changed:
             self._order, self._is_new = order, True
             self._retired |= set(order.retired)
             self._changed.notify()
 
     def close(self) -> None:
-        """Give up what is being written; waits some seconds at most."""
+        """Give up the write under way; waits some seconds at most."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -181,7 +181,7 @@ class Spiller:
                 return  # there may be something newer to write first
 
     def _write(self, version: PolicyVersion) -> bool:
-        """Write a version unless it is there; whether it was written now."""
+        """Write a version unless it is there; return whether it was written now."""
         copy = self._store.held(version)
         entry = self._store.adapter(version) if is_adapter(version) else None
         place = self._folder.place_of(version, copy.content_digest)
@@ -206,7 +206,7 @@ class Spiller:
         return True
 
     def _is_held(self, copy: StagedVersion) -> bool:
-        """Whether the memory is still this version's: once dropped, it may be reused."""
+        """Return whether the memory is still this version's: once dropped, it may be reused."""
         try:
             return not self._closed and self._store.held(copy.version) is copy
         except NotFoundError:
@@ -232,8 +232,8 @@ class Spiller:
         content_digest: bytes,
         layout_digest: bytes,
     ) -> None:
-        """Begin to read a version and stage it as ``transfer_id``; returns at once.
-        The outcome of the last one is told by ``restored``."""
+        """Begin to read a version and stage it as ``transfer_id``; returns at once. ``restored``
+        tells the outcome of the last one."""
         if self._restore and self._restore.transfer_id == transfer_id:
             return
         place = self._folder.place_of(version, content_digest)
@@ -268,12 +268,13 @@ class Spiller:
         return restore.transfer_id if restore is not None and restore.outcome.done() else ""
 
     def restored(self, transfer_id: str) -> bool:
-        """Whether a restore is staged; False while it is read.
+        """Return whether a restore is staged; False while it is read.
 
         Raises:
-            NotReadyError: ``NOT_RETAINED``: nothing of it is there, it cannot be read, or the
-                disk has given nothing of it for ``STALL_SECONDS``.
-            DigestMismatchError: It is not what was asked for, and no longer listed.
+            NotReadyError: ``NOT_RETAINED``: nothing of it is there, it cannot be read, or the disk
+                has given nothing of it for ``STALL_SECONDS``.
+            DigestMismatchError: The files are not the version that was asked for, and are no longer
+                listed.
             CapacityError: There is no memory for it.
         """
         restore = self._last_restore()
@@ -285,7 +286,7 @@ class Spiller:
         return True
 
     def _last_restore(self) -> _Restore | None:
-        """The last restore. One whose disk does not answer has failed: its thread is left
+        """Return the last restore. If its disk does not answer it has failed: its thread is left
         behind, with the memory that it may still write to."""
         restore = self._restore
         if restore is None or not restore.is_stalled or restore.thread is None:
@@ -305,7 +306,7 @@ class Spiller:
         return restore
 
     def _hangs(self, name: str) -> bool:
-        """Whether a read of that directory has been left behind, and is not over yet."""
+        """Return whether a read of that directory was left behind and is not over yet."""
         thread = self._hung.get(name)
         return thread is not None and thread.is_alive()
 
@@ -353,7 +354,7 @@ class Spiller:
             self._store.discard(transfer_id)
 
     def _refuse(self, version: PolicyVersion, seconds: float) -> None:
-        """List a version no more for so long, unless it is written anew."""
+        """Stop listing a version for ``seconds``, unless it is written anew."""
         until = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             for path, held in self._folder.complete().items():

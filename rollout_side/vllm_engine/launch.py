@@ -1,4 +1,4 @@
-"""Start vLLM: engine processes, OpenAI application, workers' Weft side."""
+"""Start of vLLM: engine processes, OpenAI application, Weft's side of the workers."""
 
 from __future__ import annotations
 
@@ -71,25 +71,26 @@ async def open_engine(
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 
     Args:
-        vllm_args: As for ``vllm serve``: MODEL first, or ``--model``.
-        http_host: Where the OpenAI server will listen.
+        vllm_args: Arguments as for ``vllm serve``: MODEL first, or ``--model``.
+        http_host: Address that the OpenAI server will listen on.
         http_port: 0 takes a free one; see ``VllmReplica.http_port``.
         adapter_memory_bytes: Bound of the adapter store.
         staging_memory_bytes: Bound of staged base weights, retained ones included.
         staging: Where bases are staged on a GPU host, if they are.
         backend: Which side groups to join.
-        retain_base: Versions of the base that a copy is kept of, the served one
-            included. None is where they are loaded in place.
+        retain_base: Number of base versions that a copy is kept of, the served one included. None
+            is kept where bases are loaded in place.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` and a ``Tracer`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
         spill: Where versions are spilled to, if they are.
-        running_requests: What becomes of them when the base changes.
-        enable_sleep: Give the engine the allocator that lets it sleep; on a GPU.
-        vllm_defaults: Leave vLLM's defaults of sampling, where its arguments say nothing.
-        allow_unversioned_changes: Take an environment that opens endpoints of vLLM's which
+        running_requests: What becomes of running requests when the base changes.
+        enable_sleep: Whether to give the engine the allocator that lets it sleep; on a GPU.
+        vllm_defaults: Whether to leave vLLM's defaults of sampling, where its arguments say
+            nothing.
+        allow_unversioned_changes: Whether to accept an environment that opens vLLM endpoints which
             change weights.
-        traced_as: Who its workers' spans are said to be of; empty where they make none.
+        traced_as: Replica that the workers' spans are said to be of; empty where they make none.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
@@ -220,7 +221,7 @@ def parse_args(
     """Read ``vllm serve``'s arguments and add what Weft needs.
 
     Args:
-        defaults: Of vLLM's options, where the arguments do not give them.
+        defaults: Values of vLLM's options that the arguments do not give.
 
     Raises:
         UnsupportedError: An argument that Weft cannot honour; says what to do.
@@ -299,7 +300,7 @@ def _open_config(
     holdings: HoldingsPage,
     traced_as: str,
 ) -> dict[str, Any]:
-    """``worker.OpenConfig`` as plain values."""
+    """Return the fields of ``worker.config.OpenConfig`` as plain values."""
     return {
         "staging_memory_bytes": staging_bytes,
         "adapter_memory_bytes": adapter_bytes,

@@ -1,4 +1,4 @@
-"""A running vLLM engine with its OpenAI server, as ``rollout_side.engine.Engine``."""
+"""Running vLLM engine with its OpenAI server, as ``rollout_side.engine.Engine``."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ _NOTHING_DONE = (NotReadyError, DigestMismatchError)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What ``launch.open_engine`` has started; a ``VllmReplica`` takes it over."""
+    """Parts that ``launch.open_engine`` has started; a ``VllmReplica`` takes them over."""
 
     engine: Any
     """vLLM's ``AsyncLLM``."""
     holdings: HoldingsPage
-    """What its workers say that they hold."""
+    """Page on which its workers report what they hold."""
     models: ServedModels
-    """What its OpenAI server answers for."""
+    """Models that its OpenAI server answers for."""
     http: HttpServer
     tracker: RequestTracker
     requests: RequestsAtSwitch
     started_with: StartedWith
     cleanup: contextlib.AsyncExitStack
-    """Ends the engine's processes."""
+    """Exit stack that ends the engine's processes."""
 
 
 class VllmReplica(HeldVersions):
@@ -175,11 +175,11 @@ class VllmReplica(HeldVersions):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's processes run."""
+        """True if the engine's processes run."""
         return not self.engine.errored
 
     async def start_http(self) -> None:
-        """Listen; returns once the OpenAI server takes connections.
+        """Start the OpenAI server; return once it takes connections.
 
         Raises:
             PeerUnavailableError: It did not start.
@@ -193,7 +193,7 @@ class VllmReplica(HeldVersions):
             self._learning = asyncio.create_task(learning)
 
     async def serve_http(self) -> None:
-        """Listen, and return when the server has stopped (``shutdown``).
+        """Start the OpenAI server, and return when it has stopped (``shutdown``).
 
         Raises:
             PeerUnavailableError: The server did not start, or the engine has died.
@@ -221,7 +221,7 @@ class VllmReplica(HeldVersions):
         await self._cleanup.aclose()
 
     def _has_started_with(self) -> bool:
-        """Whether the engine has base@0, awake and whole."""
+        """Return whether the engine has base@0, awake and whole."""
         is_other = self.base_version or self.loading or self.dirty_reason
         return not is_other and self.asleep is None
 
@@ -385,7 +385,7 @@ class VllmReplica(HeldVersions):
         return True
 
     def _in_use(self, version: PolicyVersion, removed_at: int) -> bool:
-        """Whether a request may still look the version up, or has it."""
+        """Return whether a request may still look the version up, or has it."""
         if not self.tracker.passed(removed_at):
             return True
         return str(version) in bridges.loras_in_use(self.engine)

@@ -1,4 +1,4 @@
-"""Weft in the frameworks that people train with.
+"""Integrations of Weft with training frameworks.
 
 Each module is of one framework, and imports it.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that pushes what it trains."""
+"""Callback for Hugging Face's Trainer that pushes the trained model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _log = logging.getLogger(__name__)
 
 
 class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
-    """Pushes the model after every so many steps, at the end of training, and when asked to.
+    """Callback that pushes every so many steps, at the end of training, and when asked to.
 
     The trainer waits for each push. One that fails ends the training with its error, on every
     rank alike.
 
     Args:
-        publisher: Made after the Trainer, on every rank.
+        publisher: Publisher, made after the Trainer, on every rank.
         policy: ``base`` pushes every weight (a PEFT model's adapter merged in); any other
             name, the PEFT model's adapter as a version of that policy.
         every_steps: Optimizer steps from push to push; None pushes at the end alone, and by
             ``push``.
-        at_end: Whether the end of training pushes what the last step's push did not.
+        at_end: True if the end of training pushes what the last step's push did not.
 
     Raises:
         InvalidRequestError: ``every_steps`` is no number of steps.
@@ -52,15 +52,16 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._state: Any = None
         self._pushed_step = -1
         self.version: PolicyVersion | None = None
-        """What was pushed last."""
+        """Version that was pushed last."""
 
     def push(self) -> PolicyVersion:
-        """Push now; collective: called at the same point on every rank, between steps
-        (from another callback, say).
+        """Push now; collective.
+
+        Called at the same point on every rank, between steps (from another callback, say).
 
         Raises:
             InvalidRequestError: Training has not begun, so that the model is not known.
-            WeftError: As ``Publisher.push_adapter``.
+            WeftError: See ``Publisher.push_adapter``.
         """
         if self._model is None:
             raise InvalidRequestError(
@@ -75,7 +76,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any
     ) -> None:
-        """Learn which model it is; nothing is pushed."""
+        """Keep the model and the trainer's state; push nothing."""
         self._model, self._state = model, state
         self._pushed_step = -1
 
@@ -85,7 +86,8 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self.push()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Push what no push has sent: weights of later steps, or the best ones, loaded again."""
+        """Push weights that were not pushed: those of later steps, or the best ones, loaded
+        again."""
         is_other = state.global_step != self._pushed_step or args.load_best_model_at_end
         if self._at_end and is_other:
             self.push()

@@ -1,4 +1,4 @@
-"""Which of the three pushes a policy's name asks for, whatever the framework."""
+"""Choice of a push by a policy's name, for all frameworks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def push_policy(publisher: Publisher, model: torch.nn.Module, policy: str) -> Po
     """Push a model as a version of a policy; collective over the publisher's ranks.
 
     Args:
-        publisher: Of this process.
-        model: As its trainer holds it: plain or wrapped.
+        publisher: Publisher of this process.
+        model: Model as its trainer holds it: plain or wrapped.
         policy: ``base`` has every weight pushed, a PEFT model's adapter merged into them;
             any other name, the PEFT model's adapter alone.
 
     Raises:
-        WeftError: As ``Publisher.push_adapter``, ``push_merged`` and ``push_base``.
+        WeftError: See ``Publisher.push_adapter``, ``push_merged`` and ``push_base``.
     """
     if policy != BASE_POLICY:
         return publisher.push_adapter(model, policy)

@@ -1,4 +1,4 @@
-"""ms-swift over Weft: its GRPO and GKD trainers push, and the pool generates for them.
+"""Integration of ms-swift: its GRPO and GKD trainers push, and the pool generates for them.
 
 ``install`` is called before ``swift.rlhf_main``; see docs/integrations/ms-swift.md.
 """
@@ -40,7 +40,7 @@ _WITHOUT = {
 
 
 class WeftClient:
-    """What the trainer takes for its client of vLLM servers; on the main process alone."""
+    """Client that the trainer takes for one of vLLM servers; on the main process alone."""
 
     use_async_engine = False
     enable_multi_turn = False
@@ -56,7 +56,7 @@ class WeftClient:
         """Generate with ``version`` from now on.
 
         Args:
-            template: The trainer's, which makes messages into tokens.
+            template: Template of the trainer, which makes messages into tokens.
         """
         self._version = version
         if self._template is None:
@@ -70,11 +70,11 @@ class WeftClient:
         request_config: Mapping[str, Any],
         **others: Any,
     ) -> list[RolloutOutput]:
-        """A completion of each request, in their order; equal prompts are one group.
+        """Return a completion of each request, in their order; equal prompts are one group.
 
         Raises:
             UnsupportedError: A request has media, or asks for more than sampling.
-            WeftError: As ``RolloutClient`` raises it.
+            WeftError: See ``RolloutClient``.
         """
         if self._version is None:
             raise UnsupportedError("nothing was pushed: generation begins with a push")
@@ -106,7 +106,7 @@ class WeftClient:
         return tuple(inputs["input_ids"])
 
     def _sampling(self, config: Mapping[str, Any], num_samples: int) -> Sampling:
-        """ms-swift's parameters of sampling, with the stop words of the template."""
+        """Return ms-swift's sampling parameters as Weft's, with the stop words of the template."""
         asked = {name: config.get(name, usual) for name, usual in _WITHOUT.items()}
         if given := sorted(name for name, usual in _WITHOUT.items() if asked[name] != usual):
             raise UnsupportedError(f"{', '.join(given)}: not known to replicas")
@@ -163,13 +163,14 @@ class WeftClient:
 
 
 class _CloseAtEnd(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
-    """Gives up the leases when training has ended, so that the next one need not wait."""
+    """Callback that gives up the leases when training has ended, so that the next one need not
+    wait."""
 
     def __init__(self, pushing: list[Publisher]) -> None:
         self._pushing = pushing
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close; a push after it would make another publisher."""
+        """Close the publishers; a later push would make another one."""
         while self._pushing:
             self._pushing.pop().close()
 
@@ -184,21 +185,21 @@ def install(
 ) -> None:
     """Have ms-swift's trainers push to the pool, and generate with it, in this process.
 
-    They are told to use vLLM servers, as ever: ``--use_vllm true --vllm_mode server
+    They are configured to use vLLM servers, as usual: ``--use_vllm true --vllm_mode server
     --vllm_server_host weft``, whatever host that is. Every rank calls this before ``rlhf_main``.
 
     Args:
         coordinator: HOST:PORT.
-        policy: What a LoRA adapter is pushed as; "base" has it merged into the base on its
+        policy: Policy that a LoRA adapter is pushed as; "base" has it merged into the base on its
             way out. Full fine-tuning pushes the base.
-        trainer_id: Of the ``Publisher``.
+        trainer_id: Trainer id of the ``Publisher``.
         publisher, client: Further arguments of ``Publisher`` and ``RolloutClient``.
     """
     options = {"progress": None, **(publisher or {})}
     pushing: list[Publisher] = []
 
     def push(trainer: Any, skip_async_check: bool = False) -> None:
-        """Push what is trained, on every rank; generation uses it from then on."""
+        """Push the trained weights, on every rank; generation uses them from then on."""
         if trainer.args.async_generate and not skip_async_check:
             trainer._wait_queue()
         if not pushing:  # made by all ranks at once

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer and RLOOTrainer: the pool serves what they train, and generates for them.
+"""Integration of TRL's GRPOTrainer and RLOOTrainer: the pool serves and generates for them.
 
-A trainer that was built with ``use_vllm=False`` is given what TRL calls its vLLM backend: TRL
-tells it when to sync weights, on every rank, and asks it for completions. Nothing of TRL is
+A trainer that was built with ``use_vllm=False`` is given an object in place of TRL's vLLM backend:
+TRL tells it when to sync weights, on every rank, and asks it for completions. Nothing of TRL is
 replaced but attributes of that one trainer, and no vLLM is needed where it trains.
 """
 
@@ -28,19 +28,20 @@ _NAMED_ALIKE = {field.name for field in fields(Sampling)} - {"num_samples"}
 def attach(
     trainer: Any, publisher: Publisher, rollouts: RolloutClient, *, policy: str
 ) -> PoolGeneration:
-    """Have a trainer push to the pool and generate from it; called on every rank, once the
-    trainer is built and before it trains.
+    """Have a trainer push to the pool and generate from it.
+
+    Called on every rank, once the trainer is built and before it trains.
 
     Args:
         trainer: A GRPOTrainer or RLOOTrainer (or of a class derived from one), built with
             ``use_vllm=False``, TRL's default.
-        publisher: Made after the trainer, on every rank.
-        rollouts: Used on the main process alone.
+        publisher: Publisher, made after the trainer, on every rank.
+        rollouts: Client, used on the main process alone.
         policy: ``base`` pushes every weight (a PEFT model's adapter merged in); any other
             name, the PEFT model's adapter as versions of that policy.
 
     Returns:
-        What ``trainer.vllm_generation`` now is.
+        The new ``trainer.vllm_generation``.
 
     Raises:
         UnsupportedError: The trainer, or something that it is to generate by, is not supported.
@@ -67,7 +68,7 @@ def attach(
 
 
 class PoolGeneration:
-    """What TRL calls its vLLM backend. Both methods are collective."""
+    """Backend in place of TRL's vLLM backend. Both methods are collective."""
 
     def __init__(
         self, trainer: Any, publisher: Publisher, rollouts: RolloutClient, policy: str
@@ -76,11 +77,13 @@ class PoolGeneration:
         self._rollouts, self._policy = rollouts, policy
         self._sampling = sampling_of(trainer)
         self.version: PolicyVersion | None = None
-        """What was pushed last, which generates."""
+        """Version that was pushed last, which generates."""
 
     def sync_weights(self) -> None:
-        """Push the weights; called before the first generation, and before the first one after
-        an optimizer step."""
+        """Push the weights.
+
+        TRL calls it before the first generation, and before the first one after an optimizer step.
+        """
         # As DDP, FSDP and DeepSpeed hold it, which is known only now.
         model = self._trainer.model_wrapped
         self.version = push_policy(self._publisher, model, self._policy)
@@ -92,11 +95,11 @@ class PoolGeneration:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """Completions of this rank's prompts, by exactly the version that was pushed.
+        """Complete this rank's prompts by exactly the version that was pushed.
 
         Args:
-            prompts: Token ids, each prompt as often in a row as it is to be completed; such a
-                row may reach over ranks.
+            prompts: Token ids, each prompt as often in a row as it is to be completed; such a row
+                may span ranks.
             images: None, or nothing but None.
             num_generations: Completions of each prompt.
             profiler: TRL's, around the generation.
@@ -106,7 +109,7 @@ class PoolGeneration:
             ``prompts``; the last two in lists of one.
 
         Raises:
-            WeftError: On every rank, if it failed for one.
+            WeftError: Generation failed for one rank; raised on every rank.
         """
         accelerator = self._trainer.accelerator
         has_images = any(image is not None for image in images or ())
@@ -129,7 +132,7 @@ class PoolGeneration:
     def _sample(
         self, shares: list[tuple[list[list[int]], bool]], num_generations: int
     ) -> list[SampleGroup]:
-        """A group for each prompt of all ranks."""
+        """Return a group for each prompt of all ranks."""
         if any(has_images for _, has_images in shares):
             raise UnsupportedError("prompts with images cannot be sent to the pool")
         assert self.version is not None  # TRL syncs first
@@ -145,7 +148,7 @@ class PoolGeneration:
 def _as_trl_has_it(
     groups: list[SampleGroup],
 ) -> tuple[list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-    """Completions, log-probabilities and token ids of all samples, prompt by prompt."""
+    """Return completions, log-probabilities and token ids of all samples, prompt by prompt."""
     samples = [sample for group in groups for sample in group.samples]
     completions = [sample.token_ids.tolist() for sample in samples]
     logprobs = [[[each] for each in sample.logprobs.tolist()] for sample in samples]
@@ -153,10 +156,10 @@ def _as_trl_has_it(
 
 
 def sampling_of(trainer: Any) -> Sampling:
-    """How a trainer was told to sample, for one sample a prompt.
+    """Return a trainer's sampling settings, for one sample a prompt.
 
     Raises:
-        UnsupportedError: It asks for what a replica does not offer; says what.
+        UnsupportedError: A setting is one that a replica does not offer; names it.
     """
     further = dict(trainer.args.generation_kwargs or {})
     refused = sorted(further.keys() - _NAMED_ALIKE)

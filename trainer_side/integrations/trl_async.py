@@ -1,8 +1,8 @@
-"""TRL's AsyncGRPOTrainer (experimental): the pool serves what it trains, and generates for it.
+"""Integration of TRL's AsyncGRPOTrainer (experimental): the pool serves and generates for it.
 
-TRL generates in a process of its own, which it spawns, while it trains: what is made there (the
-loop, and in it the client) is told to it by arguments that can be pickled. The number of Weft's
-version is TRL's ``model_version``, by which it tells how stale a sample is.
+TRL generates in a process of its own, which it spawns, while it trains. The objects made there (the
+loop, and in it the client) get arguments that can be pickled. The number of Weft's version is TRL's
+``model_version``, by which it tells how stale a sample is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ASK_SECONDS = 10.0
 
 
 class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[misc]
-    """TRL's loop, in its own process, with the pool in the place of one vLLM server."""
+    """Loop of TRL, in its own process, with the pool in the place of one vLLM server."""
 
     def __init__(self, *, policy: str, open_rollouts: partial[RolloutClient], **given: Any) -> None:
         super().__init__(**given)
@@ -54,10 +54,10 @@ class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[m
             await super()._run_loops(stop_event)
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        """A completion's tokens and their log-probabilities.
+        """Return a completion's tokens and their log-probabilities.
 
-        By exactly the version that TRL's count stands at; of the base, which a replica holds one
-        version of, by that one or one that has been pushed since.
+        An adapter answers by exactly the version that TRL's count stands at. The base, of which a
+        replica holds one version, answers by that one or a later one.
         """
         assert self._rollouts is not None
         number = self.model_version
@@ -70,23 +70,23 @@ class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[m
 
 
 class PoolRolloutWorker(async_rollout_worker.AsyncRolloutWorker):  # type: ignore[misc]
-    """TRL's handle of that process."""
+    """Handle of TRL's for the process of the loop."""
 
     _loop_cls = PoolRolloutLoop
 
 
 class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is not read by mypy
-    """AsyncGRPOTrainer whose weights are pushed to a pool that generates for it.
+    """Trainer (AsyncGRPOTrainer) whose weights are pushed to a pool that generates for it.
 
     Args:
-        args: ``token_budget`` must be set, which TRL would ask a vLLM server for.
-        publisher: Made on every rank, once ``args`` has been (which joins the ranks).
+        args: Configuration; ``token_budget`` must be set, which TRL would ask a vLLM server for.
+        publisher: Publisher, made on every rank after ``args`` (which joins the ranks).
         coordinator: HOST:PORT, for the client that generates.
         policy: ``base`` pushes every weight (a PEFT model's adapter merged in); any other
             name, the PEFT model's adapter as versions of that policy, of which the pool must
             keep ``max_staleness + 2``: ``weft retain``.
-        tls, token: Of that client; see ``RolloutClient``.
-        given: As for AsyncGRPOTrainer, but for ``rollout_worker`` and ``weight_transfer``.
+        tls, token: Credentials of that client; see ``RolloutClient``.
+        given: Arguments of AsyncGRPOTrainer, except ``rollout_worker`` and ``weight_transfer``.
 
     Raises:
         InvalidRequestError: An argument that cannot be right.
@@ -130,7 +130,7 @@ class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is no
         self._metrics["train"]["perf/weight_sync_s"].append(time.monotonic() - began)
 
     def _check_retention(self) -> None:
-        """Refuse, on every rank, a pool that drops versions which samples may still be asked of."""
+        """Refuse, on every rank, a pool that drops versions that samples may still ask for."""
         error: WeftError | None = None
         if self.accelerator.is_main_process:
             try:
@@ -149,7 +149,7 @@ class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is no
         self._is_retention_known = True
 
     def _num_retained(self) -> int:
-        """Of the policy, as the coordinator says."""
+        """Return the number of retained versions of the policy, as the coordinator says."""
         with open_channel(self._coordinator, self._credentials) as channel:
             try:
                 policies = list_policies(InspectServiceStub(channel), _ASK_SECONDS)
@@ -160,18 +160,19 @@ class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is no
 
 
 class _NoTransfer:
-    """TRL's own way to move weights, which is not used; without one TRL would look for a server."""
+    """Weight transfer that does nothing; without one TRL would look for a server."""
 
     def init_weight_transfer(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def destroy(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @contextmanager
 def _worker_made_by(make: Any) -> Iterator[None]:
-    """Have the trainer that is built meanwhile make its worker so, vLLM being there or not."""
+    """Have the trainer that is built in the ``with`` make its worker by ``make``, without vLLM
+    too."""
     kept = async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available
     async_grpo_trainer.AsyncRolloutWorker = make
     async_rollout_worker.is_vllm_available = lambda *_, **__: True

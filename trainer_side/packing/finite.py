@@ -1,4 +1,4 @@
-"""NaN and infinities, found in what is sent: after the cast, in the packed bucket."""
+"""NaN and infinities found in the sent bytes: after the cast, in the packed bucket."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FP8_LIMITS = {DataType.FLOAT8_E4M3FN: 0x7F, DataType.FLOAT8_E5M2: 0x7C}
 def check_finite(buffer: torch.Tensor, slots: Sequence[TensorSlot]) -> None:
     """Refuse a packed bucket that holds NaN or infinity; blocks for one read of it.
 
-    Neighbours of one element type are looked at together, so that a bucket costs one
-    reduction and not one a tensor; only where that finds something is it asked which.
+    Neighbours of one element type are looked at together, so that a bucket costs one reduction and
+    not one a tensor; single tensors are checked only where that finds something.
 
     Args:
         buffer: uint8, the bucket's payload, on any device; the padding between the
@@ -45,7 +45,7 @@ def check_finite(buffer: torch.Tensor, slots: Sequence[TensorSlot]) -> None:
 
 
 def _runs(slots: Sequence[TensorSlot]) -> Iterable[tuple[int, int]]:
-    """First and last of neighbours that have one floating-point type."""
+    """Yield first and last index of neighbouring tensors of one floating-point type."""
     first = 0
     for index in range(1, len(slots) + 1):
         dtype = slots[first].meta.dtype
@@ -56,7 +56,7 @@ def _runs(slots: Sequence[TensorSlot]) -> Iterable[tuple[int, int]]:
 
 
 def _is_finite(content: torch.Tensor, dtype: DataType) -> bool:
-    """Whether all of some bytes are numbers of an element type; exact."""
+    """Return whether all elements are finite numbers of their type; exact."""
     if not content.numel():
         return True
     limit = _FP8_LIMITS.get(dtype)

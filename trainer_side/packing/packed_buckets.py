@@ -1,4 +1,4 @@
-"""The buckets of one push, packed as they are sent: whole tensors, runs, or a rank's shards."""
+"""Packed buckets of one push: whole tensors, runs, or a rank's shards."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from weft_rl.transport.wire.buckets import Sealed, in_manifest_order
 
 
 class BufferedPacker(Protocol):
-    """What every packer has: reused buffers, in which some buckets are held."""
+    """Interface of all packers: reused buffers that hold some buckets."""
 
     manifest: Manifest
     buffers: list[torch.Tensor]
 
     def wire(self, index: int) -> torch.Tensor:
-        """The uint8 bytes of a bucket that was packed and is still held, with room for its
-        tail; no copy."""
+        """Return the uint8 bytes of a held, packed bucket, with room for its tail; no copy."""
 
     def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers, for a transfer that continues after its group
-        was abandoned: operations that nobody can stop may still read the old ones."""
+        """Put the held buckets into fresh buffers.
+
+        For a transfer that continues after its group was abandoned: operations that nobody can stop
+        may still read the old buffers.
+        """
 
 
 class PackedBuckets(ABC):
     """Buckets that a packer fills for one push; see ``Buckets``.
 
     Args:
-        packer: Kept across pushes, or of this one.
+        packer: Packer that is kept across pushes, or made for this one.
     """
 
     def __init__(self, packer: BufferedPacker) -> None:
@@ -56,7 +58,7 @@ class PackedBuckets(ABC):
 
     @abstractmethod
     def _pack(self, index: int, speak: Callable[[], None]) -> Sealed:
-        """``make``, whose failure is noted."""
+        """Pack a bucket for ``make``, which records a failure."""
 
     def are_summed(self) -> bool:
         """See ``Buckets``: one rank sends all."""
@@ -76,7 +78,7 @@ class PackedBuckets(ABC):
 
 
 class WholeBuckets(PackedBuckets):
-    """Of a source's whole tensors, as their layout has them."""
+    """Buckets of a source's whole tensors, in the order of their layout."""
 
     def __init__(self, packer: Packer, source: Source, nonce: int, check_finite: bool) -> None:
         super().__init__(packer)
@@ -95,7 +97,7 @@ class WholeBuckets(PackedBuckets):
 
 
 class RunBuckets(PackedBuckets):
-    """Of named tensors, as they come."""
+    """Buckets of named tensors, in the order that they come in."""
 
     def __init__(self, packer: RunPacker, nonce: int, check_finite: bool) -> None:
         super().__init__(packer)
@@ -110,7 +112,7 @@ class RunBuckets(PackedBuckets):
 
 
 class ShardBuckets(PackedBuckets):
-    """Of what one rank of a sharded trainer holds."""
+    """Buckets of the shards that one rank of a trainer holds."""
 
     def __init__(
         self, packer: ShardPacker, push: ShardPush, nonce: int, check_finite: bool
@@ -125,9 +127,9 @@ class ShardBuckets(PackedBuckets):
         return self._packer.pack(index, push, self._nonce, totals, finite=self._check_finite)
 
     def are_summed(self) -> bool:
-        """See ``Buckets``: the ranks add up their parts."""
+        """See ``Buckets``: return whether the ranks have added up their parts."""
         return self._push.add_up(self._totals).done
 
     def digests(self, made: list[int]) -> list[int]:
-        """See ``Buckets``: of all ranks' parts."""
+        """See ``Buckets``: return the sums over all ranks' parts."""
         return [total % 2**64 for total in self._push.add_up().result()]

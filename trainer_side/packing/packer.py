@@ -1,4 +1,4 @@
-"""Packs a source's tensors into reused buffers, as their layout has them."""
+"""Packer of a source's tensors into reused buffers, in the order of their layout."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from weft_rl.transport.wire.buckets import Sealed, seal_bucket, whole_parts
 
 
 class Packer:
-    """A few reused buffers (``group.window``), and the views into them for one layout.
+    """Reused buffers (as many as ``group.window``), and the views into them for one layout.
 
     Views are made once a layout: making them anew costs more than copying into
     them for models of many small tensors.
 
     Args:
         manifest: The layout to pack.
-        buffers: Of an earlier packer; those that are large enough are used again.
-        device: Where buffers lie. On an accelerator all work is that of the calling
-            thread's current stream.
-        backend: That they are sent over.
+        buffers: Buffers of an earlier packer; those that are large enough are used again.
+        device: Device of the buffers. On an accelerator all work is that of the calling thread's
+            current stream.
+        backend: Backend that they are sent over.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Packer:
         self._make_views()
 
     def _make_views(self) -> None:
-        """Find where the tensors of each bucket go, and what is left between them."""
+        """Find the places of each bucket's tensors, and the padding between them."""
         manifest = self.manifest
         self._firsts: list[int] = []
         self._views: list[list[torch.Tensor]] = []
@@ -81,13 +81,13 @@ class Packer:
         ``index - len(buffers)``, which must have been released.
 
         Args:
-            index: Which bucket.
-            source: What fills it.
-            nonce: Of the transfer.
+            index: Number of the bucket.
+            source: Source that fills it.
+            nonce: Nonce of the transfer.
             finite: Read it once more, and refuse NaN and infinities.
 
         Returns:
-            What it amounts to, and the digests of its tensors in order. Its bytes are
+            The sealed bucket, and the digests of its tensors in order. Its bytes are
             ``wire(index)``, but for its tail, until bucket ``index + len(buffers)`` is packed.
 
         Raises:
@@ -112,8 +112,8 @@ class Packer:
         return seal_bucket(len(payload), nonce, index, digests), digests
 
     def _pack_lying(self, index: int, payload: torch.Tensor, source: Source) -> Digests | None:
-        """Copy and digest in one reading what lies on the payload's device as it travels; None,
-        and nothing was done, where not all does, or nothing is gained."""
+        """Copy and digest tensors in one reading, if all lie on the payload's device as they
+        travel. Return None, with nothing done, where not all do, or nothing is gained."""
         views, first = self._views[index], self._firsts[index]
         if not isinstance(source, LyingSource) or not is_worth_it(views):
             return None
@@ -125,8 +125,7 @@ class Packer:
         return None if found is None else pack_tensors(found, self._places[index], payload)
 
     def wire(self, index: int) -> torch.Tensor:
-        """The uint8 bytes of a bucket that was packed and is still held, with room for its
-        tail; no copy."""
+        """Return the uint8 bytes of a held, packed bucket, with room for its tail; no copy."""
         return self._buffer(index)[: self._sizes[index]]
 
     def move(self, held: range) -> None:
@@ -141,14 +140,15 @@ class Packer:
 
 
 def is_worth_it(views: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are copied and digested in one reading: on the host, where any is large."""
+    """Return whether tensors are copied and digested in one reading. True for tensors on an
+    accelerator, and on the host where any is large."""
     return any(view.is_cuda or view.nbytes >= PIECE_BYTES for view in views)
 
 
 def lying(
     held: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor] | None:
-    """Tensors that are all there, in the dtypes that they travel in; else None."""
+    """Return the tensors if all are there, in the dtypes that they travel in; else None."""
     found = [t for t, dtype in zip(held, dtypes, strict=True) if t is not None and t.dtype == dtype]
     return found if len(found) == len(held) else None
 
@@ -156,8 +156,8 @@ def lying(
 def made_buffers(
     sizes: Sequence[int], kept: list[torch.Tensor], device: torch.device, backend: str
 ) -> list[torch.Tensor]:
-    """As many buffers as are in flight, each for any bucket; of those kept, which are of the
-    same backend, what will do."""
+    """Return as many buffers as are in flight, each large enough for any bucket. Large enough ones
+    of ``kept``, which are of the same backend, are used again."""
     need, count = max(sizes), min(window(device, backend), len(sizes))
     buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
     fresh = range(count - len(buffers))

@@ -1,4 +1,4 @@
-"""Packs tensors in the order that they come in: each bucket lists the runs that it carries."""
+"""Packer of tensors in the order that they come in; each bucket lists its runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weft_rl.transport.wire.buckets import Sealed, seal_bucket, tensor_sums
 
 
 class RunPacker:
-    """Reused buffers for the buckets of one push; as ``Packer``, of a source in any order.
+    """Reused buffers for the buckets of one push, from a source in any order; see ``Packer``.
 
     Args:
         manifest: The layout that the source's tensors belong in.
-        source: What fills it, from its beginning.
-        buffers: Of an earlier packer; those that are large enough are used again.
-        device: Where buffers lie. On an accelerator all work is that of the calling
-            thread's current stream.
-        backend: That they are sent over.
+        source: Source that fills them, from its beginning.
+        buffers: Buffers of an earlier packer; those that are large enough are used again.
+        device: Device of the buffers. On an accelerator all work is that of the calling thread's
+            current stream.
+        backend: Backend that they are sent over.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RunPacker:
     def pack(
         self, index: int, nonce: int, speak: Callable[[], None], *, finite: bool = False
     ) -> Sealed:
-        """Fill a bucket with what comes next and seal it; as ``Packer.pack``."""
+        """Fill a bucket with what comes next and seal it; see ``Packer.pack``."""
         size = self.manifest.buckets[index].payload_bytes
         payload = self.wire(index)[:size]
         pieces = self._source.fill(payload, speak)
@@ -60,11 +60,11 @@ class RunPacker:
         return seal_bucket(size, nonce, index, digests, runs)
 
     def digests(self) -> list[int]:
-        """Of the layout's tensors, once all are packed."""
+        """Return the digests of the layout's tensors, once all are packed."""
         return tensor_sums(self.manifest, self._runs, self._digests)
 
     def wire(self, index: int) -> torch.Tensor:
-        """As ``Packer.wire``, also of a bucket whose turn has come."""
+        """Return a bucket's bytes as ``Packer.wire`` does, also of a bucket whose turn has come."""
         return self.buffers[index % len(self.buffers)][: self._sizes[index]]
 
     def move(self, held: range) -> None:
@@ -75,6 +75,6 @@ class RunPacker:
 
 
 def _as_slot(piece: Piece) -> TensorSlot:
-    """A piece as a tensor of its bucket, for those that look into it."""
+    """Return a piece as a tensor of its bucket, for checks of the bucket's tensors."""
     meta = piece.slot.meta
     return TensorSlot(TensorMeta(meta.name, meta.dtype, (piece.run.count,)), 0, piece.at)

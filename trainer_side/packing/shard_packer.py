@@ -1,4 +1,4 @@
-"""Packs what one rank of a sharded trainer holds: each bucket lists its runs."""
+"""Packer of the elements that one rank of a sharded trainer holds; each bucket lists its runs."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from weft_rl.transport.wire.buckets import Sealed, run_parts, seal_bucket
 
 @dataclass(frozen=True)
 class _Place:
-    """A run in its bucket."""
+    """Place of a run in its bucket."""
 
     run: Run
     part: Part
     slot: TensorSlot
-    """The same, as a tensor of the payload."""
+    """The run's elements, as a tensor of the payload."""
     view: torch.Tensor
 
 
 class ShardPacker:
-    """Reused buffers for one sender's wire buckets; as ``Packer``, of runs.
+    """Reused buffers for one sender's wire buckets, which carry runs; see ``Packer``.
 
     Args:
         manifest: The layout that the runs belong in.
-        plan: Of all senders.
-        sender: Which of them packs.
+        plan: Plan of all senders.
+        sender: Number of the sender that packs.
         carried: The runs of each of its wire buckets.
-        buffers: Of an earlier packer; those that are large enough are used again.
-        device: Where buffers lie. On an accelerator all work is that of the calling
-            thread's current stream.
-        backend: What sends them.
+        buffers: Buffers of an earlier packer; those that are large enough are used again.
+        device: Device of the buffers. On an accelerator all work is that of the calling thread's
+            current stream.
+        backend: Backend that sends them.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class ShardPacker:
         *,
         finite: bool = False,
     ) -> Sealed:
-        """Fill a wire bucket of this sender and seal it; as ``Packer.pack``.
+        """Fill a wire bucket of this sender and seal it; see ``Packer.pack``.
 
         Args:
-            nth: Of this sender's.
-            totals: Of all tensors: what the runs add to their digests is added.
+            nth: Number of the bucket among this sender's.
+            totals: Digest sums of all tensors; the runs' digests are added in place.
         """
         places, wire = self._places[nth], self._wires[nth]
         payload = self.wire(nth)[: wire.payload_bytes]
@@ -100,7 +100,7 @@ class ShardPacker:
         return seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, runs)
 
     def wire(self, nth: int) -> torch.Tensor:
-        """As ``Packer.wire``, also of a bucket whose turn has come."""
+        """Return a bucket's bytes as ``Packer.wire`` does, also of a bucket whose turn has come."""
         return self._buffer(nth)[: self._wires[nth].wire_bytes]
 
     def move(self, held: range) -> None:
@@ -130,8 +130,8 @@ class ShardPacker:
 
 
 def _pack_lying(payload: torch.Tensor, places: Sequence[_Place], source: Filling) -> Digests | None:
-    """Copy and digest in one reading what lies on the payload's device as it travels; None, and
-    nothing was done, where not all does, or nothing is gained."""
+    """Copy and digest runs in one reading, if all lie on the payload's device as they travel.
+    Return None, with nothing done, where not all do, or nothing is gained."""
     views = [place.view for place in places]
     if not is_worth_it(views) or any(place.run.repeats > 1 for place in places):
         return None

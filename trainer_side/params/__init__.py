@@ -1,1 +1,1 @@
-"""A model's parameters as they lie: whole, or sharded over the trainer's ranks."""
+"""Parameters of a model as they lie: whole, or sharded over the trainer's ranks."""

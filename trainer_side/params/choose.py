@@ -1,4 +1,4 @@
-"""Which kind of trainer a model is of, told by looking at it."""
+"""Detection of the kind of trainer that holds a model."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ _SHARDED = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "zero3": "DeepSpeed ZeRO-3"}
 
 @dataclass(frozen=True)
 class Opened:
-    """A trainer's model without its wrappers, and where its parameters are."""
+    """Trainer's model without its wrappers, and where its parameters are."""
 
     module: torch.nn.Module
     """The user's own module: a PreTrainedModel, a PEFT model, any other."""
     params: Params
-    """Its parameters by ``unwrapped_name``, tied ones once."""
+    """Parameters by ``unwrapped_name``, tied ones once."""
     sources: Lru[object, Any] = field(init=False, repr=False, compare=False,
                                       default_factory=lambda: Lru(_MAX_SOURCES))  # fmt: skip
-    """What was made of these parameters for a push, for the next while they are these."""
+    """Sources made of these parameters, kept for later pushes while the parameters stay the
+    same."""
 
 
 def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Opened:
-    """Look at a model as its trainer holds it: plain, DDP, FSDP1, FSDP2 or DeepSpeed.
+    """Open a model as its trainer holds it: plain, DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Not collective; parameters are by reference.
 
@@ -88,17 +89,17 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A model as a push has found it, for the next if every parameter still has the same elements,
-    placed alike: to find out takes longer than to send it. Its parameters are referred to, so
-    that identities hold."""
+    """Opened model, kept for the next push if every parameter has the same elements in the same
+    places. To find out anew takes longer than to send it. Its parameters are referenced, so that
+    identities hold."""
 
     opened: Opened
     key: tuple[str, Ranks, list[object] | None]
 
 
 def _whole_state(parameters: Collection[torch.nn.Parameter]) -> list[object] | None:
-    """What tells how parameters are held that are whole here and no library packs; None where
-    there are others."""
+    """Return shapes, dtypes and devices of parameters that are whole here and packed by no library.
+    Return None where there are others."""
     has_zero3 = _is_loaded("deepspeed") and any(map(is_zero3, parameters))
     if has_zero3 or {*map(type, parameters)} - {torch.nn.Parameter}:
         return None
@@ -106,8 +107,8 @@ def _whole_state(parameters: Collection[torch.nn.Parameter]) -> list[object] | N
 
 
 def _state(parameters: Iterable[torch.nn.Parameter]) -> list[object] | None:
-    """What tells where the elements of parameters are; None where that is not known without
-    asking their framework."""
+    """Return a fingerprint of where parameters' elements are; None if only their framework
+    knows."""
     state: list[object] = []
     for param in parameters:
         local: Any = getattr(param, "_local_tensor", param)
@@ -143,25 +144,25 @@ def _kind_of(params: Params) -> str:
 
 
 def _is_loaded(name: str) -> bool:
-    """Whether the application uses a module of torch, which would take long to import."""
+    """Return whether the application has imported a module that would take long to import."""
     return name in sys.modules
 
 
 class _Places:
-    """Where each parameter of one model is."""
+    """Locations of one model's parameters over the ranks."""
 
     def __init__(self, rank_of: Mapping[int, int]) -> None:
         self._rank_of = rank_of
         self._dtensors: Any = None  # made for the first
 
     def kind(self, param: torch.nn.Parameter) -> str:
-        """Who shards it; empty if it is whole here."""
+        """Return the framework that shards a parameter; empty if it is whole here."""
         if is_zero3(param):
             return _SHARDED["zero3"]
         return _SHARDED["fsdp2"] if _is_dtensor(param) else ""
 
     def of(self, param: torch.nn.Parameter) -> Sharded | Gathered:
-        """Where the elements of a parameter are."""
+        """Return the location of a parameter's elements."""
         if is_zero3(param):
             return of_zero3(param, self._rank_of)
         if _is_dtensor(param):
@@ -199,7 +200,8 @@ def _has_fsdp1(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def _has(modules: Iterable[torch.nn.Module], kind: type) -> bool:
-    """Whether one is of that kind; there are thousands of modules, and few classes."""
+    """Return whether any module is of a class. Distinct classes are checked: modules are thousands,
+    classes few."""
     return any(issubclass(own, kind) for own in set(map(type, modules)))
 
 
@@ -219,7 +221,7 @@ def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Shar
 
 
 def unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
-    """The user's own module, and the name of the outermost wrapper."""
+    """Return the user's own module, and the name of its outermost wrapper."""
     wrapper = ""
     while True:
         kind, attribute = _wrapper(model)
@@ -230,7 +232,7 @@ def unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
 
 
 def _wrapper(model: torch.nn.Module) -> tuple[str, str]:
-    """What a module is if it only wraps another, and where it keeps that one."""
+    """Return a wrapper's name and the attribute of its inner module; empty if it wraps none."""
     if isinstance(model, DistributedDataParallel):
         return "DDP", "module"
     if isinstance(model, DataParallel):
@@ -246,7 +248,7 @@ def _wrapper(model: torch.nn.Module) -> tuple[str, str]:
 
 
 def _rank_of(ranks: Ranks) -> dict[int, int]:
-    """The application's ranks to the trainer's."""
+    """Map the application's ranks to the trainer's."""
     if isinstance(ranks, TorchRanks):
         return {member: rank for rank, member in enumerate(ranks.members)}
     is_distributed = dist.is_available() and dist.is_initialized()

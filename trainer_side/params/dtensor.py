@@ -1,4 +1,4 @@
-"""FSDP2, HSDP, tensor and expert parallelism, and other uses of DTensor."""
+"""Locations of DTensor elements: FSDP2, HSDP, tensor and expert parallelism, and other uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def reshard(modules: Iterable[torch.nn.Module]) -> None:
-    """Free what a forward left unsharded, so that parameters are DTensors again.
+    """Free whole parameters that a forward left, so that they are DTensors again.
 
     After a forward without gradients the root module keeps whole parameters in the
     compute dtype in place of its shards. No communication.
@@ -34,8 +34,8 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def local_of(param: DTensor) -> torch.Tensor:
-    """A DTensor's elements here, by reference: what ``to_local`` returns, without its way through
-    autograd, which is ten times as long."""
+    """Return a DTensor's elements at this rank, by reference. This is what ``to_local`` returns
+    without its way through autograd, which is ten times as long."""
     local: torch.Tensor | None = getattr(param, "_local_tensor", None)
     # A subclass may be values that are still on their way here.
     return local if local is not None and type(local) in _PLAIN else param.to_local()
@@ -43,24 +43,25 @@ def local_of(param: DTensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the elements of all DTensors of one shape and placement are."""
+    """Locations of the elements of all DTensors of one shape and placement."""
 
     parts: tuple[tuple[tuple[int, ...], Cell], ...]
-    """What each place holds, and the trainer's ranks that are there: several are replicas."""
+    """Cells of elements, each with the trainer's ranks that hold it; several ranks are replicas."""
     runs: tuple[HeldRun, ...] | None
-    """Of all parts, if there are no replicas to choose from: made once, they are many."""
+    """Runs of all cells, made once since they are many; None if there are replicas to choose
+    from."""
     own_numel: int
-    """Elements here."""
+    """Number of elements at this rank."""
 
 
 class DTensorPlaces:
-    """Where the elements of a model's DTensors are.
+    """Locations of the elements of a model's DTensors.
 
-    Of replicas one gives each part: the one that has the fewest bytes to give so far. So
+    Each part is given by one of its replicas: the one with the fewest bytes to give so far. So
     every rank must ask for the same parameters in the same order.
 
     Args:
-        rank_of: The application's rank to the trainer's.
+        rank_of: Map from the application's ranks to the trainer's.
     """
 
     def __init__(self, rank_of: Mapping[int, int]) -> None:
@@ -70,7 +71,7 @@ class DTensorPlaces:
         self._given: Counter[int] = Counter()
 
     def of(self, param: DTensor) -> Sharded | Gathered:
-        """Where the elements of a DTensor are.
+        """Return the location of a DTensor's elements.
 
         Raises:
             UnsupportedError: Its mesh has ranks that do not push together, or it holds other
@@ -106,7 +107,7 @@ class DTensorPlaces:
     def _layout(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
     ) -> _Layout | None:
-        """None where only their framework can put them together."""
+        """Return the layout of DTensors; None where only their framework can put them together."""
         members: list[int] = mesh.mesh.flatten().tolist()
         givers = self._likes_of_sender(mesh, members)
         if not all(rank in self._rank_of for rank in (*members, *givers)) or not givers:
@@ -127,11 +128,13 @@ class DTensorPlaces:
         return _Layout(parts, runs, sum(cell.numel for cell in cells if own in cell.places))
 
     def _likes_of_sender(self, mesh: DeviceMesh, members: list[int]) -> list[int]:
-        """The application's ranks of a mesh, row-major; of a part of a larger mesh, those of the
-        like part that the sender is of. Empty if it is of none.
+        """Return the application's ranks that give a mesh's elements, row-major.
 
-        What tensor parallelism leaves whole within FSDP2 is sharded over such parts: the same
-        in each, but nobody says that they are replicas, so they are not mixed.
+        These are the mesh's own ranks if the sender is one of them. Else, in a larger mesh, they
+        are those of the corresponding part that the sender is in; empty if there is none.
+
+        Parameters that tensor parallelism leaves whole within FSDP2 are sharded over such parts.
+        Each part holds the same, but nothing declares them replicas, so they are not mixed.
         """
         sender = next(rank for rank, own in self._rank_of.items() if own == SENDER)
         if sender in members:

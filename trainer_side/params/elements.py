@@ -1,4 +1,4 @@
-"""A parameter where its elements lie, some of them at this rank: nothing is brought together."""
+"""Elements of a parameter where they lie, some at this rank; nothing is brought together."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParam
 
 
 class Elements(Protocol):
-    """One parameter, as the ranks hold it."""
+    """Elements of one parameter, as the ranks hold it."""
 
     @property
     def runs(self) -> Sequence[HeldRun]:
-        """Every element once, whoever holds it; the same on every rank."""
+        """Runs that hold every element once, at any rank; the same on every rank."""
 
     def held(self, number: int) -> torch.Tensor | None:
-        """This rank's run ``number`` (of its own, from 0), 1-D, by reference; None where it is
+        """Return this rank's run ``number`` (of its own, from 0), 1-D, by reference; None if
         computed."""
 
     def fill(self, number: int, out: torch.Tensor) -> None:
-        """Compute it, rounded once, to the dtype of ``out``: 1-D, contiguous, anywhere."""
+        """Compute run ``number``, rounded once to the dtype of ``out``: 1-D, contiguous,
+        anywhere."""
 
 
 class HeldElements:
     """Elements that are sent as they are; see ``Elements``.
 
     Args:
-        runs: Of all ranks.
-        rank: This one.
-        local: What this rank has of them, any shape; None if nothing. By reference.
+        runs: Runs of all ranks.
+        rank: Number of this rank.
+        local: This rank's elements, any shape; None if it has none. By reference.
         spans: First element in ``local``, and the one behind the last, of each own run.
     """
 
@@ -64,7 +65,7 @@ class HeldElements:
         out.copy_(self.held(number))
 
     def cut(self, blocks: Sequence[tuple[int, int]]) -> list[HeldElements]:
-        """Parts of the parameter, each a tensor of its own.
+        """Return parts of the parameter, each a tensor of its own.
 
         Args:
             blocks: First element and the one behind the last of each; ascending, disjoint.
@@ -89,14 +90,14 @@ class HeldElements:
 
 
 def held_by(param: Sharded, rank: int) -> HeldElements:
-    """A parameter as the ranks hold it, at one of them."""
+    """Return a parameter's elements as the ranks hold it, at one of them."""
     ends = list(accumulate(run.size for run in param.runs if run.rank == rank))
     return HeldElements(param.runs, rank, param.local, list(pairwise([0, *ends])))
 
 
 def _within(run: HeldRun, begin: int, end: int) -> Iterator[tuple[HeldRun, int]]:
-    """The elements of a run that lie in a block, as the block counts them; and how many of the
-    run's come before."""
+    """Yield the parts of a run inside a block, with begins counted from the block's first element.
+    With each comes the number of the run's elements before it."""
     stride = run.stride or run.numel
     row = max(0, (begin - run.begin - run.numel) // stride + 1)
     last = min(run.repeats, -(-(end - run.begin) // stride))
@@ -114,7 +115,8 @@ def _within(run: HeldRun, begin: int, end: int) -> Iterator[tuple[HeldRun, int]]
 
 
 def held_elements(params: Params, name: str) -> HeldElements | None:
-    """A parameter as the ranks hold it; None where only its framework can put it together."""
+    """Return a parameter's elements where the ranks hold them; None if only its framework can
+    gather."""
     if not isinstance(params, ShardedParams):
         return None
     param = params.placed[name]
@@ -122,7 +124,7 @@ def held_elements(params: Params, name: str) -> HeldElements | None:
 
 
 def why_not_held(params: Params, name: str) -> str:
-    """Why ``held_elements`` is None, for people; empty if it is not."""
+    """Return the reason why ``held_elements`` is None, for messages; empty if it is not."""
     if not isinstance(params, ShardedParams):
         return "it is not sharded"
     param = params.placed[name]

@@ -1,5 +1,6 @@
-"""FSDP1 (``FullyShardedDataParallel``): the parameters of a unit lie end to end in one
-flat parameter, of which each rank has an equal run.
+"""FSDP1 (``FullyShardedDataParallel``): the parameters of a unit in one flat parameter.
+
+They lie end to end in it, and each rank has an equal run of it.
 
 The flat parameter's attributes are not public, but the same from torch 2.1 to 2.13;
 the alternative, ``summon_full_params``, makes every rank hold every unit whole.
@@ -20,10 +21,10 @@ from weft_rl.contract.errors import UnsupportedError
 
 
 def units_of(model: torch.nn.Module, rank_of: Mapping[int, int]) -> Iterator[tuple[str, Sharded]]:
-    """Raw name and place of each parameter that FSDP1 manages.
+    """Yield raw name and place of each parameter that FSDP1 manages.
 
     Args:
-        rank_of: The application's rank to the trainer's.
+        rank_of: Map from the application's ranks to the trainer's.
 
     Raises:
         UnsupportedError: A unit's ranks are not all this trainer's.
@@ -72,8 +73,10 @@ def _unit(unit: Any, rank_of: Mapping[int, int]) -> Iterator[tuple[str, Sharded]
 def _replica_of_sender(
     unit: Any, holders: Sequence[int], rank_of: Mapping[int, int]
 ) -> Sequence[int]:
-    """The ranks that hold what ``holders`` do, of the replica (HYBRID_SHARD) that the sender is
-    of.
+    """Return the ranks with the elements of ``holders`` in the sender's replica (HYBRID_SHARD).
+
+    A rank knows its own replica and its counterparts in the others. Replicas are as far apart as
+    the counterparts, for they are those of a mesh, or nodes of equal size.
 
     A rank knows its own replica, and its likes in the others; replicas are as far apart as
     they are, for they are those of a mesh, or nodes of equal size.
@@ -95,7 +98,7 @@ def _own_rank() -> int:
 
 
 def _runs(begin: int, numel: int, size: int, ranks: list[int]) -> Iterator[HeldRun]:
-    """Where [begin, begin + numel) of a flat parameter lies, ``size`` elements a rank."""
+    """Yield the runs of [begin, begin + numel) of a flat parameter, ``size`` elements a rank."""
     position = begin
     while position < begin + numel:
         index = position // size

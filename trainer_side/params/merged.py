@@ -1,4 +1,4 @@
-"""A PEFT model's base with one LoRA adapter merged in, tensor by tensor, on the way out.
+"""Base of a PEFT model with one LoRA adapter merged in, tensor by tensor, on the way out.
 
 The trained weights are read and never written: PEFT's own merge and unmerge leaves
 rounding behind each time (31-52 % of a bf16 base changed after 100 pushes). The sum
@@ -49,27 +49,28 @@ _MIN_GROUP_BYTES = 2**20
 
 @dataclass(frozen=True)
 class _Merge:
-    """What is added to one parameter of the base; names are those of ``Params``."""
+    """Addition to one parameter of the base; names are those of ``Params``."""
 
     form: str
-    """"product", "dora" or "bias"."""
+    """Kind of merge: "product", "dora" or "bias"."""
     a: str
-    """Empty for a bias."""
+    """Name of the factor A; empty for a bias."""
     b: str
     scaling: float
     magnitude: str = ""
-    """DoRA's; empty without."""
+    """Name of DoRA's magnitude vector; empty without DoRA."""
     is_transposed: bool = False
-    """The base's weight is (in, out), as an embedding's, or (experts, in, out)."""
+    """True if the base's weight is (in, out), as an embedding's, or (experts, in, out)."""
 
     @property
     def needs(self) -> list[str]:
-        """Further parameters that must be at the sender."""
+        """Names of further parameters that must be at the sender."""
         return [name for name in (self.a, self.b, self.magnitude) if name]
 
 
 def merge_settings(model: torch.nn.Module, adapter_name: str) -> tuple[object, ...]:
-    """Of a PEFT model's layers, what ``MergedParams`` is made of besides their parameters."""
+    """Return the settings of a PEFT model's layers that ``MergedParams`` depends on. These are what
+    it is made of besides the parameters."""
     found: list[object] = []
     for layer in walk(model).modules:
         own = layer.__dict__  # quicker than asking thousands of modules for what few have
@@ -81,12 +82,12 @@ def merge_settings(model: torch.nn.Module, adapter_name: str) -> tuple[object, .
 
 
 class MergedParams:
-    """See ``Params``; by the base model's own names.
+    """Merged parameters by the base model's own names; see ``Params``.
 
     Args:
         model: A PEFT model without wrappers.
         params: Its parameters, with those of the adapter.
-        adapter_name: Which adapter.
+        adapter_name: Name of the adapter.
 
     Raises:
         InvalidAdapterError: No such adapter, or one that is merged already.
@@ -109,7 +110,7 @@ class MergedParams:
         dtypes: Sequence[torch.dtype],
         outs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """See ``Params.fetch``; beyond ``outs``, memory of the largest tensor."""
+        """See ``Params.fetch``; extra memory beyond ``outs`` is that of the largest tensor."""
         plain = [i for i, name in enumerate(names) if name not in self._merges]
         if plain:
             self._params.fetch(
@@ -132,7 +133,7 @@ class MergedParams:
             self._merge(group, names, outs)
 
     def whole(self, name: str) -> torch.Tensor:
-        """See ``Params.whole``: here a merged copy, in the parameter's own dtype."""
+        """See ``Params.whole``: return a merged copy, in the parameter's own dtype."""
         if name not in self._merges:
             return self._params.whole(self._raw[name])
         out = torch.empty_like(self.metas[name], device="cpu")
@@ -140,8 +141,8 @@ class MergedParams:
         return out
 
     def elements(self, name: str) -> Elements | None:
-        """A weight as the ranks hold it, each merging its own elements; None where one rank must
-        have it whole: DoRA, biases."""
+        """Return a weight as the ranks hold it, each merging its own elements. Return None where
+        one rank must have it whole: DoRA, biases."""
         base, merge = held_elements(self._params, self._raw[name]), self._merges.get(name)
         if base is None or merge is None:
             return base
@@ -155,7 +156,7 @@ class MergedParams:
         return MergedElements(base, delta, rank) if in_place else None
 
     def why_gathered(self, name: str) -> str:
-        """Why ``elements`` is None, for people."""
+        """Return the reason why ``elements`` is None, for messages."""
         if why := why_not_held(self._params, self._raw[name]):
             return why
         merge = self._merges[name]
@@ -167,16 +168,16 @@ class MergedParams:
         return "its ranks hold neither rows nor columns of it, which LoRA is merged into"
 
     def prepare(self) -> None:
-        """Bring the factors to every rank: collective, before any of ``elements`` is read."""
+        """Bring the factors to every rank; collective, before any of ``elements`` is read."""
         self._factors.bring()
 
     def release(self) -> None:
-        """Free what ``prepare`` brought."""
+        """Free the factors that ``prepare`` brought."""
         self._factors.release()
 
     @cached_property
     def _factors(self) -> Factors:
-        """Of all weights that can be merged where they lie."""
+        """Factors of all weights that can be merged where they lie."""
         held: dict[str, HeldElements] = {}
         for merge in self._merges.values():
             pair = {name: held_elements(self._params, name) for name in (merge.a, merge.b) if name}
@@ -186,7 +187,7 @@ class MergedParams:
         return Factors(held, self._params.metas, self._params.ranks)
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Params.local``: what the sums are formed of."""
+        """See ``Params.local``: yield the inputs of the sums."""
         return self._params.local()
 
     def _merge(
@@ -212,8 +213,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _base_names(metas: Mapping[str, torch.Tensor], adapter: str) -> dict[str, str]:
-    """The base model's names to the PEFT model's; trained copies of whole modules
-    (``modules_to_save``) in place of the originals."""
+    """Map the base model's names to the PEFT model's. Trained copies of whole modules
+    (``modules_to_save``) replace the originals."""
     names: dict[str, str] = {}
     for raw in metas:
         if "token_adapter" in raw.split("."):
@@ -267,8 +268,8 @@ def _merges(
 
 
 def _lora_paths(metas: Iterable[str], adapter: str) -> list[str]:
-    """Where the adapter has LoRA layers, told by its parameters: walking all modules of a
-    model costs more than merging small ones. Wrappers hand attributes through."""
+    """Return the paths of an adapter's LoRA layers, told by its parameters. Walking all modules of
+    a model costs more than merging small ones. Wrappers hand attributes through."""
     paths: dict[str, None] = {}
     for name in metas:
         if adapter_tensor_name(name, adapter) is not None:
@@ -319,7 +320,7 @@ _TIED: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def _tied_names(model: torch.nn.Module) -> set[str]:
-    """Base names of parameters that several modules share; looked for once a model."""
+    """Return base names of parameters that several modules share; searched once a model."""
     if model not in _TIED:
         _TIED[model] = _find_tied(model)
     return _TIED[model]
@@ -347,7 +348,10 @@ def _accumulated(*tensors: torch.Tensor) -> torch.dtype:
 def _product(
     merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
 ) -> None:
-    """``weight`` and ``out``: (out features, in features), or transposed; or of each expert."""
+    """Merge ``weight`` with a product of factors into ``out``.
+
+    Both are (out features, in features), or transposed, or have a dim of experts in front.
+    """
     a, b = tensors[merge.a], tensors[merge.b]
     dtype, is_exact = _accumulated(weight, a, b), are_exact(a, b)
     a, b = a.to(dtype), b.to(dtype)
@@ -371,7 +375,8 @@ def _product(
 def _dora(
     merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
 ) -> None:
-    """``weight`` and ``out``: (out features, in features), or transposed."""
+    """Merge ``weight`` with DoRA's factors into ``out``; both (out features, in features), or
+    transposed."""
     a, b = tensors[merge.a], tensors[merge.b]
     dtype, is_exact = _accumulated(weight, a, b), are_exact(a, b)
     a = a.to(dtype)

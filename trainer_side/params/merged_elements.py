@@ -1,4 +1,4 @@
-"""A weight of the base with LoRA merged in, each rank for the elements that it holds.
+"""Weight of the base with LoRA merged in, each rank for the elements that it holds.
 
 The factors are small and are brought to every rank; the weight stays where it is. Sums are formed
 in float32 or better, and rounded once.
@@ -24,12 +24,12 @@ _CHUNK_ELEMENTS, _CHUNK_ELEMENTS_ON_DEVICE = 2**19, 2**24
 
 
 class Factors:
-    """LoRA's factors, whole at every rank while a push reads them.
+    """LoRA factors, whole at every rank while a push reads them.
 
     Args:
-        elements: Where their elements lie, by name.
-        metas: Their whole shapes and own dtypes.
-        ranks: Of the trainer.
+        elements: Elements of the factors as the ranks hold them, by name.
+        metas: Meta tensors of whole shape and own dtype, by name.
+        ranks: Ranks of the trainer.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Factors:
         return name in self._elements
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A whole factor, once it was brought."""
+        """Return a whole factor, once it was brought."""
         return self._whole[name]
 
     def exact(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A whole factor in the dtype that sums are formed in, where they are."""
+        """Return a whole factor in the dtype and on the device that sums are formed in."""
         key = name, dtype
         if key not in self._exact:  # a weight may come in several runs
             # A rank that holds no part of any factor does not know where they belong.
@@ -66,7 +66,7 @@ class Factors:
         return self._exact[key]
 
     def bring(self) -> None:
-        """Bring them to every rank: collective, one message of each rank; blocks."""
+        """Bring the factors to every rank; collective, one message from each rank; blocks."""
         own = self._ranks.rank
         held = self._held(self._places[own])
         device = held[0].device if held else torch.device("cpu")
@@ -92,11 +92,11 @@ class Factors:
             torch._foreach_copy_(targets, parts)
 
     def release(self) -> None:
-        """Free what was brought."""
+        """Free the factors that were brought."""
         self._whole, self._exact = {}, {}
 
     def _held(self, places: Sequence[tuple[str, HeldRun]]) -> list[torch.Tensor]:
-        """This rank's elements."""
+        """Return this rank's elements at its places."""
         numbers = dict.fromkeys(self._elements, 0)
         held = []
         for name, _ in places:
@@ -105,7 +105,7 @@ class Factors:
         return held
 
     def _made(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Room for all, in one allocation for each dtype."""
+        """Allocate all factors, with one allocation for each dtype."""
         made: dict[str, torch.Tensor] = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, meta in self._metas.items():
@@ -123,7 +123,7 @@ class Factors:
     def _cut(
         self, message: torch.Tensor, places: Sequence[tuple[str, HeldRun]]
     ) -> list[torch.Tensor]:
-        """A view of each of a rank's elements in its message, 1-D."""
+        """Return a 1-D view of each of a rank's runs in its message."""
         views: list[torch.Tensor] = []
         begin = 0
         for dtype, group in groupby(places, lambda place: self._metas[place[0]].dtype):
@@ -136,51 +136,51 @@ class Factors:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to a weight: a product of factors, or for each expert one."""
+    """Addition to a weight: a product of factors, or one for each expert."""
 
     shape: torch.Size
-    """Of the whole weight: (out features, in features), (experts, out, in), or transposed."""
+    """Shape of the whole weight: (out features, in features), (experts, out, in), or transposed."""
     factors: Factors
-    """Which hold ``a`` (experts x rank, in features) and ``b`` (out features, rank x experts)."""
+    """Factors ``a`` (experts x rank, in features) and ``b`` (out features, rank x experts)."""
     a: str
     b: str
     scaling: float
-    """Of the product."""
+    """Scale of the product."""
     is_transposed: bool = False
-    """The weight is (in, out): of an embedding, too."""
+    """True if the weight is (in, out), as that of an embedding is."""
 
     @property
     def is_exact(self) -> bool:
-        """See ``products.product``."""
+        """True if no shortcut rounds the product; see ``products.are_exact``."""
         return are_exact(self.factors[self.a], self.factors[self.b])
 
     @property
     def width(self) -> int:
-        """Elements of a row of the weight, whose rows are those of all experts."""
+        """Elements of a row of the weight; its rows are those of all experts."""
         return self.shape[-1]
 
     @property
     def num_rows(self) -> int:
-        """Of one expert."""
+        """Number of rows of one expert."""
         return self.shape[-2]
 
     def of(
         self, expert: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of an expert, (out features, rank) and (rank, in features)."""
+        """Return factors of an expert: (out features, rank) and (rank, in features)."""
         b = self.factors.exact(self.b, device, dtype)
         a = self.factors.exact(self.a, device, dtype)
         return (b, a) if len(self.shape) == 2 else factors_of(expert, self.shape[0], b, a)
 
 
 class MergedElements:
-    """See ``Elements``.
+    """Elements of a weight that are merged when they are read; see ``Elements``.
 
     Args:
         base: The weight's own elements, or those of whole rows of it.
-        delta: What is added to the weight.
-        rank: This one.
-        first_row: Of the weight, that ``base`` begins with.
+        delta: Addition to the weight.
+        rank: Number of this rank.
+        first_row: The weight's row that ``base`` begins with.
     """
 
     def __init__(self, base: HeldElements, delta: Delta, rank: int, first_row: int = 0) -> None:
@@ -190,7 +190,7 @@ class MergedElements:
         self._own = [run for run in base.runs if run.rank == rank]
 
     def held(self, number: int) -> None:
-        """See ``Elements``: it is computed."""
+        """See ``Elements``: return None, since the elements are computed."""
         return
 
     def fill(self, number: int, out: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class MergedElements:
                     done = end
 
     def cut(self, blocks: Sequence[tuple[int, int]]) -> list[MergedElements | None]:
-        """As ``HeldElements.cut``; None of what is no whole rows."""
+        """Cut as ``HeldElements.cut`` does; a block that is not made of whole rows gives None."""
         width, found = self._delta.width, list[MergedElements | None]()
         for (begin, _), part in zip(blocks, self._base.cut(blocks), strict=True):
             first_row = self._first_row + begin // width
@@ -236,7 +236,9 @@ class MergedElements:
 def factors_of(
     expert: int, num_experts: int, b: torch.Tensor, a: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of one expert's, (out features, rank) and (rank, in features), of those of all.
+    """Return views of one expert's factors out of those of all experts.
+
+    Shapes are (out features, rank) and (rank, in features).
 
     Source: peft.tuners.lora.layer.ParamWrapper.get_delta_weight.
     """
@@ -263,7 +265,7 @@ def merge_block(
         b, a: (rows, rank) and (rank, columns), in the dtype of the sums: float32, or wider. A
             product of narrower ones is rounded before it is added (bfloat16 on an H200: more than a
             unit in the last place off wherever a sum cancels).
-        is_exact: See ``products.product``.
+        is_exact: Argument of ``products.product``.
         is_transposed: ``b`` is (columns, rank) and ``a`` (rank, rows).
         on_device: Whether an accelerator scales and adds in one pass; on a CPU the product is
             scaled first, as PEFT's is.
@@ -286,7 +288,7 @@ def merge_block(
 
 
 def merges_in_place(elements: HeldElements, width: int) -> bool:
-    """Whether every run of a weight is made of blocks of its rows and columns."""
+    """Return whether every run of a weight is made of blocks of its rows and columns."""
     return all(
         run.repeats == 1 or _is_block(run, width) or _is_rows(run, width) for run in elements.runs
     )
@@ -297,12 +299,12 @@ def _is_block(run: HeldRun, width: int) -> bool:
 
 
 def _is_rows(run: HeldRun, width: int) -> bool:
-    """Whole rows, again and again."""
+    """Return whether a run is made of whole rows, again and again."""
     return not (run.begin % width or run.numel % width or run.stride % width)
 
 
 def _blocks(run: HeldRun, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """First row, rows, first column, columns of the blocks that a run is made of, in order."""
+    """Yield the blocks that a run is made of: first row, rows, first column, columns; in order."""
     if run.repeats > 1 and _is_block(run, width):
         row, column = divmod(run.begin, width)
         yield row, run.repeats, column, run.numel
@@ -322,7 +324,7 @@ def _blocks(run: HeldRun, width: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _by_expert(row: int, rows: int, num_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Of rows of all experts: the expert, its first row among them, and how many."""
+    """Yield the parts of consecutive rows by expert: expert, first row in it, number of rows."""
     while rows:
         expert, first = divmod(row, num_rows)
         num = min(rows, num_rows - first)

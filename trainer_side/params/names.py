@@ -1,4 +1,4 @@
-"""Checkpoint names: what a wrapped, fused or converted parameter is called on disk.
+"""Checkpoint names: names on disk of wrapped, fused or converted parameters.
 
 vLLM loads checkpoint names. transformers keeps some parameters in other names and
 shapes in memory (Mixtral's experts as one tensor) and knows how to go back; asking
@@ -34,7 +34,7 @@ Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Block(NamedTuple):
-    """Elements of a parameter, end to end, which are a tensor of the checkpoint."""
+    """Elements of a parameter, end to end, that are a tensor of the checkpoint."""
 
     source: str
     begin: int
@@ -52,14 +52,14 @@ class Conversion:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     is_identity: bool
-    """One parameter that keeps shape and content, perhaps under another name."""
+    """True if one parameter keeps shape and content, perhaps under another name."""
     blocks: tuple[Block | None, ...] = ()
-    """Of what is no identity: where each target lies, if it does so end to end in a parameter."""
+    """Block of each target, unless it is an identity; None for a target that is not contiguous."""
 
 
 @lru_cache(_MAX_CACHED)
 def unwrapped_name(name: str) -> str:
-    """A parameter's name without wrapper components, compared as whole components.
+    """Return a parameter's name without wrapper components, compared as whole components.
 
     A leading ``module`` is DDP's; a ``module`` further in belongs to the model.
     """
@@ -71,7 +71,7 @@ def unwrapped_name(name: str) -> str:
 
 @lru_cache(_MAX_CACHED)
 def base_name_in_peft(name: str, adapter: str = "") -> str | None:
-    """The base model's name of a parameter inside a PEFT model; None for LoRA's own.
+    """Return the base model's name of a parameter inside a PEFT model; None for LoRA's own.
 
     ``base_model.model.model.layers.0.q_proj.base_layer.weight`` gives
     ``model.layers.0.q_proj.weight``. With ``adapter``, its trained copy of a whole
@@ -94,7 +94,8 @@ def base_name_in_peft(name: str, adapter: str = "") -> str | None:
 
 @lru_cache(_MAX_CACHED)
 def adapter_tensor_name(name: str, adapter: str) -> str | None:
-    """What PEFT's save_pretrained calls a parameter of ``adapter``; None for others.
+    """Return the name that PEFT's save_pretrained gives a parameter of ``adapter``; None for
+    others.
 
     ``model.layers.0.q_proj.lora_A.math.weight`` gives ``model.layers.0.q_proj.lora_A.weight``
     for the adapter ``math``.
@@ -107,7 +108,7 @@ def adapter_tensor_name(name: str, adapter: str) -> str | None:
 
 
 def reverter(model: torch.nn.Module) -> Revert | None:
-    """transformers' own way back to checkpoint names, or None for another model."""
+    """Return transformers' own conversion back to checkpoint names, or None for another model."""
     if not hasattr(model, "config"):
         return None
     try:
@@ -165,8 +166,8 @@ def plan_conversions(
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Lets a tensor that would be copied stand for its copy: what is made of it by views alone is
-    then seen to be its elements, and which."""
+    """Mode in which a tensor that would be copied stands for its copy. A target made by views alone
+    is then seen to be elements of its parameter, and which."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -191,8 +192,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def _kept_names(
     meta: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Parameters that came out as they are, and nothing else of them, to their names in the
-    checkpoint. To ask for each by itself would take milliseconds a layer."""
+    """Map parameters that came out unchanged, and were used for nothing else, to checkpoint names.
+    To convert each by itself would take milliseconds a layer."""
     of_storage: dict[int, list[str]] = {}
     for target, tensor in whole.items():
         of_storage.setdefault(_storage(tensor), []).append(target)
@@ -212,7 +213,7 @@ def _plan_layer(
     kept: Mapping[str, str],
     revert: Revert,
 ) -> list[Conversion]:
-    """One group a parameter where that agrees with the whole; the rest together.
+    """Plan one group for each parameter where that agrees with the whole; group the rest together.
 
     Args:
         kept: See ``_kept_names``.
@@ -252,7 +253,7 @@ _PLANNED: WeakKeyDictionary[torch.nn.Module, tuple[_Signature, _Planned]] = Weak
 def cached_conversions(
     model: torch.nn.Module, params: Mapping[str, torch.Tensor], revert: Revert | None
 ) -> _Planned:
-    """``plan_conversions``, made once a model: it costs milliseconds a layer."""
+    """Return ``plan_conversions`` of a model, made once since it costs milliseconds a layer."""
     signature = tuple((name, param.shape, param.dtype) for name, param in params.items())
     kept = _PLANNED.get(model)
     if kept is None or kept[0] != signature:

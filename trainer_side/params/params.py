@@ -1,4 +1,4 @@
-"""What every kind of trainer offers: its parameters by name, brought to the sender."""
+"""Interface of all kinds of trainers: parameters by name, brought to the sender."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Params(Protocol):
     """Parameters of one model, by their own unwrapped names."""
 
     kind: str
-    """Where they lie, for people: "plain module", "FSDP2", ..."""
+    """Kind of trainer that holds them, for messages: "plain module", "FSDP2", ..."""
     is_collective: bool
-    """Whether ``fetch`` needs every rank; the same on all of them."""
+    """True if ``fetch`` needs every rank; the same on all of them."""
 
     @property
     def metas(self) -> Mapping[str, torch.Tensor]:
-        """Name to a tensor on the meta device of the whole shape and own dtype, in order."""
+        """Meta tensors of whole shape and own dtype by name, in order."""
 
     def fetch(
         self,
@@ -30,8 +30,8 @@ class Params(Protocol):
         """Bring parameters to the sender.
 
         Args:
-            names: Which; the same on every rank, in the same order of calls.
-            dtypes: What to cast each to; the same on every rank.
+            names: Names of the parameters; the same on every rank, in the same order of calls.
+            dtypes: Dtype to cast each to; the same on every rank.
             outs: At the sender: contiguous tensors of those dtypes and the whole shapes to
                 copy into, owned by the caller, on the CPU or the accelerator that NCCL sends
                 from. None elsewhere.
@@ -40,19 +40,19 @@ class Params(Protocol):
         """
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole parameter by reference; only where not ``is_collective``."""
+        """Return a whole parameter by reference; only where not ``is_collective``."""
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and content of what this rank holds, in whatever shape; not collective."""
+        """Yield name and elements of what this rank holds, in whatever shape; not collective."""
 
 
 def is_quantised(param: torch.nn.Parameter) -> bool:
-    """Whether bitsandbytes packs a parameter."""
+    """Return whether bitsandbytes packs a parameter."""
     return type(param).__name__ in ("Params4bit", "Int8Params")
 
 
 def is_zero3(param: torch.nn.Parameter) -> bool:
-    """Whether ZeRO-3 manages a parameter; its shape does not tell (small ones stay)."""
+    """Return whether ZeRO-3 manages a parameter; its shape does not tell (small ones stay)."""
     return hasattr(param, "ds_id")
 
 
@@ -64,20 +64,23 @@ def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
 
 @lru_cache(maxsize=4096)
 def meta_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Shape and dtype alone; one tensor serves all parameters that share them."""
+    """Return a tensor of shape and dtype alone; one serves all parameters that share them."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape and dtype of a tensor."""
+    """Return a meta tensor of a tensor's shape and dtype."""
     return meta_tensor(tensor.shape, tensor.dtype)
 
 
 def whole_tensors(
     params: Params, names: Sequence[str], *, wanted: bool
 ) -> dict[str, torch.Tensor] | None:
-    """Parameters whole and in their own dtypes, by reference where they lie whole here,
-    else in new memory; collective like ``Params.fetch``. None unless ``wanted``."""
+    """Return whole parameters in their own dtypes, or None unless ``wanted``.
+
+    They are references where they lie whole here, else new memory; collective like
+    ``Params.fetch``.
+    """
     if not params.is_collective:
         held = {name: params.whole(name) for name in names}
         return held if wanted else None
@@ -88,12 +91,12 @@ def whole_tensors(
 
 
 class WholeParams:
-    """Parameters of which the sender holds all: a plain module, DDP, ZeRO-1 and 2.
+    """Parameters that the sender holds whole: a plain module, DDP, ZeRO-1 and 2.
 
     Args:
         tensors: Kept by reference, on any device; they must not change while a push
             reads them.
-        kind: Where they lie, for people.
+        kind: Kind of trainer that holds them, for messages.
     """
 
     is_collective = False
@@ -123,6 +126,6 @@ class WholeParams:
 
 
 def lying_param(params: Params, name: str) -> torch.Tensor | None:
-    """A parameter that lies whole in this process as it is, by reference; None where it is put
+    """Return a parameter that lies whole in this process, by reference. Return None where it is put
     together or computed."""
     return params.whole(name) if type(params) is WholeParams else None

@@ -1,9 +1,9 @@
-"""Products of LoRA's factors with sums in float32, whatever the application lets its own be.
+"""Products of LoRA factors with sums in float32, whatever precision the application allows.
 
-An application may have float32 products rounded on their way, to TF32 on a GPU or to bfloat16 on
-a CPU, and may push from inside ``autocast``. To switch that off for a while would switch it off
-for its other threads, too, which train meanwhile, and have compiled functions compiled anew. So
-where it is allowed sums are formed in float64, which nothing shortens.
+An application may have float32 products rounded on their way, to TF32 on a GPU or to bfloat16 on a
+CPU, and may push from inside ``autocast``. To switch that off for a while would also switch it off
+for its other threads, which train meanwhile, and would recompile compiled functions. So where it is
+allowed sums are formed in float64, which nothing shortens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 
 def product(b: torch.Tensor, a: torch.Tensor, *, is_exact: bool) -> torch.Tensor:
-    """(rows, rank) times (rank, columns), in the dtype of both: float32, or wider.
+    """Return (rows, rank) times (rank, columns), in the dtype of both: float32, or wider.
 
     Args:
-        is_exact: What ``are_exact`` said of both, in their own dtypes.
+        is_exact: Result of ``are_exact`` for both factors in their own dtypes.
     """
     with _without_autocast(b.device.type):
         if b.dtype is torch.float32 and not is_exact and _is_rounded(b.device):
@@ -26,7 +26,7 @@ def product(b: torch.Tensor, a: torch.Tensor, *, is_exact: bool) -> torch.Tensor
 
 
 def are_exact(*factors: torch.Tensor) -> bool:
-    """Whether no shortcut rounds these, in whatever wider dtype they are multiplied."""
+    """Return whether no shortcut rounds products of these factors in any wider dtype."""
     return all(factor.dtype is torch.bfloat16 for factor in factors)
 
 
@@ -37,7 +37,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def _is_rounded(device: torch.device) -> bool:
-    """Whether the application lets float32 products be rounded."""
+    """Return whether the application lets float32 products be rounded."""
     try:
         if device.type == "cuda":
             return bool(torch.backends.cuda.matmul.allow_tf32)

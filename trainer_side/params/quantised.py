@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit and 8-bit weights, dequantised tensor by tensor on the way out."""
+"""Weights in 4 or 8 bits of bitsandbytes, dequantised tensor by tensor on the way out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_side.params.params import as_meta, copy_into, is_quantised
 
 
 def has_quantised_layers(module: torch.nn.Module) -> bool:
-    """Whether bitsandbytes' linears are in a model, however their weights lie."""
+    """Return whether a model has bitsandbytes' linears, however their weights lie."""
     return any(type(part).__name__ in ("Linear4bit", "Linear8bitLt") for part in module.modules())
 
 
@@ -21,9 +21,9 @@ class DequantisedParams:
     Shapes and dtypes are those of the weights that the packed bytes stand for.
 
     Args:
-        module: Whose parameters; kept by reference.
-        tensors: They, by unwrapped name; at least one ``is_quantised``.
-        kind: Where they lie, for people.
+        module: Module that owns the parameters; kept by reference.
+        tensors: Parameters by unwrapped name; at least one ``is_quantised``.
+        kind: Kind of trainer that holds them, for messages.
     """
 
     is_collective = False
@@ -59,7 +59,7 @@ class DequantisedParams:
                 copy_into([out], [self.whole(name)])
 
     def whole(self, name: str) -> torch.Tensor:
-        """See ``Params.whole``; a packed one as a new tensor."""
+        """See ``Params.whole``; a packed parameter is returned as a new tensor."""
         param: Any = self._tensors[name]
         if not is_quantised(param):
             return param.detach()  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ class DequantisedParams:
             return _dequantised(param, self._owners[id(param)])
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``Params.local``; packed bytes have nothing to look at."""
+        """See ``Params.local``; packed parameters are left out."""
         for name, param in self._tensors.items():
             if not is_quantised(param):
                 yield name, param.detach()

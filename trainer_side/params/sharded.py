@@ -1,4 +1,4 @@
-"""Parameters sharded over ranks, gathered to the sender in bounded chunks.
+"""Sharded parameters, gathered to the sender in bounded chunks.
 
 FSDP1, FSDP2, ZeRO-3 and tensor parallelism all give each rank runs of a parameter's
 row-major elements. So one gather serves them: each rank casts its runs of many
@@ -26,20 +26,22 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """Elements of a parameter that one rank holds: contiguous, or a regular slice. As
-    ``weft_rl.contract.layout.runs.Run`` of a tensor that travels, which nobody holds."""
+    """Elements of a parameter that one rank holds: contiguous, or a regular slice.
+
+    Counterpart of ``weft_rl.contract.layout.runs.Run``, which has no holder.
+    """
 
     rank: int
-    """Who holds them, as the trainer counts its ranks."""
+    """Rank that holds the elements, as the trainer counts its ranks."""
     begin: int
     """First element in the row-major order of the whole parameter."""
     numel: int
     """Elements of each row."""
     stride: int = 0
-    """Elements from the beginning of one row to that of the next, more than a row has; 0
-    where there is but one."""
+    """Elements from the beginning of one row to that of the next, more than a row has. It is 0
+    where there is only one row."""
     repeats: int = 1
-    """Rows."""
+    """Number of rows."""
 
     @property
     def size(self) -> int:
@@ -48,56 +50,57 @@ class HeldRun:
 
     @property
     def end(self) -> int:
-        """The element behind the last one."""
+        """Index of the element behind the last one."""
         return self.begin + self.stride * (self.repeats - 1) + self.numel
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and elements of each."""
+        """Number of rows, and elements of each."""
         return self.repeats, self.numel
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Where it lies in a contiguous parameter: a view of its rows."""
+        """Return the run's elements in a contiguous parameter, as a view of its rows."""
         begin = whole.storage_offset() + self.begin
         return whole.as_strided(self.shape, (self.stride, 1), begin)
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A parameter in runs that together are all of it, without overlap."""
+    """Parameter in runs that together are all of it, without overlap."""
 
     shape: torch.Size
     dtype: torch.dtype
     runs: tuple[HeldRun, ...]
-    """A rank may have several, in the order of its local elements. All slices have one stride."""
+    """Runs; a rank may have several, in the order of its local elements. All slices have one
+    stride."""
     local: torch.Tensor | None
-    """The elements of this rank's runs, one run behind the other (or more, with those
-    first), any shape; None where this rank has none. A replica that is not the one to
-    give them has them, too. By reference."""
+    """Elements of this rank's runs, one run behind the other, any shape, by reference. More may
+    follow. None where this rank has none. A replica that does not give its elements has them,
+    too."""
     nearest: tuple[HeldRun, ...] | None = None
-    """The same runs, those that the sender has a replica of as its own; None if they are."""
+    """Runs with the sender's replica wherever it has one; None if they equal ``runs``."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A parameter that only its framework can put together."""
+    """Parameter that only its framework can put together."""
 
     shape: torch.Size
     dtype: torch.dtype
     gather: Callable[[], torch.Tensor]
-    """Collective: the whole tensor, at least at the sender; not to be kept."""
+    """Collective function that returns the whole tensor, at least at the sender; not to be kept."""
     local: torch.Tensor
     why: str = "only its framework can put it together"
-    """Why its elements are not known, for people."""
+    """Reason why its elements are not known, for messages."""
 
 
 class ShardedParams:
-    """See ``Params``; gathers over the trainer's ranks.
+    """Sharded parameters, gathered over the trainer's ranks; see ``Params``.
 
     Args:
         params: The same names in the same order on every rank.
-        kind: Where they lie, for people.
-        ranks: Of the trainer.
+        kind: Kind of trainer that holds them, for messages.
+        ranks: Ranks of the trainer.
     """
 
     is_collective = True
@@ -144,7 +147,7 @@ class ShardedParams:
                 yield name, param.local.detach()
 
     def _bring(self, pieces: Sequence[_Piece]) -> None:
-        """One message from each rank that holds some of ``pieces``."""
+        """Bring pieces to the sender, with one message from each rank that holds some."""
         own = self.ranks.rank
         if own != SENDER:
             mine = [piece for piece in pieces if piece.rank == own]
@@ -168,7 +171,8 @@ class ShardedParams:
     def _message(
         self, rank: int, pieces: Sequence[_Piece]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Bytes for one rank's pieces, in memory that is used again, and a view of each."""
+        """Return a message buffer for one rank's pieces, in reused memory, and a view of each
+        piece."""
         offsets, size = [], 0
         for piece in pieces:
             offsets.append(size)
@@ -186,15 +190,15 @@ class ShardedParams:
 
 @dataclass(slots=True)
 class _Piece:
-    """A part of a run, as it travels."""
+    """Part of a run, as it travels."""
 
     param: Sharded
     dtype: torch.dtype
-    """What it is cast to before it travels."""
+    """Dtype that it is cast to before it travels."""
     run: HeldRun
-    """The part alone, as a run."""
+    """Run of this part alone."""
     first: int
-    """Its first element in the local elements of its rank."""
+    """Index of its first element in the local elements of its rank."""
     out: torch.Tensor | None
 
     @property
@@ -246,8 +250,8 @@ def _chunks(
 
 
 def _parts(runs: Iterable[HeldRun], window: int) -> Iterator[tuple[HeldRun, int]]:
-    """One rank's runs in parts of at most ``window`` elements, and where each part begins
-    in its local elements: whole rows of slices, or parts of one row."""
+    """Yield one rank's runs in parts of at most ``window`` elements, and where each part begins in
+    its local elements. Parts are whole rows of slices, or parts of one row."""
     first = 0
     for run in runs:
         rows = max(1, min(run.repeats, window // run.numel)) if run.numel else run.repeats

@@ -1,6 +1,6 @@
-"""Which elements of a tensor each place of a device mesh holds.
+"""Elements of a tensor that each place of a device mesh holds.
 
-Pure, and of numbers only; ``trainer_side.params.dtensor`` says what it means for DTensor.
+Pure functions of numbers; ``trainer_side.params.dtensor`` applies them to DTensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ MAX_SLICES = 4096
 
 
 class Split(NamedTuple):
-    """How one dim of a mesh cuts a tensor."""
+    """Cut of a tensor by one dim of a mesh."""
 
     dim: int
-    """Of the tensor; cut as ``torch.chunk`` does: the last parts may be smaller or empty."""
+    """Dim of the tensor; cut as ``torch.chunk`` does: the last parts may be smaller or empty."""
     factor: int = 1
-    """Into how many pieces it is cut first: each place gets its part of every piece."""
+    """Number of pieces that it is cut into first: each place gets its part of every piece."""
 
 
 class Slice(NamedTuple):
@@ -35,12 +35,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """Elements that some places hold, each all of them."""
+    """Elements that each of some places holds in full."""
 
     places: tuple[int, ...]
-    """Of the mesh, row-major; replicas."""
+    """Places of the mesh that are replicas of the cell, row-major."""
     slices: tuple[Slice, ...]
-    """In the row-major order of those elements alone."""
+    """Slices, in the row-major order of those elements alone."""
     numel: int
 
 
@@ -54,11 +54,11 @@ class _Span(NamedTuple):
 def cells_of(
     shape: Sequence[int], mesh_shape: Sequence[int], splits: Sequence[Split | None]
 ) -> list[Cell] | None:
-    """Where a tensor's elements are: those of all cells together are all of it, each once.
+    """Return the cells of a tensor, which together hold each of its elements once.
 
     Args:
-        shape: Of the whole tensor.
-        mesh_shape: Of the mesh.
+        shape: Shape of the whole tensor.
+        mesh_shape: Shape of the mesh.
         splits: One for each dim of the mesh, applied in this order; None replicates.
 
     Returns:
@@ -91,7 +91,7 @@ def _length(spans: Iterable[_Span]) -> int:
 
 
 def _part(spans: list[_Span], factor: int, count: int, part: int) -> list[_Span]:
-    """One of ``count`` parts, of each of ``factor`` pieces."""
+    """Return one of ``count`` parts from each of ``factor`` pieces."""
     found: list[_Span] = []
     for piece in range(factor) if factor > 1 else ():
         for span in _chunk(_chunk(spans, factor, piece), count, part):
@@ -103,7 +103,7 @@ def _part(spans: list[_Span], factor: int, count: int, part: int) -> list[_Span]
 
 
 def _chunk(spans: Iterable[_Span], count: int, part: int) -> list[_Span]:
-    """Part number ``part`` of ``torch.chunk`` of these indices."""
+    """Return part number ``part`` of ``torch.chunk`` of these indices."""
     spans = list(spans)
     size = -(-_length(spans) // count)
     first, end = part * size, (part + 1) * size
@@ -122,12 +122,13 @@ def _is_all(spans: Sequence[_Span], size: int) -> bool:
 
 
 class _Rows(NamedTuple):
-    """How elements lie: in rows of the last dim that is not held in full."""
+    """Rows that elements lie in, cut from the last dim that is not held in full."""
 
     outer: int
-    """Dims before this one are gone through index by index, each with slices of its own."""
+    """Number of leading dims that are gone through index by index, each index with its own
+    slices."""
     last: int
-    """The dim that rows are cut from; those behind it are held in full."""
+    """Dim that rows are cut from; those behind it are held in full."""
     num_slices: int
 
 

@@ -1,4 +1,4 @@
-"""Copies of parameters as they are at one moment, in host memory that is used again."""
+"""Copies of parameters as they are at one moment, in reused host memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class HostMemory:
         self._taken: dict[int, list[tuple[tuple[int, bool], torch.Tensor]]] = {}
 
     def lend(self, borrower: int) -> SnapshotMemory:
-        """Buffers for one snapshot, until ``give_back`` with the same number."""
+        """Return the memory of one snapshot, lent until ``give_back`` with the same number."""
         return SnapshotMemory(self, borrower)
 
     def take(self, borrower: int, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """uint8 bytes of a size, shape (num_bytes,)."""
+        """Take a uint8 buffer of shape (num_bytes,)."""
         key = (num_bytes, pinned)
         with self._lock:
             free = self._free.get(key)
@@ -44,20 +44,20 @@ class HostMemory:
         return buffer
 
     def give_back(self, borrower: int) -> None:
-        """All that a borrower took may be used again."""
+        """Make all buffers that a borrower took available again."""
         with self._lock:
             for key, buffer in self._taken.pop(borrower, []):
                 self._free.setdefault(key, []).append(buffer)
 
 
 class SnapshotMemory:
-    """The part of a ``HostMemory`` that one snapshot borrows."""
+    """Part of a ``HostMemory`` that one snapshot borrows."""
 
     def __init__(self, memory: HostMemory, borrower: int) -> None:
         self._memory, self._borrower = memory, borrower
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host; blocks until it is made."""
+        """Return a copy on the host; block until it is made."""
         tensor = tensor.detach()
         is_remote = tensor.device.type != "cpu"
         num_bytes = tensor.numel() * tensor.element_size()
@@ -103,16 +103,18 @@ class _Overlaid:
 
 
 def gathered_names(params: Params) -> set[str]:
-    """Of parameters that only their framework can put together: nobody can read them while it
-    trains, since its collectives would come between those of the training."""
+    """Return names of parameters that only their framework can put together. Nobody can read them
+    while it trains: its collectives would come between those of the training."""
     if not isinstance(params, ShardedParams):
         return set()
     return {name for name, param in params.placed.items() if isinstance(param, Gathered)}
 
 
 def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> Params:
-    """Parameters of which those called ``names`` are copies, in ``memory``, of what this rank
-    holds; the others are still read in place, but for ``gathered_names``, which are refused.
+    """Return parameters with those called ``names`` replaced by copies, in ``memory``, of what this
+    rank holds.
+
+    The others are still read in place, except for ``gathered_names``, which are refused.
 
     Collective only where the framework alone can gather a parameter of ``names``: it is then
     gathered now, on the calling thread, and kept whole at the sender.

@@ -1,4 +1,4 @@
-"""All modules and parameters of a model, found once and looked at again with each push."""
+"""Modules and parameters of a model, found once and checked at each push."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _KEPT = "_weft_walk"
 
 
 class Walk:
-    """What a model consists of. It lies in the model itself, so that it lives as long; a copy or
-    a pickle of the model is without it."""
+    """Modules and parameters of a model, kept in the model itself, so that they live as long. A
+    copy or a pickle of the model is without them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.modules, self.named, self._tables = _walk(module)
@@ -24,7 +24,8 @@ class Walk:
         self.kept: object = None
 
     def is_true(self) -> bool:
-        """Whether every module still has the same children and parameters, by the same names."""
+        """Return whether every module still has the same children and parameters, by the same
+        names."""
         sizes, keys, entries = _state(self._tables)
         is_shaped_alike = sizes == self._sizes and keys == self._keys
         return is_shaped_alike and all(map(is_, entries, self._entries))
@@ -34,11 +35,11 @@ class Walk:
 
 
 def walk(module: torch.nn.Module) -> Walk:
-    """All modules, and all parameters as ``named_parameters`` names them, in its order; each
-    once.
+    """Return all modules, each once, and all parameters as ``named_parameters`` names and orders
+    them.
 
-    A PEFT model has thousands of modules: to walk it takes longer than to send its adapter, to
-    see that it is what it was a fifth of that.
+    A PEFT model has thousands of modules: to walk it takes longer than to send its adapter; to
+    check that it is unchanged takes a fifth of that.
     """
     found = module.__dict__.get(_KEPT)
     if isinstance(found, Walk) and found.modules[0] is module and found.is_true():
@@ -54,7 +55,7 @@ def walk(module: torch.nn.Module) -> Walk:
 def _walk(
     module: torch.nn.Module,
 ) -> tuple[list[torch.nn.Module], dict[str, torch.nn.Parameter], list[Table]]:
-    """In one go: torch's own generators would walk it thrice."""
+    """Walk a module in one pass; torch's own generators would walk it thrice."""
     modules: list[torch.nn.Module] = []
     named: dict[str, torch.nn.Parameter] = {}
     tables: list[Table] = []
@@ -77,7 +78,7 @@ def _walk(
 
 
 def _state(tables: Sequence[Table]) -> tuple[list[int], list[str], list[object]]:
-    """Sizes, keys and values of all entries; without a step of Python for each."""
+    """Return sizes, keys and values of all entries, without a step of Python for each."""
     return (
         [*map(len, tables)],
         [*chain.from_iterable(tables)],

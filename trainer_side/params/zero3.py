@@ -1,5 +1,7 @@
-"""DeepSpeed ZeRO-3: each rank has an equal run of each parameter's elements, the last
-one padded. Attribute names are DeepSpeed's (0.14 to 0.19)."""
+"""DeepSpeed ZeRO-3: each rank has an equal run of each parameter's elements.
+
+The last run is padded. Attribute names are DeepSpeed's (0.14 to 0.19).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from weft_rl.contract.errors import UnsupportedError
 
 
 def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
-    """Where a parameter's elements are.
+    """Return the location of a parameter's elements.
 
     Args:
-        param: Managed by ZeRO-3.
-        rank_of: The application's rank to the trainer's.
+        param: Parameter that ZeRO-3 manages.
+        rank_of: Map from the application's ranks to the trainer's.
     """
     shape, shard = torch.Size(param.ds_shape), param.ds_tensor
     holders = dist.get_process_group_ranks(param.ds_process_group)
@@ -40,7 +42,7 @@ def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
 
 
 def _is_special(param: Any) -> bool:
-    """Shards that are elsewhere, quantised, or cut in another way."""
+    """Return whether shards are elsewhere, quantised, or cut in another way."""
     shard = param.ds_tensor
     return (
         getattr(getattr(shard, "status", None), "name", "AVAILABLE") != "AVAILABLE"

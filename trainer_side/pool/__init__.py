@@ -1,1 +1,1 @@
-"""The pool as the sender of a trainer uses it: coordinator, leases, and the side group."""
+"""Pool as the sender of a trainer uses it: coordinator, leases, and the side group."""

@@ -1,4 +1,4 @@
-"""Which backend carries a push: the best that all can use, found out by trying."""
+"""Selection of the backend for a push: the best that all can use, found by trying."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft_rl.v1 import publish_pb2 as pb
 
 @dataclass(frozen=True)
 class SelectedBackend:
-    """A backend, and why it is that one."""
+    """Backend, and the reason for it."""
 
     name: str
     why: str
@@ -28,30 +28,31 @@ class SelectedBackend:
 
 @dataclass(frozen=True)
 class BackendSelection:
-    """Which backends the sender may use, and the accelerator that they need.
+    """Backends that the sender may use, and the accelerator that they need.
 
     Args:
-        choice: The best that can be used, or this one and no other.
+        choice: "auto" for the best that can be used, or one backend and no other.
         device: A CUDA device for NCCL; None is the current one when a push begins.
     """
 
     choice: BackendChoice = "auto"
     device: torch.device | None = None
     trials: Trials = field(default_factory=Trials, compare=False, repr=False)
-    """Of this process's memory, by the pool's replicas."""
+    """Trials by the pool's replicas to read this process's memory."""
 
     def backend(
         self, target: pb.DescribeTargetResponse, without: Collection[str] = ()
     ) -> SelectedBackend:
-        """The backend to use with a pool that offers some, best first. Blocks while each
-        replica tries to read this process's memory, some milliseconds each, the first
-        time that it is offered.
+        """Return the backend to use with a pool that offers some, best first.
+
+        Blocks while each replica tries to read this process's memory, some milliseconds each, the
+        first time that one-sided is offered.
 
         Args:
             without: Backends that have been found not to work.
 
         Raises:
-            NotReadyError: None is shared, or not the one that was asked for.
+            NotReadyError: No backend is shared, or not the one that was asked for.
         """
         offered = [*target.backends] or [GLOO]
         have = available_backends(self.device_of(NCCL))
@@ -80,7 +81,7 @@ class BackendSelection:
         )
 
     def device_of(self, backend: str) -> torch.device:
-        """Where the buckets of a backend are packed."""
+        """Return the device that buckets of a backend are packed on."""
         if backend == GLOO or not torch.cuda.is_available():
             return CPU
         if self.device is not None:
@@ -88,7 +89,7 @@ class BackendSelection:
         return torch.device("cuda", torch.cuda.current_device())
 
     def _why_not(self, name: str, have: Collection[str], target: pb.DescribeTargetResponse) -> str:
-        """Why a backend that the pool offers cannot be used; empty if it can."""
+        """Return the reason why an offered backend cannot be used; empty if it can."""
         if name == ONE_SIDED:
             return self._why_not_one_sided(target)
         if name not in have:

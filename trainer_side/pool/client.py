@@ -1,4 +1,4 @@
-"""One push as the sender carries it out: begin, send, learn the outcome."""
+"""Course of one push at the sender: begin, send, learn the outcome."""
 
 from __future__ import annotations
 
@@ -58,15 +58,16 @@ _UNANSWERED = ("COORDINATOR_AWAY", "DEADLINE")
 
 
 class PoolClient:
-    """The coordinator and the side group, as the sender of a trainer uses them.
+    """Coordinator and side group, as the sender of a trainer uses them.
 
     Used by one thread at a time.
 
     Args:
-        coordinator: Closed with this.
-        data_host: Address that replicas reach this machine by; None finds it out.
-        selection: Which backend carries the bytes, and from where.
-        reporter: Shows progress; None where nobody wants to see it.
+        coordinator: Client of the coordinator; closed with this.
+        data_host: Address that replicas reach this machine by; None takes the route towards the
+            coordinator.
+        selection: Selection of the backend that carries the bytes, and of its device.
+        reporter: Reporter of progress; None to show none.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class PoolClient:
         self._selected = SelectedBackend("", "")
 
     def describe(self, deadline: float, without: Collection[str] = ()) -> pb.DescribeTargetResponse:
-        """What the pool serves, and of its backends the one to use; blocks until a
-        replica has described it.
+        """Return what the pool serves, with the backend to use; block until a replica has described
+        it.
 
         Args:
             without: Backends that another rank of the trainer cannot use.
@@ -142,14 +143,14 @@ class PoolClient:
         carries_runs: bool,
         shards: ShardPlan | None = None,
     ) -> pb.BeginTransferResponse:
-        """Begin, after acquiring the lease and making the manifest known as needed.
+        """Begin a transfer, after acquiring the lease and making the manifest known as needed.
 
         Args:
-            policy, manifest: What is pushed.
-            adapter: None for the base.
+            policy, manifest: Policy that is pushed, and its layout.
+            adapter: Adapter that is pushed; None for the base.
             deadline: ``time.monotonic()`` of the push.
-            trained_on: Version of the base that the adapter was trained on; None where
-                nobody knows.
+            trained_on: Version of the base that the adapter was trained on; None where it is not
+                known.
             others: See ``BeginTransferRequest``.
         """
         kind = types_pb2.POLICY_KIND_BASE if adapter is None else types_pb2.POLICY_KIND_ADAPTER
@@ -194,7 +195,7 @@ class PoolClient:
                 return self._begin(request, manifest, kind, metadata, deadline)
 
     def _use(self, selected: SelectedBackend) -> None:
-        """Say in the request of a push what carries it."""
+        """Put the selected backend into the request of the push."""
         assert self._request is not None
         self._request.backend, self._request.backend_reason = selected.name, selected.why
         tried = self._offered.trial_names if selected.name == ONE_SIDED else ()
@@ -229,8 +230,8 @@ class PoolClient:
             return begun
 
     def _kept_group(self, backend: str) -> str:
-        """The group of the last push, if it suits another one as far as this rank knows; else
-        nothing. The coordinator has it only while every rank attends it."""
+        """Return the group id of the last push, if it suits another one as far as this rank knows.
+        Else it is empty. The coordinator has the group only while every rank attends it."""
         sender = self._sender
         if sender is None:
             kept, over = self._others_group
@@ -245,8 +246,8 @@ class PoolClient:
         check_finite: bool,
         deadline: float,
     ) -> pb.Transfer:
-        """Send, or let the other ranks send, then learn the outcome; the group is kept if all
-        went well."""
+        """Send, or let the other ranks send, then return the outcome. The group is kept if all went
+        well."""
         if not begun.HasField("group"):  # a retried call of a push that has ended
             return self._outcome(begun, deadline, None)
         sender, tracer = None, tracing.of_process()
@@ -270,8 +271,8 @@ class PoolClient:
             raise
 
     def attend(self, begun: pb.BeginTransferResponse, deadline: float) -> None:
-        """Come to the group of a push before anything that may take long: one that nobody comes
-        to is given up. What is wrong with the group is found when it is sent to."""
+        """Come to the group of a push before steps that may take long. A group that no rank comes
+        to is given up. Faults of the group are found when it is sent to."""
         if begun.HasField("group"):
             with contextlib.suppress(StaleEpochError, PeerUnavailableError):
                 self._sender_for(begun, deadline)
@@ -283,7 +284,7 @@ class PoolClient:
         manifest: Manifest,
         deadline: float,
     ) -> pb.Transfer:
-        """Learn the outcome of a push that other ranks send, who alone are in its group."""
+        """Return the outcome of a push that other ranks send, who alone are in its group."""
         with (
             self._progress(begun, manifest) as progress,
             tracing.of_process().span("weft.push.await"),
@@ -300,7 +301,7 @@ class PoolClient:
     def _progress(
         self, begun: pb.BeginTransferResponse, manifest: Manifest
     ) -> AbstractContextManager[Progress | None]:
-        """Who is to be told how far a push is, if anybody."""
+        """Return a context of the push's progress function; of None without a reporter."""
         if self._reporter is None:
             return contextlib.nullcontext()
         version = str(version_from_proto(begun.version))
@@ -351,8 +352,9 @@ class PoolClient:
     def _group_now(
         self, begun: pb.BeginTransferResponse, known: str, deadline: float
     ) -> GroupTicket | None:
-        """The place in the group that a transfer continues in, if it was re-formed before this
-        rank came to the group that it knows: there nobody can tell it any more."""
+        """Return the ticket of the group that a transfer continues in, if it is another than
+        ``known``. A group can be re-formed before this rank came to the one that it knows, and
+        there it would not be told."""
         if self._request is None:
             return None
         request = self._request
@@ -373,7 +375,7 @@ class PoolClient:
     def _outcome(
         self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None
     ) -> pb.Transfer:
-        """Wait for the commit, the sender standing by; outlives the coordinator."""
+        """Wait for the commit, the sender standing by; the wait outlives the coordinator."""
         request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
 
         def ask(left: float) -> pb.AwaitTransferResponse:
@@ -390,10 +392,10 @@ class PoolClient:
     def give_up(
         self, begun: pb.BeginTransferResponse, error: BaseException, *, has_begun: bool = True
     ) -> None:
-        """Tell the coordinator, best effort, and leave the group.
+        """Tell the coordinator that a push is given up, best effort, and leave the group.
 
         Args:
-            has_begun: Whether rank 0 had begun to send: of what is found before nobody is told.
+            has_begun: True if rank 0 had begun to send: errors found before are told to nobody.
         """
         # Of what this trainer found, rank 0's stream may not have got to tell, if it has one.
         is_own = isinstance(error, TransferTimeoutError | InvalidRequestError)
@@ -405,16 +407,16 @@ class PoolClient:
         self.leave_group()
 
     def end(self, error: BaseException) -> None:
-        """Give up what was begun and has not ended, wherever the push was when ``error`` came;
-        blocks some seconds at most."""
+        """Give up a transfer that was begun and has not ended, at any point where ``error`` came.
+        Blocks some seconds at most."""
         if self._is_open and self._request is not None:
             self._is_open = False
             self.coordinator.abort(self._request, error)
             self.leave_group()
 
     def _lost_weights(self, begun: pb.BeginTransferResponse, error: BaseException) -> str:
-        """Replicas that had begun to load a push in place that has failed, as the
-        coordinator says; best effort."""
+        """Return replicas that had begun to load a failed push in place, as the coordinator says.
+        Best effort."""
         told = isinstance(error, WeftError) and "dirty" in error.metadata
         if told or begun.version.policy != BASE_POLICY:
             return ""

@@ -1,4 +1,4 @@
-"""Reaching the coordinator: how long a trainer waits for it, and what is said meanwhile."""
+"""Contact with the coordinator: how long a trainer waits for it, and what is logged meanwhile."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Contact:
-    """A trainer's connection to its coordinator.
+    """Connection of a trainer to its coordinator.
 
     One that was never reached for ``connect_seconds`` is an error: most often its address
     is wrong. One that was reached before is waited for as long as a push may take: it is
     being restarted.
 
     Args:
-        channel: To the coordinator; closed by its owner.
-        target: Its HOST:PORT.
+        channel: Channel to the coordinator; closed by its owner.
+        target: HOST:PORT of the coordinator.
         connect_seconds: Longest wait for the first connection.
-        credentials: What the channel shows; by default this process's.
-        probe: Says why ``target`` cannot be connected to; empty if it can.
+        credentials: Credentials that the channel shows; by default this process's.
+        probe: Function that says why ``target`` cannot be connected to; empty if it can.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Contact:
         self.was_reached = False
 
     def wait(self, deadline: float) -> None:
-        """Block until there is a connection, at most until ``deadline``
-        (``time.monotonic()``); says in the log why it waits, at once and every 10 s.
+        """Block until there is a connection, at most until ``deadline`` (``time.monotonic()``).
+
+        The log says why it waits, at once and every 10 s.
 
         Raises:
             PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: never reached in its time.
@@ -93,10 +94,11 @@ class Contact:
         self.was_reached = True
 
     def _answers(self, seconds: float) -> bool:
-        """Whether a gRPC server answers within so long, whatever it says.
+        """Return whether a gRPC server answers within a time, whatever its answer.
 
-        A call, not the channel's connectivity: that may be of a connection that is gone,
-        and is watched by a thread of grpcio's that fails when the channel is closed.
+        This makes a call, and does not ask for the channel's connectivity: that may belong to a
+        connection that is gone. It is also watched by a thread of grpcio's that fails when the
+        channel is closed.
         """
         try:
             self._check(b"", timeout=max(0.05, seconds), wait_for_ready=True)
@@ -105,7 +107,7 @@ class Contact:
         return True
 
     def _learn_why(self, seconds: float) -> str:
-        """The probe's answer; looking a host's name up may take longer than we have."""
+        """Return the probe's answer; looking a host's name up may take longer than ``seconds``."""
         found: list[str] = []
         thread = threading.Thread(
             target=lambda: found.append(self._probe(self._target)),
@@ -135,8 +137,11 @@ class Contact:
 
 
 def why_unreachable(target: str, credentials: Credentials | None = None) -> str:
-    """Why a connection to HOST:PORT cannot be made, by TCP or as these credentials say;
-    empty if it can. Blocks some seconds at most, looking the name up apart."""
+    """Return why a connection to HOST:PORT cannot be made; empty if it can.
+
+    Tried by TCP and with these credentials. Blocks some seconds at most, not counting the look-up
+    of the name.
+    """
     host, port = split_target(target)
     try:
         socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
@@ -151,10 +156,10 @@ def why_unreachable(target: str, credentials: Credentials | None = None) -> str:
 
 
 def data_address(data_host: str | None, target: str) -> str:
-    """The address of this machine that replicas are to connect to.
+    """Return the address of this machine that replicas are to connect to.
 
     Args:
-        data_host: As the user gave it; None takes the route towards the coordinator.
+        data_host: Address as the user gave it; None takes the route towards the coordinator.
         target: The coordinator's HOST:PORT.
 
     Raises:

@@ -1,5 +1,7 @@
-"""The coordinator as the sender of a trainer calls it: with the time that is left, again after it
-was away, and with the lease that a call needs.
+"""Coordinator as the sender of a trainer calls it.
+
+Calls have the time that is left, are made again after the coordinator was away, and use the lease
+that they need.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _ABORT_SECONDS = 2.0
 
 
 class CoordinatorClient:
-    """A trainer's connection to its coordinator, and the leases that it holds there.
+    """Connection of a trainer to its coordinator, and the leases that it holds there.
 
     Used by one thread at a time; leases are renewed on a thread of their own.
 
@@ -42,10 +44,10 @@ class CoordinatorClient:
         coordinator: HOST:PORT.
         trainer_id: Owner of the policies that are pushed.
         connect_seconds: Longest wait for a coordinator that was never reached.
-        takeover: Whether leases are taken from a living process of this trainer.
-        on_wanted: Called with a policy that is to be published again, on a thread of the
-            leases; must return at once.
-        credentials: What it shows; by default what the environment names.
+        takeover: True if leases are taken from a living process of this trainer.
+        on_wanted: Function called with a policy that is to be published again, on the leases'
+            thread; must return at once.
+        credentials: Credentials to show; by default those that the environment names.
     """
 
     def __init__(
@@ -80,12 +82,13 @@ class CoordinatorClient:
             self._contact.wait(deadline)
 
     def call(self, call: Callable[[float], _T], deadline: float) -> _T:
-        """One RPC with the time that is left, made again once a coordinator that was away
-        is back (all of them are idempotent); its failure as a typed error.
+        """Make one RPC with the time that is left; its failure is a typed error.
+
+        It is made again once a coordinator that was away is back (all RPCs are idempotent).
 
         Args:
-            call: Makes it, within so many seconds.
-            deadline: ``time.monotonic()`` of it all.
+            call: Function that makes the RPC, within so many seconds.
+            deadline: ``time.monotonic()`` at which to give up.
         """
         while True:
             left = deadline - time.monotonic()
@@ -107,10 +110,10 @@ class CoordinatorClient:
         call: Callable[[int, float], _T],
         deadline: float,
     ) -> _T:
-        """``call`` of an RPC that a policy's lease entitles to, which is acquired as needed.
+        """Make an RPC under a policy's lease, which is acquired as needed; see ``call``.
 
         Args:
-            call: Makes it with the lease's token, within so many seconds.
+            call: Function that makes the RPC with the lease's token, within so many seconds.
         """
         self.reach(deadline)
         fenced = False
@@ -127,13 +130,13 @@ class CoordinatorClient:
                 fenced = True
 
     def describe(self, deadline: float) -> pb.DescribeTargetResponse:
-        """What the pool serves; blocks until a replica has described it."""
+        """Return what the pool serves; block until a replica has described it."""
         request = pb.DescribeTargetRequest()
         return self.call(lambda left: self.stub.DescribeTarget(request, timeout=left), deadline)
 
     def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
-        """Every tensor of the base that the pool serves; asked for once. A coordinator that is
-        too old to say is an UnsupportedError."""
+        """Return every tensor of the base that the pool serves; asked for once. A coordinator that
+        is too old to say is an UnsupportedError."""
         served = target.base_fingerprint, target.base_dtype, dict(target.base_dtype_exceptions)
         if self._reference is None or self._reference[0] != served:
             request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
@@ -145,7 +148,7 @@ class CoordinatorClient:
         return self._reference[1]
 
     def put_manifest(self, manifest: Manifest, deadline: float) -> None:
-        """Make a layout known, unless it is."""
+        """Make a layout known to the coordinator, unless it is."""
         if manifest.layout_digest in self._known_manifests:
             return
 
@@ -156,7 +159,7 @@ class CoordinatorClient:
         self._known_manifests.add(manifest.layout_digest)
 
     def forget_manifest(self, manifest: Manifest) -> bool:
-        """Note that a layout is not known any more; whether it was put before."""
+        """Note that a layout is no longer known; return whether it was put before."""
         was_known = manifest.layout_digest in self._known_manifests
         self._known_manifests.discard(manifest.layout_digest)
         return was_known
@@ -164,10 +167,10 @@ class CoordinatorClient:
     def abort(
         self, begun: pb.BeginTransferResponse | pb.BeginTransferRequest, error: BaseException
     ) -> None:
-        """Say that this trainer gives a transfer up, best effort.
+        """Tell the coordinator that this trainer gives a transfer up, best effort.
 
         Args:
-            begun: The transfer; the request for it where no answer has come.
+            begun: Transfer that was begun; the request for it where no answer has come.
         """
         if isinstance(begun, pb.BeginTransferResponse):
             policy, named = begun.version.policy, {"transfer_id": begun.transfer_id}
@@ -185,11 +188,11 @@ class CoordinatorClient:
             _log.info("could not abort the push of %s: %s", policy, error_from_rpc(rpc_error))
 
     def _give_up_late(self, answer: object) -> None:
-        """End a transfer whose push was interrupted while it was begun."""
+        """Abort a transfer whose push was interrupted while it was begun."""
         if isinstance(answer, pb.BeginTransferResponse):
             self.abort(answer, KeyboardInterrupt())
 
     def close(self) -> None:
-        """Release the leases and the connection; blocks at most some seconds."""
+        """Release the leases and the connection; block at most some seconds."""
         self.leases.close()
         self._channel.close()

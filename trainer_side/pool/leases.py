@@ -1,6 +1,4 @@
-"""A trainer's leases, renewed in the background, and the user's function that hears what a
-renewal was told.
-"""
+"""Leases of a trainer, renewed in the background, and notices to the user's function."""
 
 from __future__ import annotations
 
@@ -42,9 +40,9 @@ class _Held:
     token: int
     time_to_live_seconds: float
     lost_version: int = 0
-    """The version that no replica holds any more, as the coordinator said last; 0 is none."""
+    """Version that no replica holds any more, as the coordinator said last; 0 is none."""
     answered_version: int = 0
-    """The one that a push has replaced since; an answer on its way may still name it."""
+    """Version that a push has replaced since; an answer on its way may still name it."""
 
     @property
     def wanted_version(self) -> int:
@@ -52,15 +50,15 @@ class _Held:
 
 
 class Leases:
-    """The policies that one publisher owns; thread-safe.
+    """Leases of the policies that one publisher owns; thread-safe.
 
     A background thread renews each lease three times in its time to live, and
     forgets one that was fenced: the next push acquires it anew, or is told who
     holds it.
 
     Args:
-        takeover: Whether the first lease of each policy is taken from a living process of
-            this trainer: the two would displace each other for ever if it were every one.
+        takeover: True if the first lease of each policy is taken from a living process of this
+            trainer. If it were every lease, the two would displace each other for ever.
         on_wanted: Called on the background thread with a policy that is to be
             published again, once each time that is asked; must return at once.
     """
@@ -91,7 +89,7 @@ class Leases:
         self._thread.start()
 
     def token(self, policy: str, kind: types_pb2.PolicyKind.ValueType, deadline: float) -> int:
-        """The fencing token of ``policy``'s lease, acquiring it if need be.
+        """Return the fencing token of ``policy``'s lease, acquiring it if need be.
 
         Blocks while the lease is held by a former process of this very trainer, which may
         be dead: until it expires, at most until ``deadline`` (``time.monotonic()``). One
@@ -101,7 +99,7 @@ class Leases:
             PolicyOwnedError: Another trainer holds it, or another process of this one
                 that lives: it has renewed the lease meanwhile.
             LeaseFencedError: Another process of this trainer took it over from this one.
-            WeftError: As AcquirePolicy.
+            WeftError: See AcquirePolicy.
         """
         with self._lock:
             if policy in self._held:
@@ -155,7 +153,7 @@ class Leases:
         return lease.fencing_token
 
     def _refused(self, policy: str, error: PolicyOwnedError, was_held: bool) -> WeftError:
-        """The failure of a push whose policy another process of this trainer holds."""
+        """Return the error of a push whose policy another process of this trainer holds."""
         if was_held:
             return LeaseFencedError(
                 f"this trainer's lease of {policy!r} was taken over: {error.message}",
@@ -171,30 +169,30 @@ class Leases:
             return frozenset(name for name, held in self._held.items() if held.wanted_version)
 
     def assigned(self, policy: str, version: int) -> None:
-        """Note the version that a push was given."""
+        """Note the version that was assigned to a push."""
         with self._lock:
             last_version, last_token = self._last.get(policy, (0, 0))
             self._last[policy] = max(last_version, version), last_token
 
     def published(self, policy: str) -> None:
-        """Note that a version was pushed: what was asked for is done."""
+        """Note that a version was pushed, which fulfils a request to publish again."""
         with self._lock:
             if (held := self._held.get(policy)) is not None:
                 held.answered_version = held.lost_version
 
     def held_token(self, policy: str) -> int:
-        """The token held for ``policy``, 0 if none; does not block."""
+        """Return the token held for ``policy``, 0 if none; does not block."""
         with self._lock:
             held = self._held.get(policy)
             return held.token if held else 0
 
     def forget(self, policy: str) -> None:
-        """Drop what is known of a lease that was fenced."""
+        """Drop the record of a lease that was fenced."""
         with self._lock:
             self._held.pop(policy, None)
 
     def close(self) -> None:
-        """Release every lease, best effort; blocks at most some seconds."""
+        """Release every lease, best effort; block at most some seconds."""
         self._stop.set()
         self._thread.join(_CALL_SECONDS)
         with self._lock:
@@ -256,7 +254,7 @@ _STOP_SECONDS = 5.0
 
 
 class Notices:
-    """Hands names to a function that may take long, from threads that may not.
+    """Notices that hand names to a function that may take long, from threads that may not.
 
     Args:
         function: Called with each name; what it raises is logged.
@@ -269,7 +267,7 @@ class Notices:
         self._executor = ThreadPoolExecutor(1, "weft-notices", self._note_thread)
 
     def put(self, name: str) -> None:
-        """Have the function called with ``name`` soon; returns at once."""
+        """Have the function called with ``name`` soon; return at once."""
         if not self._free_places.acquire(blocking=False):
             _log.warning("the notice of %s is dropped: %d wait", name, _MAX_WAITING)
             return
@@ -277,8 +275,8 @@ class Notices:
             self._executor.submit(self._call, name)
 
     def close(self) -> None:
-        """Drop what waits; blocks at most some seconds for a call that is under way,
-        not at all when that call does this."""
+        """Drop the names that wait. Blocks at most some seconds for a call under way; not at all
+        from within that call."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""A further sender of a trainer: a rank that sends what it holds beside rank 0."""
+"""Further sender of a trainer: a rank that sends what it holds beside rank 0."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _LEAVE_SECONDS = 15.0
 
 
 class Peer:
-    """Its place in the trainer's side group, kept across pushes while membership stays.
+    """Place of this rank in the trainer's side group, kept across pushes while membership stays.
 
     Args:
         coordinator: HOST:PORT.
-        data_host: Address that replicas reach this machine by; None is found out.
-        selection: Where buckets are packed.
-        credentials: What it shows to the coordinator.
+        data_host: Address that replicas reach this machine by; None takes the route towards the
+            coordinator.
+        selection: Selection of the device that buckets are packed on.
+        credentials: Credentials to show to the coordinator.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Peer:
         self._sender: Sender | None = None
 
     def can_use(self, target: pb.DescribeTargetResponse) -> bool:
-        """Whether this rank, too, can use the backend that ``target`` names first; tries it."""
+        """Return whether this rank, too, can use the backend that ``target`` names first; try
+        it."""
         try:
             self._selection.backend(target)
         except NotReadyError as error:
@@ -57,14 +59,16 @@ class Peer:
         return True
 
     def has_place(self, backend: str) -> bool:
-        """Whether its place in the group of the last push can carry another one over a backend,
-        as far as this rank knows."""
+        """Return whether this rank's place in the last push's group suits a push over a backend.
+        Only what this rank knows is considered."""
         return self._sender is not None and self._sender.suits(backend, self._selection)
 
     def join(self, begun: pb.BeginTransferResponse, number: int) -> None:
-        """Come to the group as its rank ``number``, unless this is there; blocks until the
-        coordinator attends it. It dies before that, and the other ranks find it gone as they
-        agree; or after, and the coordinator tells them: in between they would wait for it.
+        """Join the group as its rank ``number``, unless already in it.
+
+        Blocks until the coordinator attends this rank. If the rank dies before that, the other
+        ranks find it gone as they agree; after that the coordinator tells them. In between they
+        would wait for it.
 
         Raises:
             PeerUnavailableError: The coordinator does not answer this machine.
@@ -91,11 +95,12 @@ class Peer:
         finite: bool,
         deadline: float,
     ) -> Iterator[None]:
-        """Send on a thread of its own, inside the ``with`` and until its end: a group whose
-        members are lost is formed anew with this rank, also after its last bucket.
+        """Send on a separate thread, from inside the ``with`` until its end.
 
-        Whatever fails here ends the push by way of the coordinator, and so at rank 0. What is
-        sent is what the caller's current CUDA stream has made of it.
+        A group whose members are lost is formed anew with this rank, also after its last bucket.
+
+        Whatever fails here ends the push by way of the coordinator, and so at rank 0. Tensors are
+        sent as the caller's current CUDA stream has made them.
         """
         sender = self._sender
         assert sender is not None  # it has joined
@@ -135,13 +140,13 @@ class Peer:
                 self.close()
 
     def abort(self) -> None:
-        """End what it sends at once; from any thread, never blocks."""
+        """Abort sending at once; from any thread, never blocks."""
         sender = self._sender
         if sender is not None:
             sender.abort(TransferAbortedError("this rank was interrupted"))
 
     def close(self) -> None:
-        """Leave the group; blocks at most 10 s."""
+        """Leave the group; block at most 10 s."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()

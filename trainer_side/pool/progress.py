@@ -13,14 +13,16 @@ UserProgress = Callable[[str, int, int], None]
 
 
 class ProgressReporter(Protocol):
-    """Gives each push its progress function."""
+    """Reporter that gives each push its progress function."""
 
     def push(self, version: str, total_bytes: int) -> AbstractContextManager[Progress]:
-        """The progress function of one push of ``version``, for as long as that takes."""
+        """Return the progress function of one push of ``version``, for as long as the push
+        takes."""
 
 
 def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressReporter | None:
-    """A bar on a terminal for "auto" (if rich is installed), else what was given, if anything."""
+    """Return a bar on a terminal for "auto" (if rich is installed), else the given function, or
+    None."""
     if callable(progress):
         return _Calls(progress)
     if progress == "auto" and sys.stderr.isatty():

@@ -1,10 +1,9 @@
-"""Another process of the same trainer that holds a lease: wait for its end, take its lease
-over, or give up.
+"""Rival process of the same trainer that holds a lease: wait, take over, or give up.
 
-A restarted trainer must wait for the lease of its former process, which nobody released.
-Two trainers that were started with one name by mistake must be told at once. What tells
-them apart is whether the holder shows a sign of life after the other one asked, or is known
-to have ended on this machine.
+A restarted trainer must wait for the lease of its former process, which nobody released. Two
+trainers that were started with one name by mistake must be told at once. They are told apart by
+whether the holder shows a sign of life after the other one asked, or is known to have ended on this
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _PROC = Path("/proc")
 
 
 def this_process() -> pb.TrainerProcess:
-    """The calling process, as other processes of its trainer are told of it."""
+    """Describe the calling process to other processes of its trainer."""
     pid = os.getpid()
     return pb.TrainerProcess(
         host=socket.gethostname()[:128],
@@ -36,7 +35,7 @@ def this_process() -> pb.TrainerProcess:
 
 
 def has_ended(holder: Mapping[str, str]) -> bool:
-    """Whether a process is known to be gone; false where that cannot be known.
+    """Return whether a process is known to be gone; false where that cannot be known.
 
     Args:
         holder: ``host_key``, ``pid`` and ``start_time``, the metadata of POLICY_OWNED.
@@ -49,14 +48,16 @@ def has_ended(holder: Mapping[str, str]) -> bool:
 
 
 def is_this_process(holder: Mapping[str, str]) -> bool:
-    """Whether the holder of a lease is the calling process itself."""
+    """Return whether the holder of a lease is the calling process itself."""
     return holder.get("host_key") == host_key() != "" and holder.get("pid") == str(os.getpid())
 
 
 @cache
 def host_key() -> str:
-    """Names this run of the machine and the namespace of its process numbers: containers
-    that share a host's name do not share their processes. Empty where /proc is not there.
+    """Return a key of this boot of the machine and its namespace of process ids.
+
+    Containers that share a host's name do not share their processes. Empty where /proc is not
+    there.
     """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -66,7 +67,7 @@ def host_key() -> str:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None if it has ended."""
+    """Return the start time of a process, in seconds since 1970; None if it has ended."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
         boot = next(
@@ -86,26 +87,26 @@ def _start_time(pid: int) -> float | None:
 
 @dataclass
 class Rival:
-    """What successive refusals of one acquisition tell of the lease's holder.
+    """Knowledge of a lease's holder from successive refusals of one acquisition.
 
     Args:
-        takeover: Whether the holder is to be displaced even if it lives.
+        takeover: True if the holder is to be displaced even if it lives.
     """
 
     takeover: bool
     _first: tuple[str, str] | None = None
 
     def displaced_token(self, holder: Mapping[str, str]) -> int:
-        """The token of the lease to take over now; 0 to wait.
+        """Return the token of the lease to take over now; 0 to wait.
 
         Args:
-            holder: Metadata of the refusal (POLICY_OWNED) that came last.
+            holder: Metadata of the last refusal (POLICY_OWNED).
         """
         token = int(holder.get("fencing_token") or 0)
         return token if self.takeover or has_ended(holder) else 0
 
     def is_alive(self, holder: Mapping[str, str]) -> bool:
-        """Whether the lease was renewed, or taken by yet another process, since the first
+        """Return whether the lease was renewed, or taken by another process, since the first
         refusal."""
         seen = holder.get("fencing_token", ""), holder.get("num_renewals", "")
         if self._first is None:
@@ -114,7 +115,7 @@ class Rival:
 
 
 def describe(trainer_id: str, policy: str, holder: Mapping[str, str], text: str) -> str:
-    """Why a push is refused whose policy is held by a living process of this trainer.
+    """Return why a push is refused whose policy is held by a living process of this trainer.
 
     Args:
         text: The refusal's own message, which names the process.

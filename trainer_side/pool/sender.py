@@ -1,5 +1,6 @@
-"""The trainer's sender: the buckets that suit a backend, and a rank that sends in one group after
-another, as members are lost.
+"""Sender of a trainer: bucket sizes by backend, and sending through successive groups.
+
+A group is replaced by another as members are lost.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ DEVICE_BUCKET_BYTES = 2**30
 
 
 def packs_on_device(backend: str) -> bool:
-    """Whether buckets for a backend are packed on an accelerator; the same on every rank."""
+    """Return whether buckets for a backend are packed on an accelerator; the same on every rank."""
     return backend == NCCL or (backend == ONE_SIDED and torch.cuda.is_available())
 
 
 def bucket_capacity(backend: str, chosen: int | None) -> int:
-    """Payload bytes of a bucket over a backend, where the user has not chosen them; the same
-    on every rank."""
+    """Return the payload bytes of a bucket over a backend, or the user's choice. It is the same on
+    every rank."""
     return chosen or (DEVICE_BUCKET_BYTES if packs_on_device(backend) else DEFAULT_BUCKET_BYTES)
 
 
@@ -59,13 +60,13 @@ FindGroup = Callable[[str], GroupTicket | None]
 
 
 class Outcome(Protocol):
-    """What becomes of a push, once it is known: a call under way, a future."""
+    """Outcome of a push that may still be unknown: a call under way, a future."""
 
     def done(self) -> bool:
-        """Whether it is known."""
+        """Return whether the outcome is known."""
 
     def add_done_callback(self, fn: Callable[[Any], None]) -> Any:
-        """Call ``fn`` when it is, on any thread."""
+        """Call ``fn`` when the outcome is known, on any thread."""
 
 
 def _is_known_or_moved(outcome: Outcome, rank: SendingRank) -> bool:
@@ -77,14 +78,14 @@ def _was_dropped(error: Exception) -> bool:
 
 
 class Sender:
-    """Rank 0 of one side group, kept across pushes while membership stays.
+    """Sending rank of a side group, kept across pushes while membership stays.
 
     Used by one thread; the group's stream has a thread of its own.
 
     Args:
-        ticket: The sender's place.
-        device: Where its buffers lie.
-        credentials: What it shows to the coordinator; by default this process's.
+        ticket: Place of the sender in its group.
+        device: Device of its buffers.
+        credentials: Credentials to show to the coordinator; by default this process's.
     """
 
     def __init__(
@@ -103,16 +104,16 @@ class Sender:
 
     @property
     def ticket(self) -> GroupTicket:
-        """The sender's place now; another one after members were lost."""
+        """Current place of the sender in its group; another one after members were lost."""
         return self._rank.ticket
 
     @property
     def usable(self) -> bool:
-        """Whether the group can carry a further push."""
+        """True if the group can carry a further push."""
         return self._rank.usable
 
     def suits(self, backend: str, selection: BackendSelection) -> bool:
-        """Whether the group can carry a further push over a backend; an accelerator may have
+        """Return whether the group suits a further push over a backend; an accelerator may have
         changed."""
         wanted = backend, selection.device_of(backend)
         return self.usable and (self.ticket.backend, self.device) == wanted
@@ -122,7 +123,7 @@ class Sender:
         self._rank.wait_attended()
 
     def come_to(self, transfer_id: str) -> None:
-        """Say in a group that is kept that this rank is at work for a transfer."""
+        """Report in a kept group that this rank is at work for a transfer."""
         self._rank.come_to(transfer_id)
 
     def send(
@@ -144,20 +145,20 @@ class Sender:
         more while a group is replaced that cannot be aborted (gloo's).
 
         Args:
-            source: What is sent, or of a sharded trainer this rank's part.
-            manifest: Its layout.
-            transfer_id, nonce: Of the transfer.
+            source: Source of the tensors, or of a sharded trainer this rank's part.
+            manifest: Layout of the tensors.
+            transfer_id, nonce: Id and nonce of the transfer.
             deadline: ``time.monotonic()`` at which to give up.
-            progress: Called after each release with buckets verified by all, and in all.
-            check_finite: Look at each bucket as it was packed for NaN and infinities.
-            find_group: Asked with the id of a group that was dropped before this rank came
-                to it: nobody could tell it there where the transfer continues.
+            progress: Function called after each release with buckets verified by all, and in all.
+            check_finite: Check each packed bucket for NaN and infinities.
+            find_group: Function asked with the id of a group that was dropped before this rank came
+                to it: there it could not be told where the transfer continues.
 
         Returns:
             The content digest.
 
         Raises:
-            NotFiniteError: A tensor holds one; the other ranks were told.
+            NotFiniteError: A tensor holds NaN or infinity; the other ranks were told.
             TransferTimeoutError: The deadline passed.
             WeftError: The transfer was aborted, with its reason; or the source
                 failed, and then the other ranks were told.
@@ -184,7 +185,7 @@ class Sender:
         return self._carry(sending, buckets, find_group)
 
     def stand_by(self, outcome: Outcome) -> None:
-        """Stay a member until the transfer's outcome is known; blocks until then.
+        """Stay a member until the transfer's outcome is known; block until then.
 
         A replica may be lost after the last bucket: the survivors then agree once
         more in another group, which needs its sender.
@@ -205,7 +206,7 @@ class Sender:
                     return
 
     def _carry(self, sending: Sending, buckets: PackedBuckets, find_group: FindGroup) -> bytes:
-        """Send what is not verified yet, in as many groups as it takes."""
+        """Send the buckets that are not verified yet, in as many groups as it takes."""
         while True:
             rank = self._rank
             try:
@@ -222,7 +223,7 @@ class Sender:
     def _rejoin(
         self, old: SendingRank, successor: GroupTicket, sending: Sending, buckets: PackedBuckets
     ) -> None:
-        """Resume in the next group; with other buffers where these are not safe to use."""
+        """Resume in the next group, with other buffers where the old ones are not safe to use."""
         released = old.num_released(sending.transfer_id)
         sending.num_released = max(sending.num_released, released)
         are_safe = on_own_thread(old.leave)
@@ -236,7 +237,7 @@ class Sender:
             self._buffers = buckets.packer.buffers
 
     def _join(self, ticket: GroupTicket) -> SendingRank:
-        """Take a place in a group, which is left again where this is interrupted."""
+        """Join a group, which is left again if this is interrupted."""
         in_stream = same_stream(self.device)
 
         def join() -> SendingRank:
@@ -250,12 +251,12 @@ class Sender:
         self._rank.abort(error)
 
     def close(self) -> None:
-        """Leave the group; blocks at most 10 s."""
+        """Leave the group; block at most 10 s."""
         on_own_thread(self._rank.leave)
         self._packer, self._shard_packer, self._buffers = None, None, []
 
     def _shard_packer_for(self, manifest: Manifest, push: ShardPush) -> ShardPacker:
-        """The packer of this layout and plan; else its buffers are handed on to another's."""
+        """Return the packer of this layout and plan; a new one takes over the buffers."""
         plan, number = push.plan, self.ticket.rank
         kept = self._shard_packer
         if kept is None or kept.manifest is not manifest or kept.plan is not plan.send_plan:
@@ -273,7 +274,7 @@ class Sender:
         return kept
 
     def _packer_for(self, manifest: Manifest) -> Packer:
-        """The packer of this layout; its buffers are handed on to another layout's."""
+        """Return the packer of this layout; a new one takes over the buffers."""
         if self._packer is None or self._packer.manifest.layout_digest != manifest.layout_digest:
             self._packer = Packer(manifest, self._buffers, self.device, self.ticket.backend)
         return self._packer

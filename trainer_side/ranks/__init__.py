@@ -1,1 +1,1 @@
-"""The ranks of one trainer: how they agree, and bring bytes to each other."""
+"""Ranks of one trainer: how they agree, and bring bytes to each other."""

@@ -1,9 +1,9 @@
 """Connections between the ranks of one trainer, and messages over them.
 
 TCP connections of our own. A process group could carry the same, but would leave ranks waiting for
-one that is gone: gloo (torch 2.13) tells nobody whose message was under way when its connection
-broke, and ends nothing before its timeout. Here whoever leaves, or dies, is noticed by those who
-wait for it at once, and ``close`` ends every wait of this rank.
+one that is gone: gloo (torch 2.13) reports a broken connection to no rank whose message was under
+way, and ends nothing before its timeout. Here a rank that leaves, or dies, is noticed at once by
+those that wait for it, and ``close`` ends every wait of this rank.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ MAX_REASON_BYTES: Final = 2**13
 
 
 class Channel(IntEnum):
-    """What is said beside what else: each has connections of its own, used by one thread at a
-    time."""
+    """Channel of messages that run beside others. Each has connections of its own, used by one
+    thread at a time."""
 
     STAR = 0
-    """Between rank 0 and each other one."""
+    """Messages between rank 0 and each other rank."""
     PAIRS = 1
-    """Between any two."""
+    """Messages between any two ranks."""
     SUM = 2
-    """As ``STAR``, beside it."""
+    """Sums over the same pairs as ``STAR``, beside it."""
 
 
 class LinkError(Exception):
-    """The link cannot be used any more: a rank is gone, says what was not asked for, or was
-    silent until the deadline; or this rank has left.
+    """Error of a link that cannot be used any more.
+
+    A rank is gone, says what was not asked for, or was silent until the deadline; or this rank has
+    left.
 
     Args:
-        message: What has happened.
-        rank: Who has left and said why; -1 if nobody has.
-        reason: What it has said.
+        message: Description of what has happened.
+        rank: Rank that has left and said why; -1 if none has.
+        reason: Reason that it has said.
     """
 
     def __init__(self, message: str, rank: int = -1, reason: bytes = b"") -> None:
@@ -65,13 +67,13 @@ class LinkError(Exception):
 
 
 class RankLink:
-    """The connections of one rank, once it has met the others; see ``meeting.meet``.
+    """Connections of one rank, once it has met the others; see ``meeting.meet``.
 
     Thread-safe between channels. A message that fails, or is interrupted, leaves its connection
     in the middle of it, so the link is closed.
 
     Args:
-        sockets: By channel and rank; they belong to the link from now on.
+        sockets: Sockets by channel and rank; they belong to the link from now on.
     """
 
     def __init__(self, sockets: Mapping[tuple[Channel, int], socket.socket]) -> None:
@@ -86,7 +88,7 @@ class RankLink:
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left, by ``close`` or for what failed."""
+        """True if this rank has left, by ``close`` or after a failure."""
         return bool(self._why_closed)
 
     def swap(
@@ -99,19 +101,19 @@ class RankLink:
         *,
         whoever_is_there: bool = False,
     ) -> dict[int, memoryview]:
-        """Send and receive messages, all at once; blocks until all have come and gone.
+        """Send and receive messages, all at once; block until all have come and gone.
 
         Args:
             call: A number that the other side must say, too.
             outgoing: Bytes to send, by rank; the caller must leave them alone.
-            incoming: Where to put what a rank sends, which is as long; None where only the
-                sender knows how long it is.
+            incoming: Memory for each rank's bytes, of their length; None where only the sender
+                knows the length.
             deadline: ``time.monotonic()`` seconds.
-            whoever_is_there: Nothing is sent to ranks that are gone, and their absence is not
-                told: it will be by whoever waits for one.
+            whoever_is_there: True if nothing is sent to ranks that are gone, and their absence is
+                not reported: a rank that waits for one will report it.
 
         Returns:
-            What came, by rank, in the memory that was given for it if any was.
+            Received bytes by rank, in the memory that was given for them if any was.
 
         Raises:
             LinkError: The link is closed.
@@ -134,10 +136,10 @@ class RankLink:
             return {each.rank: each.content for each in receives}
 
     def check(self, channel: Channel) -> None:
-        """Look whether all ranks are still there, also such as were heard before they went.
+        """Check that all ranks are still there, also those that were heard before they went.
 
         Raises:
-            LinkError: Names one that is gone. The link is closed.
+            LinkError: A rank is gone; names it. The link is closed.
         """
         with self._inside(channel):
             poll, ranks = select.poll(), {}
@@ -153,14 +155,15 @@ class RankLink:
     def close(
         self, why: str = "this rank has left the push", reason: bytes = b"", rank: int = _SELF
     ) -> None:
-        """Leave: whoever waits for this rank is told, and so are threads of its own. From any
-        thread, never blocks.
+        """Leave the link: ranks and own threads that wait for this rank are told.
+
+        Callable from any thread, never blocks.
 
         Args:
-            why: What later calls of this rank fail with.
-            reason: What the other ranks' calls fail with, as far as they hear it: it is said where
-                no message is under way, and at once or not at all.
-            rank: Whose reason it is, if this rank only heard of it.
+            why: Error message of later calls of this rank.
+            reason: Error of the other ranks' calls, as far as they hear it: it is said where no
+                message is under way, and at once or not at all.
+            rank: Rank that had the reason, if this rank only heard of it.
         """
         with self._lock:
             if self.closed:
@@ -177,11 +180,12 @@ class RankLink:
             self._close_sockets()
 
     def _note_who_left(self, error: LinkError, channel: Channel, begun: set[socket.socket]) -> None:
-        """Look whether a rank has said why it left: to whoever noticed first that another one had,
-        or that waits for another.
+        """Note the reason of a rank that has left, if it has said one.
+
+        It is said to ranks that first noticed another's leaving, or that wait for another.
 
         Args:
-            channel: Whose use has ended with ``error``.
+            channel: Channel whose use has ended with ``error``.
             begun: Connections in the middle of a message.
         """
         if error.reason:
@@ -222,14 +226,15 @@ class RankLink:
                 self._close_sockets()
 
     def _close_sockets(self) -> None:
-        """Once nobody uses them: their numbers may be those of other files at once."""
+        """Close the sockets of a closed link once none is in use. Their numbers may be those of
+        other files at once."""
         if self.closed and not any(self._inside_of.values()):
             for each in self._sockets.values():
                 each.close()
 
 
 class _Send:
-    """A message on its way out."""
+    """Message on its way out."""
 
     events = select.POLLOUT
 
@@ -241,7 +246,7 @@ class _Send:
         self._parts = [memoryview(_HEAD.pack(call, len(content))), content]
 
     def advance(self) -> bool:
-        """Whether all is sent; as much as goes without waiting."""
+        """Send as much as goes without waiting; return whether all is sent."""
         while self._parts:
             try:
                 num_bytes = self.sock.sendmsg(self._parts)
@@ -259,7 +264,7 @@ class _Send:
 
 
 class _Receive:
-    """A message on its way in."""
+    """Message on its way in."""
 
     events = select.POLLIN
 
@@ -273,11 +278,11 @@ class _Receive:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of it has come."""
+        """True if some of the message has come."""
         return self._head is None or len(self._left or b"") < _HEAD.size
 
     def advance(self) -> bool:
-        """Whether all has come; as much as there is without waiting."""
+        """Receive as much as there is without waiting; return whether all has come."""
         while True:
             while self._left:
                 try:
@@ -330,7 +335,7 @@ def _finish(operations: list[_Send | _Receive], deadline: float) -> None:
 
 
 def _advance(operations: list[_Send | _Receive]) -> list[_Send | _Receive]:
-    """Those that are not done."""
+    """Advance operations; return those that are not done."""
     left = []
     for each in operations:
         try:

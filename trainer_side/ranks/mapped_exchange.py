@@ -1,5 +1,7 @@
-"""Bytes that every rank brings to all, on the GPUs of one host: each rank puts its own into memory
-that the others have mapped, and they copy it from there."""
+"""Exchange of every rank's bytes with all, on the GPUs of one host.
+
+Each rank puts its bytes into memory that the others have mapped, and they copy them from there.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _CANNOT = 1
 
 
 class Link(Protocol):
-    """What the ranks agree over; see ``Ranks``."""
+    """Link that the ranks agree over; see ``Ranks``."""
 
     rank: int
     size: int
@@ -37,10 +39,10 @@ class Link(Protocol):
 
 
 class MappedExchange:
-    """Memory that is mapped once and used again by every push.
+    """Memory for exchanges, mapped once and used again by every push.
 
     Args:
-        link: Of the ranks.
+        link: Link of the ranks.
     """
 
     def __init__(self, link: Link) -> None:
@@ -52,7 +54,7 @@ class MappedExchange:
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
     ) -> list[torch.Tensor] | None:
-        """See ``Ranks.bring``; None, on every rank, if one of them cannot map another's memory."""
+        """See ``Ranks.bring``; return None, on every rank, if one cannot map another's memory."""
         own, can = self._link.rank, True
         if any(size > room for size, room in zip(sizes, self._room, strict=True)):
             can = self._make_room(sizes, device)
@@ -83,7 +85,7 @@ class MappedExchange:
         self._mappings, self._own, self._room = {}, None, [0] * self._link.size
 
     def _make_room(self, sizes: Sequence[int], device: torch.device) -> bool:
-        """Allocate and map anew; whether this rank could."""
+        """Allocate and map memory anew; return whether this rank could."""
         former = self._own  # freed once nobody has it mapped any more
         self.close()
         offer = None
@@ -124,7 +126,7 @@ def _export(offer: torch.Tensor) -> ExportDevice:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether its memory can be mapped by CUDA's IPC."""
+    """Return whether CUDA's IPC can map the device's memory."""
     return device.type == "cuda"
 
 
@@ -134,7 +136,8 @@ def _finish(device: torch.device) -> None:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """After what the caller's stream does with memory that it had before."""
+    """Record an event after the work of the caller's stream on memory it had before; None on a
+    CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

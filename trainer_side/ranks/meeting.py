@@ -1,4 +1,4 @@
-"""How the ranks of one trainer find and connect to each other: by the application's store."""
+"""Meeting of the ranks of one trainer, which connect to each other by the application's store."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
     """Connect to every other rank; collective, blocks until all are there.
 
     Args:
-        store: Of the application (``torch.distributed.Store``), under a prefix that was never
-            used. Whoever reads it can take part.
+        store: Store of the application (``torch.distributed.Store``), under a prefix that was never
+            used. Any process that reads it can take part.
         deadline: ``time.monotonic()`` seconds.
 
     Raises:
@@ -82,7 +82,7 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
 
 
 def _channels(lower: int) -> tuple[Channel, ...]:
-    """Between a rank and any higher one."""
+    """Return the channels between a rank and any higher one."""
     return tuple(Channel) if lower == 0 else (Channel.PAIRS,)
 
 
@@ -120,8 +120,11 @@ def _connect(other: int, address: tuple[str, int], hello: bytes, deadline: float
 def _accepted(
     listener: socket.socket, secret: bytes, expected: set[tuple[Channel, int]], deadline: float
 ) -> Iterator[tuple[tuple[Channel, int], socket.socket]]:
-    """Connections of the ranks expected, as they say who they are; others are turned away,
-    however slowly they speak. Those that are silent are bounded in number and in time."""
+    """Yield connections of expected ranks, as they say who they are.
+
+    Others are turned away, however slowly they speak. Silent connections are bounded in number and
+    in time.
+    """
     with _pollable(listener) as (poll, arrivals):
         while expected:
             now = time.monotonic()
@@ -151,15 +154,15 @@ def _accepted(
 
 @dataclass
 class _Arrival:
-    """A connection of who has not yet said who it is."""
+    """Connection of a peer that has not yet said who it is."""
 
     connection: socket.socket
     until: float
-    """How long it may be silent."""
+    """Time until which it may be silent, ``time.monotonic()``."""
     said: bytearray = field(default_factory=bytearray)
 
     def hears_more(self) -> bool:
-        """Whether it has not yet said who it is; no byte after that is read."""
+        """Read more of the greeting; return whether it is incomplete. No byte after it is read."""
         try:
             heard = self.connection.recv(_HELLO.size - len(self.said))
         except BlockingIOError:
@@ -181,7 +184,7 @@ def _take(listener: socket.socket, poll: select.poll, arrivals: dict[int, _Arriv
 
 
 def _drop_silent(poll: select.poll, arrivals: dict[int, _Arrival], now: float, most: int) -> None:
-    """Close those that were silent for too long, and the oldest beyond ``most``."""
+    """Close connections that were silent for too long, and the oldest beyond ``most``."""
     for number, arrival in list(arrivals.items()):  # the oldest first
         if now < arrival.until and len(arrivals) <= most:
             return
@@ -230,14 +233,17 @@ def _listen(store: Any) -> socket.socket:
 
 
 def _spans_hosts() -> bool:
-    """Whether ranks are known to be on several hosts: torchrun says so."""
+    """Return whether ranks are known to be on several hosts: torchrun says so."""
     size, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     return size.isdigit() and here.isdigit() and int(here) < int(size)
 
 
 def _hosts(store: Any) -> Iterator[str]:
-    """Where other ranks may reach this one, best first: as gloo would choose, but that a route
-    to the application's store says more than a host's own name, which often is loopback's."""
+    """Yield addresses at which other ranks may reach this one, best first.
+
+    The choice is gloo's, except that a route to the application's store counts more than the host's
+    own name, which often is loopback's.
+    """
     for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if interface:
             try:

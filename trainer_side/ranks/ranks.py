@@ -1,4 +1,4 @@
-"""The ranks of one trainer, which push together: who speaks, and how all learn of a failure.
+"""Ranks of one trainer, which push together: who speaks, and how all learn of a failure.
 
 Every rank calls the publisher. Rank 0, the sender, speaks for all: it has the lease, begins and
 learns the outcome. The others send the shards that they hold, over streams of their own to the
@@ -32,14 +32,14 @@ ERROR_BYTES = 8192
 
 
 class Sum(Protocol):
-    """A sum under way."""
+    """Sum over the ranks that is under way."""
 
     @property
     def done(self) -> bool:
-        """Whether ``result`` returns or raises at once."""
+        """True if ``result`` returns or raises at once."""
 
     def result(self) -> list[int]:
-        """Blocks for it.
+        """Block for the sum and return it.
 
         Raises:
             PeerUnavailableError: ``RANK_GONE``.
@@ -47,96 +47,102 @@ class Sum(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks that push together. Methods are collective unless they say otherwise,
-    and are called by one thread at a time, in the same order on every rank."""
+    """Ranks that push together.
+
+    Methods are collective unless they say otherwise, and are called by one thread at a time, in the
+    same order on every rank.
+    """
 
     rank: int
     size: int
 
     def open(self, deadline: float) -> None:
-        """Begin a push that every wait ends with; ``time.monotonic()`` seconds.
+        """Begin a push; every wait ends at its deadline, in ``time.monotonic()`` seconds.
 
         Raises:
             PeerUnavailableError: ``RANK_GONE``: not every rank came.
         """
 
     def go_on(self) -> None:
-        """Continue a push after an error that all ranks have raised, until its deadline.
+        """Continue a push after an error that all ranks have raised, until the push's deadline.
 
         Raises:
-            PeerUnavailableError: ``RANK_GONE``: a rank has left it.
+            PeerUnavailableError: ``RANK_GONE``: a rank has left the push.
         """
 
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
-        """Continue only if every rank can: one message.
+        """Continue only if every rank can; costs one message.
 
         Args:
-            error: Why this one cannot.
-            flags: Of ``FLAGS``, told to all.
-            same: What must be equal on every rank: the layout and plan of what is pushed.
+            error: Error of this rank, if it cannot continue.
+            flags: Flags of ``FLAGS``, told to all.
+            same: Bytes that must be equal on every rank: the layout and plan of what is pushed.
 
         Returns:
-            Those that any rank told.
+            Flags that any rank told.
 
         Raises:
-            BaseException: Here, ``error`` itself; elsewhere that of the lowest rank that
-                has one, as the same type if it is a WeftError.
-            InvalidManifestError: ``same`` is not, at every rank.
+            BaseException: At this rank ``error`` itself; at others the error of the lowest rank
+                that has one, as the same type if it is a WeftError.
+            InvalidManifestError: ``same`` is not equal; raised at every rank.
             PeerUnavailableError: ``RANK_GONE``.
         """
 
     def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
-        """What ``produce`` returns at the sender, which alone calls it; raises as
-        ``agree`` if it fails.
+        """Return the result of ``produce``, called at the sender alone, at every rank.
+
+        Raises as ``agree`` does if it fails.
 
         Args:
-            all_wait: The other ranks come here whatever happens, none of them waits in
-                ``agree`` meanwhile, and all agree on something soon after it, by when they
-                notice one that is gone: then it is one message.
+            all_wait: True if the other ranks come here whatever happens, and none of them waits in
+                ``agree`` meanwhile. All agree on something soon afterwards, and then notice a rank
+                that is gone. So one message is enough.
         """
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
         """Bring bytes to the sender.
 
         Args:
-            mine: Elsewhere than at the sender: contiguous uint8 CPU bytes to give; None
-                gives nothing.
-            theirs: At the sender: where to put each other rank's, of equal size.
+            mine: At ranks other than the sender: contiguous uint8 CPU bytes to give; None gives
+                nothing.
+            theirs: At the sender: memory for each other rank's bytes, of equal size.
         """
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
         """Bring every rank's bytes to all.
 
         Args:
-            messages: One of each rank: contiguous uint8 CPU bytes, as long on every rank; its
-                own is given, the others are overwritten. Empty ones are left out.
+            messages: One of each rank: contiguous uint8 CPU bytes, of the same length on every
+                rank. This rank's own is given, the others are overwritten. Empty ones are left out.
         """
 
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
     ) -> list[torch.Tensor]:
-        """Bring every rank's bytes to all: on its GPU where ranks can map each other's memory.
+        """Bring every rank's bytes to all, on GPUs where ranks can map each other's memory.
 
         Args:
-            sizes: Of each rank's message; the same on every rank.
-            fill: Fills this rank's: uint8, contiguous, wherever it is.
-            device: Where they are wanted.
+            sizes: Size of each rank's message; the same on every rank.
+            fill: Function that fills this rank's message: uint8, contiguous, on any device.
+            device: Device on which the messages are wanted.
 
         Returns:
-            One of each rank, on ``device`` or the host; to be read before the next agreement.
+            One message of each rank, on ``device`` or the host; to be read before the next
+            agreement.
         """
 
     def add_up(self, values: torch.Tensor) -> Sum:
-        """Begin to add up every rank's values; returns at once.
+        """Begin to add up every rank's values; return at once.
 
         Args:
-            values: int64, 1-D, as long on every rank; sums wrap around. The caller must leave
-                it alone until the sum is done.
+            values: int64, 1-D, of one length on every rank; sums wrap around. The caller must not
+                touch it until the sum is done.
         """
 
     def give(self, rank: int, message: torch.Tensor) -> None:
-        """Bring bytes to one other rank; blocks until it takes them. Not collective, and may be
-        called while another thread waits in a method that is.
+        """Bring bytes to one other rank; block until it takes them.
+
+        Not collective; may be called while another thread waits in a collective method.
 
         Args:
             message: Contiguous CPU bytes.
@@ -146,25 +152,25 @@ class Ranks(Protocol):
         """
 
     def take(self, rank: int, out: torch.Tensor) -> None:
-        """Take what another rank gives to this one; as ``give``."""
+        """Take bytes that another rank gives to this one; see ``give``."""
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave, so that whoever waits for this rank fails at once; not collective.
+        """Leave, so that every rank that waits for this one fails at once; not collective.
 
         Args:
-            error: Why. Whoever hears of it raises the same type if it is a WeftError, else
-                ``RANK_GONE``; this rank's own ``agree`` raises it.
+            error: Reason to leave. A rank that hears of it raises the same type if it is a
+                WeftError, else ``RANK_GONE``; this rank's own ``agree`` raises it.
         """
 
 
 @dataclass
 class Agreement:
-    """What a rank says of itself in a block of ``agreeing``; see ``Ranks.agree``."""
+    """Declaration of a rank in a block of ``agreeing``; see ``Ranks.agree``."""
 
     flags: int = 0
     same: bytes = b""
     told: int = 0
-    """After the block: what any rank said."""
+    """Flags of all ranks; set after the block."""
 
 
 @contextmanager
@@ -182,7 +188,7 @@ def agreeing(ranks: Ranks) -> Iterator[Agreement]:
 def bring_by_host(
     ranks: Ranks, sizes: Sequence[int], fill: Callable[[torch.Tensor], None]
 ) -> list[torch.Tensor]:
-    """``Ranks.bring`` by way of ``exchange``."""
+    """Bring every rank's bytes to all by way of ``exchange``; see ``Ranks.bring``."""
     messages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     fill(messages[ranks.rank])
     ranks.exchange(messages)
@@ -190,7 +196,7 @@ def bring_by_host(
 
 
 class OneRank:
-    """A trainer of one process, or of one that speaks for replicated others."""
+    """Ranks of a trainer of one process, or of one that speaks for replicated others."""
 
     rank, size = SENDER, 1
 
@@ -227,11 +233,11 @@ class OneRank:
         return _OwnSum(values)
 
     def give(self, rank: int, message: torch.Tensor) -> None:
-        """See ``Ranks.give``: there is nobody."""
+        """See ``Ranks.give``; there is no other rank."""
         raise ValueError("a trainer of one rank has no other")
 
     def take(self, rank: int, out: torch.Tensor) -> None:
-        """See ``Ranks.take``: there is nobody."""
+        """See ``Ranks.take``; there is no other rank."""
         raise ValueError("a trainer of one rank has no other")
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -240,7 +246,7 @@ class OneRank:
 
 @dataclass(frozen=True)
 class _OwnSum:
-    """Of one rank: what it gave."""
+    """Sum over one rank: its own values."""
 
     values: torch.Tensor
     done = True
@@ -251,7 +257,7 @@ class _OwnSum:
 
 
 def encode_error(error: BaseException) -> bytes:
-    """What another rank is told of an error: at most ``ERROR_BYTES``."""
+    """Encode an error for other ranks, in at most ``ERROR_BYTES``."""
     if isinstance(error, WeftError):
         said: dict[str, Any] = {
             "reason": error.reason,
@@ -265,7 +271,7 @@ def encode_error(error: BaseException) -> bytes:
 
 
 def decode_error(text: bytes, rank: int) -> WeftError:
-    """The error of ``rank``, as the same type if it was a WeftError."""
+    """Decode the error of ``rank``, as the same type if it was a WeftError."""
     said = json.loads(text)
     if "reason" in said:
         return error_from_reason(said["reason"], said["message"], said["metadata"])

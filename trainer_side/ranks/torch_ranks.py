@@ -54,13 +54,13 @@ Together = Literal["all", "this"] | dist.ProcessGroup
 
 
 class _Call(IntEnum):
-    """What a message belongs to."""
+    """Call that a message belongs to."""
 
     AGREE, TELL, COLLECT, EXCHANGE, GIVE, ADD_UP = range(1, 7)
 
 
 def ranks_of(together: Together) -> Ranks:
-    """The ranks that push with this process.
+    """Return the ranks that push with this process.
 
     Raises:
         InvalidRequestError: This process is not in the group given.
@@ -79,11 +79,10 @@ def ranks_of(together: Together) -> Ranks:
 class TorchRanks:
     """Ranks of an application that has initialised ``torch.distributed``.
 
-    Rank 0 is in the middle: the others say to it, and it says to all.
+    Rank 0 is in the middle: the others send to it, and it sends to all.
 
     Args:
-        group: Of the application, to take the ranks from; None is all. It is not used
-            otherwise.
+        group: Group of the application that lists the ranks; None is all. It is not used otherwise.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -126,13 +125,13 @@ class TorchRanks:
         self.agree()
 
     def go_on(self) -> None:
-        """See ``Ranks.go_on``: over the link that they have, or not at all."""
+        """See ``Ranks.go_on``; uses the existing link, or fails."""
         if self._link is not None:
             self._over, self._ended_by = False, None
         self.agree()
 
     def agree(self, error: BaseException | None = None, flags: int = 0, same: bytes = b"") -> int:
-        """See ``Ranks.agree``; the first time it raises ends the push for all."""
+        """See ``Ranks.agree``; the first error ends the push for all."""
         self._check_goes_on(error)
         number = hashlib.blake2b(same, digest_size=8).digest()
         text = b"" if error is None else encode_error(error)
@@ -241,8 +240,8 @@ class TorchRanks:
             raise error
 
     def _gather(self, call: _Call, own: bytes) -> dict[int, bytes]:
-        """What every rank says, at the sender; elsewhere nothing. Whoever has died since it spoke
-        is gone for all, too."""
+        """Return what every rank says, at the sender; elsewhere nothing. A rank that has died since
+        it spoke is reported as gone, too."""
         if self.rank != SENDER:
             self._swap(Channel.STAR, call, {SENDER: memoryview(own)}, {})
             return {}
@@ -251,8 +250,8 @@ class TorchRanks:
         return {SENDER: own} | {rank: bytes(each) for rank, each in said.items()}
 
     def _say_to_all(self, call: _Call, content: bytes) -> bytes:
-        """What the sender says, at every rank. It has been said even if one has died that would
-        hear it: all others have, and come to the next agreement without it."""
+        """Return the sender's bytes at every rank. A rank that has died does not stop them: the
+        others have them, and come to the next agreement without it."""
         if self.rank == SENDER:
             to_all = dict.fromkeys(self._others, memoryview(content))
             self._swap(Channel.STAR, call, to_all, {}, whoever_is_there=True)
@@ -304,7 +303,8 @@ _GOES_ON, _FAILED = b"\0", b"\1"
 
 
 def _verdict(claims: Sequence[bytes]) -> bytes:
-    """What all ranks are told of their claims, in their order: the lowest that fails wins."""
+    """Return the verdict on all ranks' claims, in their order; the error of the lowest rank
+    wins."""
     failed, told, text = -1, 0, b""
     numbers = set()
     for rank, claim in enumerate(claims):
@@ -317,13 +317,13 @@ def _verdict(claims: Sequence[bytes]) -> bytes:
 
 
 class _LinkSum:
-    """A sum over the link, on a thread of its own: it goes on whether anybody asks for it or not.
+    """Sum over the link, on a separate thread; it goes on whether its result is read or not.
 
     Args:
-        link: It belongs to, whatever becomes of the push.
-        ranks: Who adds up.
-        values: What this rank adds; overwritten by the sum.
-        after: The one before it over the same link, if there was any.
+        link: Link that the sum belongs to, whatever becomes of the push.
+        ranks: Ranks that add up.
+        values: Values that this rank adds; overwritten by the sum.
+        after: Sum before this one over the same link, if any.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class _LinkSum:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

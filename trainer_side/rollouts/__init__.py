@@ -1,1 +1,1 @@
-"""Samples from the pool: what a trainer asks for, and what it gets."""
+"""Samples from the pool: a trainer's requests and the results."""

@@ -1,4 +1,4 @@
-"""What is asked of the pool for one prompt, checked before anything is sent."""
+"""Requests for the samples of one prompt, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHUNK_TOKENS = 32
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which versions of a policy may answer."""
+    """Policy and versions that may answer."""
 
     policy: str
     exact: int | None = None
@@ -41,23 +41,23 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """As a replica is asked for it."""
+        """Name that a replica is asked for."""
         return self.policy if self.exact is None else f"{self.policy}@{self.exact}"
 
     @property
     def is_base(self) -> bool:
-        """Whether it is the base model itself."""
+        """True if it is the base model itself."""
         return self.policy == BASE_POLICY
 
 
 def wanted_of(policy: str, exact: Number | None, min_version: Number | None) -> Wanted:
-    """What a caller asks for.
+    """Return the versions that a caller asks for.
 
     Args:
-        policy: A policy, or one version of it.
+        policy: Name of a policy, or of one version of it.
 
     Raises:
-        InvalidRequestError: These contradict each other.
+        InvalidRequestError: The arguments contradict each other.
         InvalidNameError: No policy can have that name.
     """
     if isinstance(policy, str) and "@" in policy:
@@ -89,10 +89,10 @@ def _number(name: str, given: Number | None, policy: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One prompt, and what its samples must be."""
+    """Prompt with the requirements of its samples."""
 
     index: int
-    """Of the prompt, among those of the call or stream."""
+    """Index of the prompt, among those of the call or stream."""
     prompt: Prompt
     wanted: Wanted
     sampling: Sampling
@@ -101,12 +101,12 @@ class Ask:
 
     @property
     def cost_tokens(self) -> int:
-        """What it may take a replica, in tokens."""
+        """Estimated cost for a replica, in tokens."""
         how = self.sampling
         return len(self.prompt) + how.num_samples * (how.max_tokens or _USUAL_TOKENS)
 
     def next_samples(self, are_whole: Sequence[bool]) -> list[int]:
-        """Those of its samples that the next request asks for; empty when all are whole.
+        """Return the samples that the next request asks for; empty when all are whole.
 
         With a seed only neighbours go together: the engine gives the i-th sample of a request
         the request's seed plus i.
@@ -117,10 +117,10 @@ class Ask:
         return [i for at, i in enumerate(missing) if i == missing[0] + at]
 
     def request(self, wanted: Wanted, samples: Sequence[int]) -> pb.GenerateRequest:
-        """The message that asks a replica for some of its samples.
+        """Return the message that asks a replica for some of the prompt's samples.
 
-        Each sample of each prompt has a seed of its own, wherever it is made: with one for all
-        prompts, they would be drawn by the same random numbers.
+        Each sample of each prompt has a seed of its own, wherever it is made. With one seed for all
+        prompts, the same random numbers would draw them.
         """
         how = self.sampling
         seed = how.seed
@@ -153,7 +153,7 @@ class Ask:
 
 
 def checked_prompt(prompt: Any) -> Prompt:
-    """The prompt, its token ids as a list of integers.
+    """Return the prompt, its token ids as a list of integers.
 
     Raises:
         InvalidRequestError: It is empty, or neither text nor token ids.
@@ -176,10 +176,10 @@ def checked_prompt(prompt: Any) -> Prompt:
 
 
 def checked_prompts(prompts: Any) -> list[Prompt]:
-    """Prompts, each as ``checked_prompt`` gives it.
+    """Return prompts, each as ``checked_prompt`` gives it.
 
     Raises:
-        InvalidRequestError: One cannot be a prompt, or all of it is one.
+        InvalidRequestError: One cannot be a prompt, or the argument is a single prompt.
     """
     if isinstance(prompts, str) or (
         not hasattr(prompts, "tolist") and prompts and all(type(each) is int for each in prompts)
@@ -189,10 +189,10 @@ def checked_prompts(prompts: Any) -> list[Prompt]:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse what is not even of the right kind; the engine judges the rest.
+    """Refuse sampling options of wrong kinds; the engine judges the rest.
 
     Raises:
-        InvalidRequestError: Something of it is.
+        InvalidRequestError: An option is of a wrong kind.
     """
     if not isinstance(sampling, Sampling):
         raise InvalidRequestError(f"sampling={sampling!r:.80}: give trainer_side.Sampling(...)")

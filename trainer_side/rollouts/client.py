@@ -1,4 +1,4 @@
-"""RolloutClient: what a trainer imports to have the pool generate."""
+"""RolloutClient, the class that trainers import to have the pool generate."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ _T = TypeVar("_T")
 
 
 class RolloutClient:
-    """Samples from the pool's replicas: finds them, spreads prompts over them, says which version
-    made every token, and starts again elsewhere what a replica did not finish.
+    """Client that samples from the pool's replicas.
+
+    It finds replicas, spreads prompts over them, says which version made every token, and starts
+    unfinished samples again on other replicas.
 
     Prompts go to the replica with the fewest outstanding tokens, each with all of its samples;
     while replicas have all the requests that they may have, prompts wait here, so that newer
@@ -58,10 +60,10 @@ class RolloutClient:
 
     Args:
         coordinator: HOST:PORT.
-        logprobs_mode: What log-probabilities must be, in vLLM's words. A replica whose are
-            something else fails the call with ``UNSUPPORTED``.
-        logprobs_truncated: Whether they must be of the distribution that top-k, top-p and
-            min-p leave; None takes either.
+        logprobs_mode: Kind that log-probabilities must be of, in vLLM's words. A replica with
+            another kind fails the call with ``UNSUPPORTED``.
+        logprobs_truncated: True if log-probabilities must be of the distribution that top-k, top-p
+            and min-p leave; None takes either.
         timeout_seconds: Longest time of a call, waiting for replicas included; of a stream, of
             each prompt from its admission on.
         connect_seconds: Longest wait for a coordinator that was never reached.
@@ -70,8 +72,8 @@ class RolloutClient:
             pauses for a push.
         max_requests_per_replica: Requests that one replica has of this client at a time, at most
             1000.
-        tls: Whose certificates to trust, and which to show; by default what the environment
-            names, as for ``Publisher``.
+        tls: Certificates to trust and to show; by default what the environment names, as for
+            ``Publisher``.
         token: The bearer token to show; by default what the environment names.
 
     Raises:
@@ -129,20 +131,22 @@ class RolloutClient:
         timeout_seconds: float | None = None,
         on_error: OnError = "raise",
     ) -> list[SampleGroup]:
-        """Sample; blocks until every sample has ended. An interrupt ends them in the engines, too.
+        """Sample every prompt; block until every sample has ended.
+
+        An interrupt ends the samples in the engines, too.
 
         Args:
             prompts: Texts, or sequences of token ids.
             policy: An adapter's name (``math``), or ``base``: what the name stands for when a
                 replica takes the prompt answers. ``math@17`` is ``exact=17``.
-            sampling: How; by default one sample of the model's own distribution.
+            sampling: Sampling options; by default one sample of the model's own distribution.
             exact: The version that answers; of the base, the one that must be served when a
                 replica takes the prompt.
             min_version: This version or a newer one; waited for.
-            strict: Whether a sample fails with ``VERSION_CHANGED`` when the base changes before
-                its end, instead of going on under the next one (``base_versions`` say so). By
-                default where an exact version of the base is asked for.
-            timeout_seconds: Of this call; by default what ``RolloutClient`` was told.
+            strict: True if a sample fails with ``VERSION_CHANGED`` when the base changes before its
+                end, instead of going on under the next one (``base_versions`` say so). By default
+                where an exact version of the base is asked for.
+            timeout_seconds: Longest time of this call; by default as for ``RolloutClient``.
             on_error: "raise" ends all with the first failure; "keep" returns the failed samples
                 without tokens (after ``VERSION_CHANGED``, with those so far), and with ``error``.
 
@@ -150,7 +154,7 @@ class RolloutClient:
             The groups, in the order of the prompts.
 
         Raises:
-            InvalidRequestError: It cannot be right, or the engine refuses it.
+            InvalidRequestError: An argument cannot be right, or the engine refuses it.
             NotFoundError: The version is gone, or nothing is called so.
             VersionChangedError: See ``strict``.
             UnsupportedError: The replica's log-probabilities are not what this client expects.
@@ -181,7 +185,8 @@ class RolloutClient:
         timeout_seconds: float | None = None,
         on_error: OnError = "raise",
     ) -> list[SampleGroup]:
-        """As ``generate``, awaited on any event loop. Cancelling it ends the requests."""
+        """Sample as ``generate`` does, awaited on any event loop. Cancelling it ends the
+        requests."""
         asked = self._asks(
             prompts, policy, sampling, exact, min_version, strict, timeout_seconds, on_error
         )
@@ -204,23 +209,23 @@ class RolloutClient:
         timeout_seconds: float | None = None,
         on_error: OnError = "raise",
     ) -> RolloutStream:
-        """Sample ahead of training, and no further ahead than ``max_staleness`` versions.
+        """Sample ahead of training by at most ``max_staleness`` versions.
 
         A prompt is admitted only while the samples that are admitted and not reported as
-        ``consumed`` are at most ``(max_staleness + 1) * batch_size``, itself included. Groups
-        come as they are ready, but so that each comes in time: none is older than
-        ``max_staleness`` versions when it is used, and none is discarded.
+        ``consumed`` are at most ``(max_staleness + 1) * batch_size``, itself included. Groups come
+        as they are ready, but each in time: none is older than ``max_staleness`` versions when it
+        is used, and none is discarded.
 
         Args:
-            prompts: Drawn one by one as they are admitted, by the threads that iterate and
+            prompts: Prompts, drawn one by one as they are admitted, by the threads that iterate and
                 report; may be endless.
             batch_size: Samples that a step of training consumes; a multiple of
                 ``sampling.num_samples``.
             max_staleness: 0 has generation wait for training.
-            policy, sampling, min_version, timeout_seconds, on_error: As for ``generate``.
+            policy, sampling, min_version, timeout_seconds, on_error: See ``generate``.
 
         Raises:
-            InvalidRequestError: It cannot be right.
+            InvalidRequestError: An argument cannot be right.
         """
         how = Sampling() if sampling is None else sampling
         check_sampling(how)
@@ -242,7 +247,7 @@ class RolloutClient:
         return RolloutStream(prompts, window, wanted_of(policy, None, min_version), seconds, sample)
 
     def close(self) -> None:
-        """End what is still running, here and in the engines; idempotent."""
+        """End all running samples, here and in the engines; idempotent."""
         self._stop()
 
     def __enter__(self) -> RolloutClient:

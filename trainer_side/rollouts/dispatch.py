@@ -1,4 +1,4 @@
-"""Which replica a prompt goes to: decisions alone, no I/O and no clock of its own."""
+"""Choice of the replica that a prompt goes to: decisions alone, no I/O and no clock of its own."""
 
 from __future__ import annotations
 
@@ -22,68 +22,70 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Target:
-    """A replica, and what this client has it do."""
+    """Replica, with this client's work on it."""
 
     replica_id: str
     address: str
     served: VersionVector
     is_listed: bool = True
-    """Whether requests may be sent to it."""
+    """True if requests may be sent to it."""
     num_requests: int = 0
     outstanding_tokens: int = 0
     away_until: float = 0.0
-    """When it may be tried again after a failure."""
+    """Time from which it may be tried again after a failure."""
     num_failures: int = 0
-    """In a row."""
+    """Number of failures in a row."""
     progress_at: float = 0.0
-    """When it last sent something, or had nothing to do."""
+    """Time at which it last sent something, or had nothing to do."""
 
     def serves(self, wanted: Wanted) -> bool:
-        """Whether it would answer with what is wanted, as far as the routes tell."""
+        """Return whether it would answer with a wanted version, as far as the routes tell."""
         if wanted.exact is not None:
             return self.served.holds(PolicyVersion(wanted.policy, wanted.exact))
         return self.newest(wanted) >= (wanted.at_least or (0 if wanted.is_base else 1))
 
     def may_serve_soon(self, wanted: Wanted) -> bool:
-        """Whether what is wanted is newer than what was heard of it. Replicas switch together
-        and are told of one by one: were it not asked, the first would get all."""
+        """Return whether the wanted version is newer than those it is known to serve. Replicas
+        switch together and are reported one by one: were it not asked, the first would get all
+        requests."""
         return (wanted.exact or wanted.at_least or 1) > self.newest(wanted)
 
     def newest(self, wanted: Wanted) -> int:
-        """What the policy's name stands for there; 0 where it is no adapter of it."""
+        """Return the version that the policy's name stands for there; 0 if it has no such
+        adapter."""
         if wanted.is_base:
             return self.served.base
         return self.served.adapters.get(wanted.policy, AdapterVersions()).alias
 
     def failed(self, now: float) -> None:
-        """Leave it alone for a while, twice as long each time in a row."""
+        """Avoid the replica for a while, twice as long after each failure in a row."""
         if now >= self.away_until:
             seconds = _FIRST_AWAY_SECONDS * 2 ** min(self.num_failures, 10)
             self.away_until = now + min(seconds, _MAX_AWAY_SECONDS)
             self.num_failures += 1
 
     def progressed(self, now: float, num_tokens: int) -> None:
-        """Note that it has sent so many tokens."""
+        """Note that the replica has sent so many tokens."""
         self.progress_at, self.num_failures = now, 0
         self.outstanding_tokens = max(0, self.outstanding_tokens - num_tokens)
 
     def is_stalled(self, now: float, seconds: float) -> bool:
-        """Whether it has requests and sent nothing for so long."""
+        """Return whether it has requests and has sent nothing for so many seconds."""
         return self.num_requests > 0 and now - self.progress_at > seconds
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a prompt waits for."""
+    """Requirements of a waiting prompt on its replica."""
 
     wanted: Wanted
     avoid: frozenset[str] = frozenset()
-    """Replicas that failed it: others are taken where there are any."""
+    """Replicas that failed the prompt: others are taken where there are any."""
     refused: frozenset[str] = frozenset()
-    """Replicas that said that they will never have it."""
+    """Replicas that said that they will never have the wanted version."""
     is_ahead: bool = False
-    """Whether one said that it is still to come: nobody is asked again before the routes tell of
-    it, or of a newer one."""
+    """True if a replica said that the version is still to come. No replica is asked again before
+    the routes tell of it, or of a newer one."""
 
 
 @dataclass
@@ -95,16 +97,15 @@ class _Waiting(Generic[_T]):
 
 @dataclass
 class Dispatch(Generic[_T]):
-    """Prompts that wait, and the replicas that may take them.
+    """Waiting prompts, and the replicas that may take them.
 
-    Prompts that want the same wait in order; of those that could go now, the one that came
-    first goes, to the replica with the fewest outstanding tokens. While every replica has all
-    the requests that it may have, prompts wait here: what is sent later is answered by a newer
-    version.
+    Prompts with the same requirements wait in order. Of those that could go now, the first to come
+    goes, to the replica with the fewest outstanding tokens. While every replica has all the
+    requests that it may have, prompts wait here: later requests are answered by newer versions.
     """
 
     max_requests: int
-    """Of each replica at a time."""
+    """Most requests of each replica at a time."""
     targets: dict[str, Target] = field(default_factory=dict)
     _queues: dict[Place, deque[_Waiting[_T]]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -128,11 +129,11 @@ class Dispatch(Generic[_T]):
             self.targets[route.replica_id] = route
 
     def number(self) -> int:
-        """The next prompt's, in the order of which prompts go."""
+        """Return the next prompt's number, in the order that prompts go."""
         return next(self._numbers)
 
     def wait(self, place: Place, number: int, cost_tokens: int, what: _T) -> None:
-        """Have a prompt wait for a replica."""
+        """Queue a prompt for a replica."""
         queue = self._queues.setdefault(place, deque())
         at = len(queue)
         while at and queue[at - 1].number > number:  # one that comes back goes to its old place
@@ -140,7 +141,7 @@ class Dispatch(Generic[_T]):
         queue.insert(at, _Waiting(number, cost_tokens, what))
 
     def forget(self, place: Place, what: _T) -> None:
-        """Drop one that waits no more."""
+        """Drop a prompt that waits no more."""
         queue = self._queues.get(place, deque())
         for i, waiting in enumerate(queue):
             if waiting.what is what:
@@ -150,8 +151,8 @@ class Dispatch(Generic[_T]):
             self._queues.pop(place, None)
 
     def next(self, now: float) -> tuple[_T, Target, int] | None:
-        """The prompt that goes now, where to, and its cost: it is counted there until
-        ``release``."""
+        """Return the prompt that goes now, its replica and its cost. The cost is counted at the
+        replica until ``release``."""
         for place in sorted(self._queues, key=lambda place: self._queues[place][0].number):
             target = self._choose(place, now)
             if target is not None:
@@ -167,7 +168,7 @@ class Dispatch(Generic[_T]):
         return None
 
     def release(self, target: Target, left_tokens: int) -> None:
-        """A request is over; ``left_tokens`` of its cost were not made."""
+        """Take an ended request off a replica; ``left_tokens`` of its cost were not made."""
         target.num_requests -= 1
         target.outstanding_tokens = max(0, target.outstanding_tokens - left_tokens)
         if not target.num_requests:
@@ -176,16 +177,16 @@ class Dispatch(Generic[_T]):
                 del self.targets[target.replica_id]
 
     def next_time(self, now: float) -> float | None:
-        """When a replica that is left alone may be tried again, if one is."""
+        """Return when the first avoided replica may be tried again; None if none is avoided."""
         times = [t.away_until for t in self.targets.values() if t.is_listed and t.away_until > now]
         return min(times, default=None)
 
     def _choose(self, place: Place, now: float) -> Target | None:
-        """The replica for it, if one can take it now.
+        """Return the replica for a place in the queues, or None if none can take it now.
 
-        Where none that is listed says that it serves the version, any may be asked: it may
-        have it by now, and it knows whether the version is still to come or gone. Only who
-        wants a newer one than any serves waits, as the name alone would be answered.
+        Where no listed replica says that it serves the version, any may be asked: it may have it by
+        now, and it knows whether the version is still to come or gone. Only a prompt whose
+        ``at_least`` is newer than any served version waits, as the name alone would be answered.
         """
         wanted = place.wanted
         listed = [t for t in self.targets.values() if t.is_listed]
@@ -208,21 +209,22 @@ class Dispatch(Generic[_T]):
         )
 
     def is_served(self, place: Place) -> bool:
-        """Whether a replica says that it serves it, and has not refused."""
+        """Return whether a listed replica says that it serves the wanted version, and has not
+        refused."""
         return any(
             t.is_listed and t.serves(place.wanted) and t.replica_id not in place.refused
             for t in self.targets.values()
         )
 
     def may_ask(self, place: Place) -> bool:
-        """Whether a replica may have what others have refused: one that says so, or one of a few
-        that were not asked, of which the routes may not tell yet."""
+        """Return whether a replica may have what others have refused. It is one that says so, or
+        one of a few that were not asked, of which the routes may not tell yet."""
         listed = {t.replica_id for t in self.targets.values() if t.is_listed}
         is_bounded = len(place.refused) < _MAX_ASKED
         return self.is_served(place) or (is_bounded and not listed <= place.refused)
 
     def why_waiting(self, wanted: Wanted) -> str:
-        """What a prompt still waits for, for people."""
+        """Return what a prompt still waits for, for messages."""
         listed = [t for t in self.targets.values() if t.is_listed]
         if not listed:
             return "no replica may be sent requests"

@@ -1,4 +1,4 @@
-"""What becomes of a prompt whose request failed: decisions alone."""
+"""Next steps for a prompt whose request failed: decisions alone."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weft_rl.contract.errors import (
 
 
 class Next(enum.Enum):
-    """What is done next."""
+    """Next step for a prompt whose request failed."""
 
     END = "end"
-    """It fails."""
+    """End of the prompt, as a failure."""
     ASK_OTHERS = "ask others"
-    """This replica will never have it; another one may."""
+    """Question to another replica, which may have the version; this one will never have it."""
     WAIT = "wait"
-    """The replica is well; it is asked, or another one, a moment later."""
+    """Another try a moment later, here or at another replica; the replica is well."""
     AGAIN = "again"
-    """The replica is well, and ended what ran: it starts again, wherever there is room."""
+    """Restart of the prompt wherever there is room; the replica is well, and ended what ran."""
     LEAVE = "leave"
-    """It starts again elsewhere; the replica is left alone for a while."""
+    """Restart of the prompt elsewhere; the replica is avoided for a while."""
     RESTART = "restart"
-    """The same, and the prompt may be what the replica failed over: that is counted."""
+    """Restart as with ``LEAVE``, but counted: the prompt may have made the replica fail."""
 
 
 _FINAL = (
@@ -41,12 +41,12 @@ _FINAL = (
 
 
 def after(error: WeftError, *, strict: bool, has_begun: bool, was_failing: bool) -> Next:
-    """What follows from a failed request.
+    """Return the next step after a failed request.
 
     Args:
-        strict: Whether it was to end when the base changes.
-        has_begun: Whether the replica had begun to answer.
-        was_failing: Whether its last request had failed, too.
+        strict: True if the request was to end when the base changes.
+        has_begun: True if the replica had begun to answer.
+        was_failing: True if the replica's last request had failed, too.
     """
     if isinstance(error, _FINAL):
         return Next.END

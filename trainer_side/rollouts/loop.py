@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that have none, or another one."""
+"""Event loop on a thread of its own, for callers that have none, or another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STOP_SECONDS = 10.0
 
 
 class LoopThread:
-    """A daemon thread that runs an event loop until ``stop``."""
+    """Daemon thread that runs an event loop until ``stop``."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -29,11 +29,11 @@ class LoopThread:
             self._loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run it there; cancelling the future cancels it."""
+        """Run a coroutine on the loop; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
-        """Cancel what still runs there and end the thread; idempotent."""
+        """Cancel everything that still runs on the loop and end the thread; idempotent."""
         if not self._thread.is_alive():
             return
         if threading.current_thread() is self._thread:  # its owner was collected there
@@ -45,7 +45,7 @@ class LoopThread:
 
 
 def closed_error(what: str = "RolloutClient") -> InvalidRequestError:
-    """What calls of a client, or of a stream, end with that is closed."""
+    """Return the error of calls on a closed client or stream."""
     return InvalidRequestError(f"this {what} is closed", reason="PUBLISHER_CLOSED")
 
 

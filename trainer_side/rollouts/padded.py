@@ -1,4 +1,4 @@
-"""Samples as the batch that a trainer's loss takes."""
+"""Batch tensors of samples, as a trainer's loss takes them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from weft_rl.contract.errors import InvalidRequestError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Padded:
-    """Tensors of one row a sample, groups in their order; on the CPU, the caller's.
+    """Batch tensors with one row a sample, groups in their order; on the CPU, owned by the caller.
 
-    Prompts are padded on the left and completions on the right, so that
-    ``cat([prompt_ids, completion_ids], 1)`` has no gap, and position ``i`` of ``completion_ids``,
-    ``logprobs`` and ``versions`` is the same token. The trainer's log-probability of it comes
-    from the logits one position before.
+    Prompts are padded on the left and completions on the right, so that ``cat([prompt_ids,
+    completion_ids], 1)`` has no gap, and position ``i`` of ``completion_ids``, ``logprobs`` and
+    ``versions`` is the same token. The trainer's log-probability of that token comes from the
+    logits one position before.
     """
 
     prompt_ids: torch.Tensor
-    """int64, (samples, longest prompt)."""
+    """Prompt tokens, int64, (samples, longest prompt)."""
     prompt_mask: torch.Tensor
-    """bool: where there is a token."""
+    """Prompt mask, bool; true where there is a token."""
     completion_ids: torch.Tensor
-    """int64, (samples, longest completion)."""
+    """Completion tokens, int64, (samples, longest completion)."""
     completion_mask: torch.Tensor
-    """bool."""
+    """Completion mask, bool; true where there is a token."""
     logprobs: torch.Tensor
-    """float32, as the replicas say; 0 where there is no token."""
+    """Log-probabilities as the replicas say, float32; 0 where there is no token."""
     versions: torch.Tensor
-    """int64, of the policy that was asked; -1 where there is no token."""
+    """Versions of the policy that was asked, int64; -1 where there is no token."""
 
 
 def pad(groups: Sequence[SampleGroup], *, pad_token_id: int) -> Padded:
-    """Put samples together.
+    """Pad samples and put them together.
 
     Raises:
-        InvalidRequestError: There are none, or one of them failed.
+        InvalidRequestError: There are no samples, or one of them failed.
     """
     samples = [sample for group in groups for sample in group.samples]
     prompts = [torch.tensor(g.prompt_token_ids) for g in groups for _ in g.samples]

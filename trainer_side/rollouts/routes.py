@@ -1,4 +1,4 @@
-"""Which replicas may be sent requests, followed as long as the client lives."""
+"""Routes to the replicas that may be sent requests, followed as long as the client lives."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _MAX_REASONS = 3
 
 
 class Routes:
-    """Follows the coordinator's list; the last one stands while it is away.
+    """Routes that follow the coordinator's list; the last one stands while it is away.
 
     Args:
-        on_routes: Called with the whole list, with every change.
+        on_routes: Function called with the whole list, at every change.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Routes:
         self._changed = asyncio.Event()
 
     async def follow(self) -> None:
-        """Follow until cancelled."""
+        """Follow the coordinator's list until cancelled."""
         while True:
             try:
                 async with open_aio_channel(self._coordinator, self._credentials) as channel:
@@ -90,15 +90,15 @@ class Routes:
             return ""
 
     async def known(self, deadline: float) -> None:
-        """Wait for the first list.
+        """Wait for the first list of routes.
 
         Args:
-            deadline: Of the event loop's clock.
+            deadline: Time of the event loop's clock at which to give up.
 
         Raises:
-            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: nobody answers there.
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: no coordinator answers there.
             NotAllowedError: The coordinator does not let this caller read.
-            InvalidRequestError: What it shows cannot be used.
+            InvalidRequestError: The credentials cannot be used.
         """
         clock = asyncio.get_running_loop()
         patience = min(deadline, clock.time() + self._connect_seconds)
@@ -125,7 +125,7 @@ class Routes:
 
 
 def _reasons(pool: pb.GetPoolResponse) -> str:
-    """Why the replicas of a pool are not ready, some of them; empty where all are."""
+    """Return why some replicas of a pool are not ready; empty where all are."""
     unready = [r for r in pool.replicas if r.state != pb.REPLICA_STATE_READY]
     told = [
         f"{r.replica_id} is {pb.ReplicaState.Name(r.state)[14:].lower()}"

@@ -1,4 +1,4 @@
-"""Samples as trainers get them, put together from what replicas stream."""
+"""Samples as trainers get them, put together from the replicas' streams."""
 
 from __future__ import annotations
 
@@ -21,48 +21,47 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One completion of a prompt; tensors of one element a token, on the CPU, the caller's."""
+    """Completion of a prompt; its CPU tensors have one element a token and belong to the caller."""
 
     token_ids: torch.Tensor
-    """int64, an end-of-sequence token included."""
+    """Token ids, int64, an end-of-sequence token included."""
     logprobs: torch.Tensor
-    """float32: of each token, as the client's ``logprobs_mode`` says."""
+    """Log-probability of each token, float32, as the client's ``logprobs_mode`` says."""
     versions: torch.Tensor
-    """int64: which version of the policy that was asked made each token."""
+    """Version of the asked policy that made each token, int64."""
     base_versions: torch.Tensor
-    """int64: which version of the base each token was sampled over."""
+    """Version of the base that each token was sampled over, int64."""
     older_cache: torch.Tensor
-    """bool: which tokens were sampled over a cache that was kept from an earlier version of the
-    base (``weft rollout --running-requests keep``)."""
+    """Mask of tokens sampled over a cache that was kept from an earlier version of the base, bool.
+    See ``weft rollout --running-requests keep``."""
     adapter: PolicyVersion | None
-    """The exact version that made all of it; None: the base model itself."""
+    """Exact version that made the whole sample; None for the base model itself."""
     finish_reason: str
     """``stop`` (an end-of-sequence or stop token, a stop string), ``length`` or ``abort``."""
     error: WeftError | None = None
-    """Why it is missing or not whole; only with ``on_error="keep"``."""
+    """Error that left it missing or not whole; only with ``on_error="keep"``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
-    """All samples of one prompt."""
+    """Samples of one prompt."""
 
     index: int
-    """Of the prompt, among those of the call or stream."""
+    """Index of the prompt, among those of the call or stream."""
     prompt_token_ids: list[int]
-    """What was completed; of a text, what it was made into (empty if nothing was sampled)."""
+    """Prompt tokens that were completed; of a text, its tokens (empty if nothing was sampled)."""
     samples: tuple[Sample, ...]
-    """In order; ``num_samples`` of them."""
+    """Samples in order; ``num_samples`` of them."""
     replica_ids: tuple[str, ...]
-    """Of each sample: which replica made it."""
+    """Replica that made each sample."""
     remarks: tuple[str, ...] = ()
-    """What somebody should know of them, for people: ``math@7 was trained on base@0, served over
-    base@1``, whose samples are of a policy that its trainer does not hold."""
+    """Remarks on the samples, for messages, such as ``math@7 was trained on base@0, served over
+    base@1``. Such samples are of a policy that its trainer does not hold."""
 
 
 @dataclass(frozen=True)
 class OverAnotherBase:
-    """The base that an adapter's version was trained on, and the one of other content that the
-    pool serves it over."""
+    """Adapter's version that is served over a base of another content than it was trained on."""
 
     version: PolicyVersion
     trained_on: int
@@ -72,7 +71,7 @@ class OverAnotherBase:
         return f"{self.version} was {provenance(self.trained_on, self.served_over)}"
 
     def made(self, sample: Sample) -> bool:
-        """Whether a sample has tokens that it made over that base."""
+        """Return whether a sample has tokens that the version made over that base."""
         return sample.adapter == self.version and bool(
             (sample.base_versions == self.served_over).any()
         )
@@ -80,14 +79,14 @@ class OverAnotherBase:
 
 @dataclass
 class Draft:
-    """A sample that is still being made."""
+    """Sample that is still being made."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: pb.SampleChunk | None = None
 
     def add(self, chunk: pb.SampleChunk) -> None:
-        """Take further tokens in."""
+        """Add further tokens."""
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         if chunk.finish_reason:
@@ -95,11 +94,11 @@ class Draft:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has ended by itself."""
+        """True if the sample has ended by itself."""
         return self.last is not None and self.last.finish_reason != pb.FINISH_REASON_ABORT
 
     def sample(self, error: WeftError | None = None) -> Sample:
-        """The sample, as far as it has come."""
+        """Return the sample, as far as it has come."""
         last = self.last or pb.SampleChunk(finish_reason=pb.FINISH_REASON_ABORT)
         adapter = version_from_proto(last.adapter) if last.HasField("adapter") else None
         count = len(self.token_ids)

@@ -1,4 +1,4 @@
-"""One prompt's way to its samples: to a replica, and to others where that one fails."""
+"""Course of one prompt to its samples: to a replica, and to others where that one fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_REMARKED = 256
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """See ``RolloutClient``."""
+    """Configuration of a ``Sampler``; see ``RolloutClient``."""
 
     coordinator: str
     credentials: Credentials
@@ -62,7 +62,7 @@ class SamplerConfig:
 
 @dataclass(eq=False)
 class _Course:
-    """One prompt, as far as it has come."""
+    """Course of one prompt, as far as it has come."""
 
     ask: Ask
     place: Place
@@ -72,16 +72,16 @@ class _Course:
     prompt_token_ids: list[int]
     num_restarts: int = 0
     has_begun: bool = False
-    """Whether the request that runs now was answered."""
+    """True if the request that runs now was answered."""
     waits_since: float | None = None
-    """When it began to wait for a replica; None while it does not."""
+    """Time at which it began to wait for a replica; None while it does not."""
     failure: WeftError | None = None
-    """Of the last request that failed and was not the last."""
+    """Error of the last failed request that did not end the prompt."""
     left_tokens: int = 0
-    """What is still to come of that request's cost."""
+    """Tokens of that request's cost that are still to come."""
 
     def too_late(self, why: str) -> TransferTimeoutError:
-        """What it ends with when its time is over."""
+        """Return the error for a prompt whose time is over."""
         before = f"; before that: {self.failure.message}" if self.failure else ""
         return TransferTimeoutError(
             f"{self.place.wanted} did not answer a prompt in {self.ask.timeout_seconds:g} s: "
@@ -96,7 +96,7 @@ class _Course:
 
 @dataclass(eq=False)
 class _Running:
-    """A request at a replica."""
+    """Request that runs at a replica."""
 
     target: Target
     call: Any
@@ -105,16 +105,16 @@ class _Running:
 
 @dataclass
 class Sampler:
-    """Sends prompts to replicas; used on one event loop, while ``run`` runs."""
+    """Sampler that sends prompts to replicas; used on one event loop, while ``run`` runs."""
 
     config: SamplerConfig
     _stubs: dict[str, tuple[grpc.aio.Channel, Any]] = field(default_factory=dict)
     _running: set[_Running] = field(default_factory=set)
     _waiting: set[_Course] = field(default_factory=set)
     _said: str = ""
-    """Why prompts wait, as it was logged last."""
+    """Reason why prompts wait, as it was logged last."""
     _remarked: Lru[str, bool] = field(default_factory=lambda: Lru(_MAX_REMARKED))
-    """What was logged of samples."""
+    """Remarks on samples that were logged."""
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Sampler:
         )
 
     async def run(self) -> None:
-        """Follow the routes and watch over what runs until cancelled."""
+        """Follow the routes and watch running requests until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._routes.follow())
@@ -138,13 +138,13 @@ class Sampler:
                 await channel.close()
 
     async def sample(self, ask: Ask, *, keep: bool) -> SampleGroup:
-        """All samples of one prompt.
+        """Return all samples of one prompt.
 
         Args:
-            keep: Whether samples that fail carry their error, instead of all being lost to it.
+            keep: True if failed samples carry their error, instead of all being lost to it.
 
         Raises:
-            WeftError: They cannot be had; not with ``keep``.
+            WeftError: The samples cannot be had; not with ``keep``.
         """
         deadline = asyncio.get_running_loop().time() + ask.timeout_seconds
         course = _Course(
@@ -176,7 +176,7 @@ class Sampler:
         )
 
     def _remarks(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        """What is to be said of samples; logged the first time."""
+        """Return remarks on samples; log each the first time."""
         over = self._routes.over_another_base
         versions = {sample.adapter for sample in samples if sample.adapter is not None}
         found = [over[version] for version in versions if version in over]
@@ -191,7 +191,7 @@ class Sampler:
         """Ask one replica for the missing samples.
 
         Raises:
-            WeftError: They cannot be had.
+            WeftError: The samples cannot be had.
         """
         clock = asyncio.get_running_loop()
         target = await self._take(course, deadline)
@@ -239,10 +239,10 @@ class Sampler:
     async def _attempt(
         self, course: _Course, missing: list[int], target: Target, deadline: float
     ) -> None:
-        """One request: the drafts grow by what is streamed.
+        """Make one request; the drafts grow by what is streamed.
 
         Raises:
-            WeftError: It failed.
+            WeftError: The request failed.
         """
         clock = asyncio.get_running_loop()
         request = course.ask.request(course.place.wanted, missing)
@@ -268,11 +268,12 @@ class Sampler:
             raise PeerUnavailableError(f"{target.replica_id} ended a sample before its end")
 
     def _admit(self, course: _Course, admission: pb.Admission) -> None:
-        """Check what answers, and hold what may start again to the same version.
+        """Check the version that answers, and hold restarts of the prompt to it.
 
         Raises:
-            UnsupportedError: Its log-probabilities are not what this client calls so.
-            PeerUnavailableError: ``VERSION_AHEAD``: it is older than what is asked for.
+            UnsupportedError: The replica's log-probabilities are not of the kind that this client
+                expects.
+            PeerUnavailableError: ``VERSION_AHEAD``: its version is older than asked for.
         """
         config, wanted = self.config, course.place.wanted
         if admission.logprobs_mode != config.logprobs_mode:
@@ -306,10 +307,10 @@ class Sampler:
     # -- replicas -----------------------------------------------------------------
 
     async def _take(self, course: _Course, deadline: float) -> Target:
-        """Wait for a replica; it is counted there until it is released.
+        """Wait for a replica and return it; the request is counted there until it is released.
 
         Raises:
-            TransferTimeoutError: None could take it in time.
+            TransferTimeoutError: No replica could take the prompt in time.
         """
         clock = asyncio.get_running_loop()
         ready: asyncio.Future[Target] = clock.create_future()
@@ -334,7 +335,7 @@ class Sampler:
             self._waiting.discard(course)
 
     def _pump(self) -> None:
-        """Send on what can go now, and come back when a replica may be tried again."""
+        """Send prompts that can go now, and come back when a replica may be tried again."""
         clock = asyncio.get_running_loop()
         while (taken := self._dispatch.next(clock.time())) is not None:
             ready, target, cost_tokens = taken
@@ -366,10 +367,11 @@ class Sampler:
 
     @contextlib.contextmanager
     def _watched(self, target: Target, call: Any) -> Iterator[None]:
-        """End the request with what waits for it, and where the replica is found to be stalled.
+        """Cancel the request at the end of the ``with``, or once its replica is found to be
+        stalled.
 
         Raises:
-            StalledError: It was.
+            StalledError: The replica was stalled.
         """
         running = _Running(target, call)
         self._running.add(running)
@@ -386,7 +388,8 @@ class Sampler:
             call.cancel()
 
     async def _why_waiting(self, place: Place) -> str:
-        """What a prompt waits for, and why no replica serves it, as the coordinator knows."""
+        """Return what a prompt waits for, and why no replica serves it, as the coordinator
+        knows."""
         why = self._dispatch.why_waiting(place.wanted)
         if self._dispatch.is_served(place):
             return why
@@ -394,7 +397,8 @@ class Sampler:
         return f"{why} ({said})" if said else why
 
     async def _say_why(self, now: float) -> None:
-        """Log why prompts wait that no replica serves, and each time that this changes."""
+        """Log why prompts wait that no replica serves, and again each time that the reason
+        changes."""
         stuck = [
             course
             for course in self._waiting
@@ -420,7 +424,7 @@ class Sampler:
             await self._say_why(clock.time())
 
     async def _watch(self) -> None:
-        """Have requests start again that are with replicas that stand still."""
+        """Cancel requests at stalled replicas, so that their prompts start again."""
         clock = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, self.config.stall_seconds / 4))

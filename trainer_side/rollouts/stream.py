@@ -1,4 +1,4 @@
-"""Samples that are generated ahead of training, within a bound on their staleness."""
+"""Samples generated ahead of training, within a bound on their staleness."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SampleOne = Callable[[Prompt, Wanted, int], "Future[SampleGroup]"]
 
 
 class RolloutStream:
-    """An iterator, and an asynchronous one, of groups; see ``RolloutClient.stream``.
+    """Iterator of groups, synchronous and asynchronous; see ``RolloutClient.stream``.
 
-    It ends with its prompts. A group that fails ends it with the error (``on_error="raise"``),
-    and so do prompts that cannot be drawn; once it is closed, whoever takes a group gets
-    ``InvalidRequestError``. Iterate on one thread or task at a time; ``consumed``
-    and ``close`` may be called from any.
+    It ends with its prompts. A group that fails ends it with the error (``on_error="raise"``), and
+    so do prompts that cannot be drawn; once it is closed, taking a group raises
+    ``InvalidRequestError``. Iterate on one thread or task at a time; ``consumed`` and ``close`` may
+    be called from any.
     """
 
     def __init__(
@@ -47,15 +47,17 @@ class RolloutStream:
         self._failure: Exception | None = None
 
     def consumed(self, count: int, *, version: Number | None = None) -> None:
-        """Report that so many samples were used, and that what was learnt is served: after the
-        push returned, or its future is done. Draws the prompts that may be admitted now.
+        """Report that so many samples were used, and that the version trained on them is served.
+
+        Called after the push returned, or its future is done. Draws the prompts that may be
+        admitted now.
 
         Args:
-            version: What was learnt from them: prompts that are admitted from now on are
+            version: Version that was learnt from them: prompts that are admitted from now on are
                 answered by it or a newer one, whatever replica they go to.
 
         Raises:
-            InvalidRequestError: More than were handed out, or no version of the policy.
+            InvalidRequestError: More than were handed out, or ``version`` is not one of the policy.
         """
         with self._changed:
             wanted = self._wanted
@@ -66,7 +68,7 @@ class RolloutStream:
         self._admit()
 
     def close(self) -> None:
-        """End what is being generated; idempotent."""
+        """End running generations; idempotent."""
         with self._changed:
             self._is_closed = True
             groups = [*self._groups.values()]
@@ -159,12 +161,12 @@ class RolloutStream:
             tell()
 
     def _take(self) -> Future[SampleGroup] | None:
-        """The group to hand out now; None: wait.
+        """Return the group to hand out now; None if the caller must wait.
 
         Raises:
-            StopIteration: There are no more.
-            InvalidRequestError: It was closed before. (Out of a thread that takes one group, a
-                ``StopIteration`` would end nothing.)
+            StopIteration: There are no more groups.
+            InvalidRequestError: The stream was closed before. (Out of a thread that takes one
+                group, a ``StopIteration`` would end nothing.)
         """
         if self._is_closed and not (self._is_drawn and not self._window.waiting):
             raise closed_error("stream")
@@ -176,10 +178,10 @@ class RolloutStream:
         return None if group is None else self._groups.pop(group.index)
 
     def _check_progress(self) -> None:
-        """Groups that are on their way have deadlines of their own.
+        """Check that a group is on its way; such groups have deadlines of their own.
 
         Raises:
-            TransferTimeoutError: None is.
+            TransferTimeoutError: No group is on its way.
         """
         window = self._window
         if not window.waiting:

@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training, so that no sample is too old when it is used.
+"""Bound on how far generation runs ahead of training, so that no sample is too old when used.
 
 Training consumes ``batch_size`` samples a step, and each step's version is served before its
 samples are reported as consumed. So a prompt that is admitted after ``s`` whole steps is
@@ -17,25 +17,25 @@ from weft_rl.contract.errors import InvalidRequestError
 
 @dataclass
 class Admitted:
-    """A group of samples that was admitted and not yet handed out."""
+    """Group of samples that was admitted and not yet handed out."""
 
     index: int
     due: int
-    """Samples that may have been handed out at most when it is, itself included."""
+    """Most samples that may have been handed out when this group is, itself included."""
     is_ready: bool = False
 
 
 @dataclass
 class Window:
-    """What is admitted and not yet consumed; in samples.
+    """Counts of samples that are admitted, handed out and consumed.
 
     Args:
         batch_size: Samples that a step of training consumes.
-        max_staleness: How many versions old a sample may be when it is used.
+        max_staleness: Most versions that a sample may be behind when it is used.
         group_size: Samples of a prompt.
 
     Raises:
-        InvalidRequestError: These do not fit together.
+        InvalidRequestError: The arguments do not fit together.
     """
 
     batch_size: int
@@ -45,7 +45,7 @@ class Window:
     num_handed: int = 0
     num_consumed: int = 0
     waiting: list[Admitted] = field(default_factory=list)
-    """In the order of admission."""
+    """Admitted groups that were not handed out, in the order of admission."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "group_size"):
@@ -64,26 +64,28 @@ class Window:
 
     @property
     def may_admit(self) -> bool:
-        """Whether another prompt may be sent now."""
+        """True if another prompt may be sent now."""
         return self.num_admitted + self.group_size <= self._due
 
     @property
     def _due(self) -> int:
-        """Of what is admitted now. Samples of a step that is not consumed whole do not count:
-        no version has been learnt from them yet."""
+        """Due position of prompts that are admitted now. Samples of a step that is not consumed
+        whole do not count: no version has been learnt from them yet."""
         steps = self.num_consumed // self.batch_size
         return (steps + self.max_staleness + 1) * self.batch_size
 
     def admit(self) -> Admitted:
-        """Count a prompt that is sent now."""
+        """Count a prompt that is sent now; return its group."""
         group = Admitted(self.num_admitted // self.group_size, self._due)
         self.num_admitted += self.group_size
         self.waiting.append(group)
         return group
 
     def next(self) -> Admitted | None:
-        """The group to hand out now: the first that is ready and that no other one is made
-        late by; None: wait. It is counted as handed out."""
+        """Return the group to hand out now, counted as handed out; None if the caller must wait.
+
+        It is the first that is ready and that makes no other group late.
+        """
         end = self.num_handed + self.group_size
         for at, group in enumerate(self.waiting):
             if group.is_ready:
@@ -96,7 +98,7 @@ class Window:
         return None
 
     def consume(self, count: int) -> None:
-        """Note that so many samples were used, and that what was learnt from them is served.
+        """Note that so many samples were used, and that the version learnt from them is served.
 
         Raises:
             InvalidRequestError: More than were handed out.

@@ -1,1 +1,1 @@
-"""Pushes by several ranks: which of them sends what."""
+"""Pushes by several ranks: division among the senders."""

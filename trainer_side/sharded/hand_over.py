@@ -1,7 +1,8 @@
-"""What ranks hold that do not send, passed to those that send it, bucket by bucket.
+"""Elements of ranks that do not send, passed bucket by bucket to ranks that send them.
 
-A giver fills one message at a time, and only when it is asked to: so nobody holds more than a
-bucket's part, and whoever must stop, because a replica or the push is lost, leaves nobody waiting.
+A giver fills one message at a time, and only when it is asked to. So no rank holds more than a
+bucket's part. A sender that must stop, because a replica or the push is lost, leaves no rank
+waiting.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ _OWN = -1
 
 
 class Filling(Protocol):
-    """Who fills views with elements."""
+    """Filler of views with elements."""
 
     def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
-        """Copy or compute elements.
+        """Copy or compute elements of runs.
 
         Args:
-            runs: Which.
+            runs: Runs to fill.
             outs: A view for each, 1-D, contiguous, of the dtype that travels; overwritten.
         """
 
     def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
-        """Elements where they lie, 1-D, in their own dtypes; None of those that do not."""
+        """Return elements where they lie, 1-D, in their own dtypes; None for those to be filled."""
 
 
 class Givers:
-    """The ranks that hand over to this one, as it takes from them; see ``Filling``.
+    """Ranks that hand over to this one, as it takes from them; see ``Filling``.
 
     Args:
-        source: What this rank holds itself.
-        handed: By rank, what they hand over.
-        dtypes: Of the tensors, as they travel.
-        ranks: Of the trainer.
+        source: Elements that this rank holds itself.
+        handed: What each rank hands over, by rank.
+        dtypes: Dtypes of the tensors, as they travel.
+        ranks: Ranks of the trainer.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Givers:
         }
 
     def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
-        """See ``Filling``: of one wire bucket after another.
+        """See ``Filling``; called for one wire bucket after another.
 
         Raises:
-            WeftError: What a rank failed with that was to give some of it, or ``RANK_GONE``.
+            WeftError: The error of a rank that was to give some of it, or ``RANK_GONE``.
         """
         places: dict[int, list[int]] = {}
         for index, run in enumerate(runs):
@@ -94,7 +95,7 @@ class Givers:
         return self._source.by_reference(runs) if is_own else [None] * len(runs)
 
     def end(self) -> None:
-        """Let go of those that still wait to be asked, whether the link lives or not."""
+        """Release ranks that still wait to be asked, whether the link lives or not."""
         for rank, due in self._due.items():
             try:
                 if rank in self._asked:
@@ -125,8 +126,10 @@ class Givers:
 
 
 def hand_over(source: Filling, handed: Handed, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
-    """Give another rank what it sends in this one's place; blocks until that has all, or no longer
-    wants it. What fails here is told to it, and ends the push there.
+    """Give another rank the elements that it sends for this one.
+
+    Blocks until that rank has all, or no longer wants them. A failure here is told to it, and ends
+    the push there.
 
     Raises:
         PeerUnavailableError: ``RANK_GONE``.
@@ -150,7 +153,7 @@ def hand_over(source: Filling, handed: Handed, dtypes: Sequence[torch.dtype], ra
 
 
 class _Message:
-    """Elements on their way, in memory that is used again."""
+    """Message of elements, in memory that is used again."""
 
     def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes = dtypes
@@ -159,7 +162,7 @@ class _Message:
         self.views: list[torch.Tensor] = []
 
     def lay_out(self, runs: Sequence[Run]) -> None:
-        """Have room for these elements: ``content`` is all, ``views`` has one for each."""
+        """Make room for the elements of runs: ``content`` is all, ``views`` has one for each."""
         ends, at = [], _HEAD_BYTES
         for run in runs:
             ends.append(at + run.num_elements * self._dtypes[run.tensor].itemsize)
@@ -176,5 +179,5 @@ class _Message:
 
     @property
     def error_bytes(self) -> torch.Tensor:
-        """How long the error is that follows it; 0 where it holds what was asked for."""
+        """Length of the error that follows the message; 0 where it holds what was asked for."""
         return self.content[:_HEAD_BYTES].view(torch.int64)[0]

@@ -1,4 +1,4 @@
-"""Which rank of a trainer sends what, where each sends what it holds: decided alike on all."""
+"""Division of a push among the ranks that hold its shards, decided alike on all."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ Held = tuple[int, Run]
 
 @dataclass(frozen=True)
 class Handed:
-    """What a rank holds that another sends."""
+    """Runs that a rank holds and another sends."""
 
     to: int
-    """The trainer's rank that sends it."""
+    """Rank of the trainer that sends them."""
     runs: tuple[tuple[Run, ...], ...]
-    """For each of that rank's wire buckets that some of it goes into, in order."""
+    """Runs for each wire bucket of that rank that some of them go into, in order."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Who sends which runs in which wire bucket."""
+    """Assignment of runs to senders and wire buckets."""
 
     senders: tuple[int, ...]
-    """The trainer's ranks that send, by their ranks in the side group."""
+    """Ranks of the trainer that send, by their ranks in the side group."""
     send_plan: SendPlan
     carried: tuple[tuple[tuple[Run, ...], ...], ...]
-    """By sender: the runs of each of its wire buckets, in order."""
+    """Runs of each wire bucket, in order, by sender."""
     handed: Mapping[int, Handed]
-    """By rank of the trainer: the part of all that which a sender does not hold itself."""
+    """Runs that their sender does not hold itself, by the trainer's rank that holds them."""
     digest: bytes
-    """Of all that; the same on every rank."""
+    """Digest of the whole plan; the same on every rank."""
 
 
 def senders_of(num_bytes: Mapping[int, int], max_senders: int) -> dict[int, int]:
-    """Who sends for whom.
+    """Assign each rank to the rank that sends for it.
 
-    Ranks are taken in their order, since neighbours are likely of one host, and cut into groups
-    that have alike much to send, of which the first rank sends.
+    Ranks are taken in their order, since neighbours are likely of one host. They are cut into
+    groups with about equal amounts to send; the first rank of a group sends.
 
     Args:
-        num_bytes: What each rank holds, more than nothing.
+        num_bytes: Bytes that each rank holds, more than 0.
         max_senders: At least 1.
 
     Returns:
-        By rank, the one that sends for it; often itself.
+        The sender of each rank, by rank; often itself.
     """
     ranks = sorted(num_bytes)
     if len(ranks) <= max_senders:
@@ -82,12 +82,12 @@ def senders_of(num_bytes: Mapping[int, int], max_senders: int) -> dict[int, int]
 def plan_shards(
     manifest: Manifest, held: Sequence[Sequence[Held]], max_senders: int = DEFAULT_MAX_SENDERS
 ) -> ShardPlan:
-    """Let ranks send what they hold, bucket by bucket of the layout, and what is handed to them.
+    """Plan the shards that each rank sends: its own and those handed to it, bucket by bucket.
 
     Args:
         manifest: The layout.
-        held: For each of its tensors, who holds which elements; each element once.
-        max_senders: How many ranks may send; fewer do where there would be too many buckets.
+        held: The holders and their runs, for each of its tensors; each element once.
+        max_senders: Most ranks that send; fewer do where there would be too many buckets.
 
     Raises:
         InvalidRequestError: There are too many buckets for even one sender.
@@ -135,7 +135,7 @@ def plan_shards(
 
 
 class ShardPlans:
-    """Plans that are kept while a trainer's ranks hold the same: the next push needs the same.
+    """Cache of plans while a trainer's ranks hold the same; the next push needs the same.
 
     Args:
         max_senders: See ``plan_shards``.
@@ -146,7 +146,8 @@ class ShardPlans:
         self._kept: Lru[bytes, tuple[Sequence[Sequence[Held]], ShardPlan | str]] = Lru(_MAX_PLANS)
 
     def plan(self, manifest: Manifest, held: Sequence[Sequence[Held]]) -> ShardPlan | str:
-        """``plan_shards``; where there would be more buckets than may be, what it says of that."""
+        """Return the plan of ``plan_shards``, or its error message where there would be too many
+        buckets."""
         kept = self._kept.get(manifest.layout_digest)
         if kept is None or kept[0] != held:
             made: ShardPlan | str

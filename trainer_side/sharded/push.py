@@ -1,4 +1,4 @@
-"""One push of what the ranks of a trainer hold, as one of them carries it out."""
+"""Push of what the ranks of a trainer hold, as one of them carries it out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _SIGN = 2**63
 
 @dataclass
 class ShardPush:
-    """What is sent, by whom, and the sum of the senders' digests: of each tensor every sender has
-    a part, and all ranks add them up once, whatever becomes of the push."""
+    """Push of shards: content, senders, and the sum of the senders' digests.
+
+    Each sender has a part of each tensor's digest. All ranks add the parts up once, whatever
+    becomes of the push.
+    """
 
     source: ShardSource
     plan: ShardPlan
@@ -39,12 +42,13 @@ class ShardPush:
 
     @property
     def sender(self) -> int | None:
-        """This rank's place among those that send, if it does."""
+        """Place of this rank among the senders; None if it does not send."""
         senders = self.plan.senders
         return senders.index(self.ranks.rank) if self.ranks.rank in senders else None
 
     def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
-        """See ``Filling``: what this rank sends, with what it is handed; in the plan's order."""
+        """See ``Filling``: fill what this rank sends, handed elements included, in the plan's
+        order."""
         self._givers.fill(runs, outs)
 
     def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
@@ -52,8 +56,8 @@ class ShardPush:
         return self._givers.by_reference(runs)
 
     def hand_over(self) -> None:
-        """Give what another rank sends in this one's place, if there is any; blocks until that has
-        all, or the push has ended there.
+        """Give the elements that another rank sends for this one, if there are any. Blocks until
+        that rank has all, or the push has ended there.
 
         Raises:
             PeerUnavailableError: ``RANK_GONE``.
@@ -63,7 +67,7 @@ class ShardPush:
             hand_over(self.source, handed, self._dtypes, self.ranks)
 
     def add_up(self, totals: Sequence[int] | None = None) -> Sum:
-        """Begin to add up digests of tensors, or nothing; a further call returns the same.
+        """Begin to add up digests of tensors, or nothing; further calls return the same sum.
 
         Raises:
             PeerUnavailableError: ``RANK_GONE``.
@@ -81,5 +85,5 @@ class ShardPush:
             return self._sum
 
     def wait_begun(self, timeout_seconds: float) -> None:
-        """Block until ``add_up`` was called: what follows over the ranks' link comes after it."""
+        """Block until ``add_up`` was called; what follows over the ranks' link comes after it."""
         self._begun.wait(timeout_seconds)

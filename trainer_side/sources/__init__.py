@@ -1,1 +1,1 @@
-"""Where a push's tensors come from: modules, adapters, files."""
+"""Sources of a push's tensors: modules, adapters, files."""

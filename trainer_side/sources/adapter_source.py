@@ -1,8 +1,8 @@
-"""A PEFT model's LoRA adapter, in the names PEFT saves it by, and its config without patterns.
+"""LoRA adapter of a PEFT model, in the names PEFT saves it by, and its config without patterns.
 
 PEFT's ``target_modules``, ``exclude_modules``, ``rank_pattern`` and ``alpha_pattern`` may be
-regular expressions. Only who has the model can say what they match, and only who wrote
-them should pay for matching them: what is sent names modules.
+regular expressions. Only the owner of the model can say what they match, and only their author
+should pay for matching them. So the config that is sent names modules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weft_rl.contract.tensors import base_fingerprint
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter ready to push."""
+    """Adapter that is ready to push."""
 
     source: ParamsSource
     config_json: str
@@ -53,8 +53,9 @@ class Adapter:
 def adapter_of_model(
     opened: Opened, adapter_name: str, cast: CastRule, *, check_base: bool
 ) -> Adapter:
-    """The adapter ``adapter_name`` of a PEFT model; its tensors by reference. The base
-    is not read.
+    """Return the adapter ``adapter_name`` of a PEFT model; its tensors by reference.
+
+    The base is not read.
 
     Raises:
         InvalidAdapterError: Not a PEFT model, no such adapter, no tensors, or a variant
@@ -95,7 +96,7 @@ def _adapter(
 
 
 def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
-    """Names of an adapter's parameters to those PEFT saves them by."""
+    """Map an adapter's parameter names to those PEFT saves them by."""
     return {
         own: name
         for own in params.metas
@@ -104,7 +105,7 @@ def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
 
 
 def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]:
-    """How the trainer's own forward differs from what the pushed adapter will answer.
+    """Return remarks on how the trainer's own forward differs from the pushed adapter's answers.
 
     Args:
         model: A PEFT model, unwrapped; its first adapted layer stands for all, since PEFT
@@ -132,14 +133,14 @@ def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]
 
 
 def config_to_json(config: Any) -> str:
-    """A PEFT config as its save_pretrained would write it. Of several patterns the first
-    that matches counts: their order is kept."""
+    """Return a PEFT config as its save_pretrained would write it, as JSON. The order of patterns is
+    kept, since of several the first that matches counts."""
     settings = config.to_dict()
     return json.dumps({key: settings[key] for key in sorted(settings)}, default=_plain)
 
 
 def _matrices(params: Params) -> list[str]:
-    """Modules of a PEFT model's base whose weight is a matrix."""
+    """Return modules of a PEFT model's base whose weight is a matrix."""
     suffix = ".weight"
     return [
         name.removesuffix(suffix)
@@ -159,7 +160,7 @@ def _plain(value: object) -> object:
 
 
 def _fingerprint(model: Any, params: Params) -> str:
-    """Fingerprint of the base inside a PEFT model; empty if it is quantised.
+    """Return the fingerprint of the base inside a PEFT model; empty if it is quantised.
 
     A quantised base holds packed bytes whose shapes say nothing; the shapes of the
     LoRA pairs are checked against the served base all the same.
@@ -176,14 +177,15 @@ def _fingerprint(model: Any, params: Params) -> str:
 
 @dataclass(frozen=True)
 class _Fingerprint:
-    """A fingerprint, and what it was made of."""
+    """Fingerprint of a base, and the inputs that it was made of."""
 
     architecture: str
     metas: dict[str, torch.Tensor]
     fingerprint: str
 
     def is_of(self, architecture: str, metas: Mapping[str, torch.Tensor]) -> bool:
-        """Whether it would be the same of these; a meta tensor stands for all of its kind."""
+        """Return whether these inputs give the same fingerprint; equal meta tensors are
+        identical."""
         return (
             self.architecture == architecture
             and [*self.metas] == [*metas]
@@ -218,11 +220,13 @@ _LORA_PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight")
 def config_in_names(
     config_json: str, tensors: Iterable[str], modules: Callable[[], Collection[str]] | None
 ) -> str:
-    """``named_config`` for the text of a config, which stays as it is if it has no patterns.
+    """Return the text of a config with names for patterns; unchanged if it has no patterns.
+
+    See ``named_config``.
 
     Args:
         config_json: PEFT's adapter_config.json.
-        tensors: The adapter's, by the names that PEFT saves them by.
+        tensors: Names that PEFT saves the adapter's tensors by.
         modules: Lists every module of the base that has a matrix; None where they are not
             known.
 
@@ -241,13 +245,13 @@ def config_in_names(
 def named_config(
     config: Mapping[str, Any], given: Collection[str], modules: Collection[str] | None
 ) -> dict[str, Any]:
-    """A PEFT config with names in place of its patterns.
+    """Return a PEFT config with names in place of its patterns.
 
     Args:
-        config: PEFT's, read from JSON.
+        config: PEFT's config, read from JSON.
         given: Modules that the adapter has tensors for.
-        modules: Every module of the base that has a matrix; None where they are not known:
-            then what is given is what was targeted.
+        modules: Every module of the base that has a matrix; None where they are not known: then the
+            given modules are the targets.
 
     Raises:
         InvalidAdapterError: A pattern is no regular expression, or a setting is of another
@@ -274,7 +278,7 @@ def _has_patterns(config: Mapping[str, Any]) -> bool:
 def _targets(
     config: Mapping[str, Any], given: Collection[str], modules: Collection[str] | None
 ) -> set[str]:
-    """Modules that PEFT wrapped, and those that it would have wrapped in the base.
+    """Return the modules that PEFT wrapped, and those that it would have wrapped in the base.
 
     Source: peft.tuners.tuners_utils.check_target_module_exists.
     """
@@ -298,13 +302,13 @@ def _matcher(setting: str, targets: Any, modules: Collection[str]) -> Callable[[
 
 
 def _matched(setting: str, patterns: Sequence[str], modules: Collection[str]) -> list[set[str]]:
-    """The modules that each regular expression matches as a whole, within a bounded time.
+    """Return the modules that each regular expression matches as a whole, within a bounded time.
 
-    Strangers wrote them, and one can take for ever: what is more than a name is matched by a
-    process of its own, which can be ended.
+    Strangers wrote the patterns, and one can take for ever: patterns beyond plain names are matched
+    by a process of its own, which can be ended.
 
     Raises:
-        InvalidAdapterError: It took too long.
+        InvalidAdapterError: Matching took too long.
     """
     names = list(modules)
     if all(_PLAIN.fullmatch(pattern) for pattern in patterns):
@@ -340,7 +344,7 @@ _PLAIN = re.compile(r"(\(\.\*\\\.\)\?\()?[A-Za-z0-9_.-]+(\))?")
 
 
 def _compile(setting: str, given: str, pattern: str) -> None:
-    """Refuse what is no regular expression."""
+    """Refuse a pattern that is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -358,9 +362,10 @@ def _by_last(modules: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _shortest(targets: Collection[str], known: Collection[str] | None) -> list[str]:
-    """Names that stand for ``targets``: last components where they say the same.
+    """Return names that stand for ``targets``: last components where they mean the same.
 
-    Where the base's modules are not known, that is only where full names are too long.
+    Where the base's modules are not known, last components are used only if full names are too
+    long.
     """
     full = sorted(targets)
     if known is None and sum(map(len, full)) < MAX_CONFIG_BYTES // 2:
@@ -375,7 +380,7 @@ def _shortest(targets: Collection[str], known: Collection[str] | None) -> list[s
 def _named_values(
     setting: str, patterns: Any, given: Collection[str], default: Any
 ) -> dict[str, Any]:
-    """A rank or alpha for each name that has another than the default.
+    """Return a rank or alpha for each name that has another than the default.
 
     Source: peft.utils.other.get_pattern_key: the first key that matches the end of a name
     counts, from a "." on.

@@ -1,4 +1,4 @@
-"""What one push sends, as the user handed it over: told apart here, sent elsewhere."""
+"""Content of one push, as the user handed it over: classified here, sent elsewhere."""
 
 from __future__ import annotations
 
@@ -36,34 +36,33 @@ class Content(Protocol):
     """Weights of one push."""
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter | None]:
-        """The source for a pool, and the adapter's description if it is one; not
-        collective.
+        """Return the source for a pool, and the adapter's description if it is one; not collective.
 
         Raises:
-            WeftError: They cannot be pushed; says why.
+            WeftError: The weights cannot be pushed; says why.
         """
 
     def kept(self, memory: SnapshotMemory) -> Content:
-        """The content with copies of the weights as they are now, in ``memory``, after which
-        training may continue. Collective where the framework alone can gather."""
+        """Return the content with copies of the weights as they are now, in ``memory``. Training
+        may continue afterwards. Collective where the framework alone can gather."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know, and could not see from the push's success."""
+        """Remarks for the user that the push's success does not show."""
 
     @property
     def base(self) -> BaseOf:
-        """What is pushed as the base, or what an adapter was trained on."""
+        """Model that is pushed as the base, or that an adapter was trained on."""
 
 
 @dataclass(frozen=True)
 class ModelBase:
-    """Every weight of a model."""
+    """Content with every weight of a model."""
 
     opened: Opened
     cast: bool
     merged: str | None = None
-    """The adapter to merge into them."""
+    """Name of the adapter to merge into the weights; None for none."""
     notes: tuple[str, ...] = ()
     """Remarks on the model as it was when the push was asked for."""
 
@@ -76,10 +75,10 @@ class ModelBase:
         merged: str | None,
         kind: Kind = "auto",
     ) -> ModelBase:
-        """Look at a model; see ``open_model``.
+        """Open a model for a push of its base; see ``open_model``.
 
         Raises:
-            InvalidRequestError: A PEFT model without saying what to merge, or none.
+            InvalidRequestError: A PEFT model without ``merged``, or ``merged`` for another model.
         """
         opened = open_model(model, ranks, kind)
         is_peft = hasattr(opened.module, "peft_config")
@@ -115,8 +114,8 @@ class ModelBase:
         return source, None
 
     def kept(self, memory: SnapshotMemory) -> ModelBase:
-        """See ``Content.kept``. Of a PEFT model only what is trained: its base is not; and what
-        of its base could not be read later."""
+        """See ``Content.kept``; of a PEFT model, copy only what is trained and what could not be
+        read later. Its base is not copied otherwise."""
         names = set(self.opened.params.metas)
         if self.merged is not None:
             names = {
@@ -149,7 +148,7 @@ class ModelBase:
 
 @dataclass(frozen=True)
 class ModelAdapter:
-    """A PEFT model's adapter."""
+    """Content with a PEFT model's adapter."""
 
     opened: Opened
     adapter_name: str
@@ -192,7 +191,7 @@ class ModelAdapter:
 
 @dataclass(frozen=True)
 class FileBase:
-    """A checkpoint on disk; read when it is sent."""
+    """Content of a checkpoint on disk, read when it is sent."""
 
     path: Path
     cast: bool
@@ -214,7 +213,7 @@ class FileBase:
 
 @dataclass(frozen=True)
 class FileAdapter:
-    """A directory that PEFT saved; read when it is sent."""
+    """Content of a directory that PEFT saved, read when it is sent."""
 
     path: Path
     cast: bool
@@ -231,7 +230,7 @@ class FileAdapter:
 
     @property
     def base(self) -> BaseOf:
-        """See ``Content.base``: what PEFT wrote down as it was saved."""
+        """See ``Content.base``: return the base that PEFT recorded when it saved."""
         return base_of_dir(self.path)
 
 
@@ -244,7 +243,7 @@ def _base_of(opened: Opened) -> BaseOf:
 def base_content(
     model: Model, ranks: Ranks, cast: bool, merged: str | None = None, kind: Kind = "auto"
 ) -> Content:
-    """The content of what ``push_base`` or ``push_merged`` was handed."""
+    """Return the content of a call of ``push_base`` or ``push_merged``."""
     if isinstance(model, str | Path):
         return FileBase(Path(model), cast)
     return ModelBase.of(model, ranks, cast, merged, kind)
@@ -258,7 +257,7 @@ def adapter_content(
     check_base: bool,
     kind: Kind = "auto",
 ) -> Content:
-    """The content of what ``push_adapter`` was handed."""
+    """Return the content of a call of ``push_adapter``."""
     if isinstance(model, str | Path):
         return FileAdapter(Path(model), cast)
     opened = open_model(model, ranks, kind)

@@ -24,12 +24,12 @@ _BASE_ENDS = (".base_layer.weight", ".base_layer.bias", ".weight", ".bias")
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """Whether PEFT's save_pretrained wrote a directory."""
+    """Return whether PEFT's save_pretrained wrote a directory."""
     return (path / _ADAPTER_CONFIG).is_file()
 
 
 def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
-    """The adapter that PEFT saved in a directory.
+    """Return the adapter that PEFT saved in a directory.
 
     Raises:
         InvalidRequestError: A file is missing, with what to do.
@@ -49,8 +49,8 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
 
 
 def _without_targeted_bases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An adapter's tensors without the copies of base weights that PEFT saves beside a LoRA of an
-    embedding or an output layer: they are the base's, and a live model's push has none."""
+    """Return an adapter's tensors without copies of base weights. PEFT saves those beside a LoRA of
+    an embedding or an output layer; a live model's push has none."""
     pairs = {name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)}
     return {
         name: tensor
@@ -60,20 +60,20 @@ def _without_targeted_bases(tensors: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors file.
+    """Return every tensor of a safetensors file.
 
     Raises:
-        InvalidRequestError: It is none, is cut short, or cannot be read.
+        InvalidRequestError: It is not one, is cut short, or cannot be read.
     """
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _opened(path: Path) -> Any:
-    """A safetensors file.
+    """Open a safetensors file.
 
     Raises:
-        InvalidRequestError: It is none, is cut short, or cannot be read.
+        InvalidRequestError: It is not one, is cut short, or cannot be read.
     """
     open_file = _safe_open()
     if not path.is_file():  # a pipe or a device would have no end
@@ -89,7 +89,7 @@ def _opened(path: Path) -> Any:
 
 
 def base_of_dir(path: Path) -> BaseOf:
-    """What an adapter that PEFT saved was trained on, as it wrote down."""
+    """Return the base of a saved adapter, as PEFT recorded it."""
     config = read_json(path / _ADAPTER_CONFIG)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     return BaseOf(
@@ -100,13 +100,13 @@ def base_of_dir(path: Path) -> BaseOf:
 
 
 class CheckpointSource:
-    """All tensors of a checkpoint directory or of one safetensors file.
+    """Tensors of a checkpoint directory or of one safetensors file.
 
     Tensors are read in the order of their names, layer by layer, each from disk as
     it is packed: extra memory is that of the largest tensor.
 
     Raises:
-        InvalidRequestError: No safetensors file there.
+        InvalidRequestError: There is no safetensors file.
         InvalidManifestError: Two files hold a tensor of one name.
     """
 
@@ -152,12 +152,12 @@ def _meta(piece: Any) -> torch.Tensor:
 
 
 def _natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
 
 
 def _tied_head(path: Path) -> str | None:
-    """The output head's name where the config ties it to the embedding."""
+    """Return the output head's name where the config ties it to the embedding; else None."""
     config = path / "config.json"
     if path.is_dir() and config.is_file():
         settings = read_json(config)

@@ -1,4 +1,4 @@
-"""A push's reading of its source, in step on every rank of a trainer."""
+"""Lockstep reading of a push's source on every rank of a trainer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from weft_rl.contract.layout.manifest import Manifest
 
 
 class LedSource:
-    """The sender's source, which the other ranks ``follow``: before each bucket, all
-    learn whether all can continue.
+    """Source of the sender, which the other ranks ``follow`` in step.
+
+    Before each bucket, all ranks learn whether all can continue.
 
     Args:
-        source: Collective.
-        ranks: Of the trainer.
+        source: Collective source.
+        ranks: Ranks of the trainer.
     """
 
     is_collective = True
@@ -41,10 +42,10 @@ class LedSource:
 
 
 def follow(source: Source, ranks: Ranks, manifest: Manifest) -> None:
-    """Give what a rank other than the sender holds, bucket by bucket of a push.
+    """Give the elements of a rank other than the sender, bucket by bucket of a push.
 
     Raises:
-        WeftError: What ended the push, as at every rank.
+        WeftError: The error that ended the push, the same at every rank.
     """
     led = LedSource(source, ranks)
     first = 0

@@ -1,4 +1,4 @@
-"""Every weight of a model, in checkpoint names."""
+"""Source of every weight of a model, in checkpoint names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weft_rl.contract.errors import InvalidManifestError
 
 
 class ModuleSource:
-    """Parameters of a model, tied ones once, buffers not.
+    """Parameters of a model, tied ones once, without buffers.
 
     Args:
         model: The module itself, without wrappers, which knows its checkpoint names.
         params: Its parameters; they must not change while a push reads them.
-        cast: Which dtype each of them travels in.
+        cast: Rule for the dtype that each of them travels in.
 
     Parameters that transformers holds in another form are converted one group at a
     time: extra memory at the sender is that of the largest such group.
@@ -61,8 +61,8 @@ class ModuleSource:
         self._converted: tuple[Conversion, list[torch.Tensor] | None] | None = None
 
     def elements(self, index: int) -> Elements | None:
-        """See ``HeldSource``: of what lies end to end in a parameter (one of stacked experts), or
-        is all of it."""
+        """See ``HeldSource``; return elements for a whole parameter, or a contiguous part of one.
+        An example of the latter is one of stacked experts."""
         group, position = self._index[index]
         if group.is_identity:
             return self._held(group.sources[0])
@@ -76,7 +76,8 @@ class ModuleSource:
         return held_elements(self._params, name)
 
     def _cut_group(self, group: Conversion) -> list[Elements | None]:
-        """What each target of a group is of its parameters, where these lie."""
+        """Return each target's elements of a group where they lie; None for those to be
+        gathered."""
         found: list[Elements | None] = [None] * len(group.targets)
         places: dict[str, list[tuple[int, int, int]]] = {}
         for position, block in enumerate(group.blocks):
@@ -135,8 +136,8 @@ class ModuleSource:
             self.end_reading()
 
     def end_reading(self) -> None:
-        """See ``Source.end_reading``: the source outlives the push, what it has converted must
-        not."""
+        """See ``Source.end_reading``; free converted tensors, since the source outlives the
+        push."""
         self._converted = None
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
@@ -148,7 +149,7 @@ class ModuleSource:
         ]
 
     def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
-        """The group's checkpoint tensors; None at ranks that only give what they hold."""
+        """Return the group's checkpoint tensors; None at ranks that only give what they hold."""
         if self._converted is None or self._converted[0] is not group:
             self._converted = None  # free the former before making the next
             tensors = whole_tensors(self._params, group.sources, wanted=wanted)
@@ -160,7 +161,7 @@ class ModuleSource:
 def convert(
     group: Conversion, params: Mapping[str, torch.Tensor], revert: Revert | None
 ) -> list[torch.Tensor]:
-    """The checkpoint tensors of one group, in the order of its targets."""
+    """Return the checkpoint tensors of one group, in the order of its targets."""
     tensors = {name: params[name] for name in group.sources}
     out = tensors if revert is None else revert(tensors)
     return [out[name] for name in group.targets]

@@ -1,5 +1,4 @@
-"""What ``push_base(named_tensors=)`` sends, as sources: in the order that tensors come in, or
-in the one that was said beforehand."""
+"""Sources of ``push_base(named_tensors=)``, in order of arrival or in an order known beforehand."""
 
 from __future__ import annotations
 
@@ -30,24 +29,23 @@ DESCRIPTION = "named tensors"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor, or a part of it, that lies in a bucket's payload."""
+    """Tensor, or a part of it, that lies in a bucket's payload."""
 
     slot: TensorSlot
     run: Run
     at: int
-    """Where in the payload."""
+    """Byte offset in the payload."""
     digest: int
-    """Of its part of the tensor."""
+    """Digest of this part of the tensor."""
 
 
 class RunSource:
-    """Named tensors in whatever order they come; each is read off before the next is asked
-    for.
+    """Source of named tensors in any order; each is read before the next is asked for.
 
     Args:
-        steps: The sender's way through them.
-        reference: What they must be.
-        cast: Whether floats are cast to the dtypes of the reference.
+        steps: The sender's iteration over them.
+        reference: Tensors that they must match.
+        cast: Cast floats to the dtypes of the reference.
     """
 
     description = DESCRIPTION
@@ -62,24 +60,24 @@ class RunSource:
         self._done = 0  # elements of it
 
     def begin(self, manifest: Manifest) -> None:
-        """Begin, for a layout that was planned of ``metas``; once."""
+        """Begin with a layout that was planned of ``metas``; called once."""
         self._manifest = manifest
         self._slots = {slot.meta.name: (i, slot) for i, slot in enumerate(manifest.tensors)}
         self._tied = TiedDuplicates([slot.meta for slot in manifest.tensors])
 
     def fill(self, payload: torch.Tensor, speak: Callable[[], None]) -> list[Piece]:
-        """Fill a bucket's payload with what comes next, cast; collective.
+        """Fill a bucket's payload with the next tensors, cast; collective.
 
-        The payload that the last byte lies in also ends the iteration: nothing may follow.
+        Filling the last payload also ends the iteration: nothing may follow.
 
         Args:
-            payload: uint8, a multiple of 256 bytes, on any device; overwritten. Those of all
-                buckets together are as long as the layout's.
+            payload: uint8, a multiple of 256 bytes, on any device; overwritten. All payloads
+                together are as long as the layout's.
             speak: Called after each tensor.
 
         Raises:
             InvalidManifestError: A tensor is missing, came twice, or is not the reference's.
-            BaseException: What ended the iteration, or another rank.
+            BaseException: The error that ended the iteration, or another rank.
         """
         taken: list[tuple[TensorSlot, Run, int]] = []
         at = 0
@@ -111,8 +109,8 @@ class RunSource:
 
     @staticmethod
     def _copy(meta: TensorMeta, part: torch.Tensor, payload: torch.Tensor) -> int:
-        """Cast a part of a tensor to the beginning of what is left of a payload; how many bytes
-        it takes there."""
+        """Cast a part of a tensor into a payload's free bytes; return the bytes it takes,
+        padded."""
         num_bytes = part.numel() * meta.dtype.itemsize_bytes
         end = align_up(num_bytes)
         payload[:num_bytes].view(torch_dtype(meta.dtype)).copy_(part)
@@ -120,7 +118,7 @@ class RunSource:
         return end
 
     def _next(self) -> tuple[int, TensorSlot, torch.Tensor] | None:
-        """The next tensor that is the reference's; None after the last."""
+        """Return the next tensor of the reference, with index and slot; None after the last."""
         while (pair := self._steps.advance()) is not None:
             name, tensor = pair
             found = self._slots.get(name)
@@ -146,16 +144,16 @@ class RunSource:
 
 
 class OrderedSource:
-    """Named tensors whose names, shapes, dtypes and order were said beforehand: a ``Source``.
+    """Source of named tensors with names, shapes, dtypes and order known beforehand; a ``Source``.
 
     Args:
-        steps: The sender's way through them.
-        metadata: What was said.
-        reference: What they must be.
-        cast: Whether floats are cast to the dtypes of the reference.
+        steps: The sender's iteration over them.
+        metadata: Names in order, with shapes and dtypes.
+        reference: Tensors that they must match.
+        cast: Cast floats to the dtypes of the reference.
 
     Raises:
-        InvalidManifestError: What was said is not exactly the reference's tensors, tied
+        InvalidManifestError: ``metadata`` does not list exactly the reference's tensors, tied
             duplicates aside. Nothing was asked for.
     """
 
@@ -201,11 +199,11 @@ class OrderedSource:
             self._tied.finish()
 
     def end_reading(self) -> None:
-        """See ``Source.end_reading``: what is kept is this push's alone."""
+        """See ``Source.end_reading``: nothing is kept beyond this push."""
 
     def _next(self, wanted: str | None) -> torch.Tensor | None:
-        """The tensor of a name, duplicates before it dropped; None where all must have come,
-        and have."""
+        """Return the tensor of a name, after dropping duplicates before it. Where ``wanted`` is
+        None, return None once all tensors have come."""
         while (pair := self._steps.advance()) is not None:
             name, tensor = pair
             index = self._steps.num_tensors - 1
@@ -228,13 +226,14 @@ class OrderedSource:
 
 @dataclass(frozen=True)
 class NamedBase:
-    """Every weight of the base, as named tensors: a ``Content``, but for its source, which a
-    reference is needed for, at the sender alone.
+    """Content with every weight of the base, as named tensors.
+
+    Like a ``Content``, but its source needs a reference, at the sender alone.
 
     Args:
-        steps: This rank's way through them.
-        cast: Whether floats are cast.
-        metadata: What was said of them beforehand.
+        steps: This rank's iteration over them.
+        cast: Cast floats to the reference's dtypes.
+        metadata: Names in order, with shapes and dtypes; None if not known beforehand.
     """
 
     steps: NamedSteps
@@ -243,10 +242,10 @@ class NamedBase:
     remarks: tuple[str, ...] = ()
 
     def over(self, reference: Reference) -> RunSource | OrderedSource:
-        """The sender's source for a pool of this reference.
+        """Return the sender's source for a pool of this reference.
 
         Raises:
-            InvalidManifestError: What was said of them is not the reference's.
+            InvalidManifestError: ``metadata`` does not match the reference.
         """
         if self.metadata is None:
             return RunSource(self.steps, reference, self.cast)

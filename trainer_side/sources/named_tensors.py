@@ -1,4 +1,4 @@
-"""Named tensors as a trainer's framework yields them: full, one by one, in step on every rank.
+"""Named tensors as a framework yields them: full, one by one, in step on every rank.
 
 Frameworks gather inside the iterator, so every rank must ask it for a tensor, or none: before
 each, the ranks agree that all go on.
@@ -35,7 +35,7 @@ _MAX_TIED = 16
 
 
 def check_named(given: object) -> None:
-    """Refuse what is no iterator of named tensors; asks it for nothing.
+    """Refuse a value that is not an iterator of named tensors; ask it for nothing.
 
     Raises:
         InvalidRequestError: Says what to give.
@@ -49,11 +49,11 @@ def check_named(given: object) -> None:
 
 
 class NamedSteps:
-    """One rank's way through its iterator, tensor by tensor, in step with the other ranks.
+    """Iteration of one rank over its named tensors, in step with the other ranks.
 
     Args:
-        given: What this rank was given; None where it has nothing to give, and follows.
-        ranks: Of the trainer.
+        given: Named tensors of this rank; None where it has none, and follows.
+        ranks: Ranks of the trainer.
     """
 
     def __init__(self, given: NamedTensors | None, ranks: Ranks) -> None:
@@ -61,23 +61,23 @@ class NamedSteps:
         self._iterator: Iterator[object] | None = None
         self._flags = 0
         self.num_tensors = 0
-        """How many were asked for."""
+        """Number of tensors that were taken from the iterator."""
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether another push of what was given would be given all of it: not once an iterator
-        was begun, which a function would make anew."""
+        """True if another push of the same argument would get all its tensors. False once a given
+        iterator was begun; a function or a collection makes a new one."""
         return self._iterator is None or not isinstance(self._given, Iterator)
 
     def advance(self) -> tuple[str, torch.Tensor] | None:
-        """The next pair, once all ranks go on; None once all have ended. Collective.
+        """Return the next pair, once all ranks go on; None once all have ended. Collective.
 
         The tensor is the framework's: it may be overwritten at the next call.
 
         Raises:
-            InvalidRequestError: It gives something else; or the ranks' iterators are not of
-                one length.
-            BaseException: The iterator's own; elsewhere as ``Ranks.agree``.
+            InvalidRequestError: The iterator gives something else; or the ranks' iterators are not
+                of one length.
+            BaseException: The iterator's own error; at other ranks as ``Ranks.agree``.
         """
         assert self._given is not None
         self._agree()
@@ -97,10 +97,10 @@ class NamedSteps:
         return pair
 
     def follow(self) -> None:
-        """Go along until all have ended, at a rank other than the sender. Collective.
+        """Take part until all ranks have ended, at a rank other than the sender. Collective.
 
         Raises:
-            WeftError: What ended the push, as at every rank.
+            WeftError: The error that ended the push, the same at every rank.
         """
         if self._given is not None:
             while self.advance() is not None:
@@ -151,7 +151,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor]:
 
 
 def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> None:
-    """Refuse a tensor that is not what a layout has under its name.
+    """Refuse a tensor that does not match a layout's tensor of its name.
 
     Args:
         tensor: Anything with a shape and a dtype.
@@ -175,12 +175,12 @@ def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> Non
 
 
 class TiedDuplicates:
-    """Tensors that the served model has under another name alone: dropped, if they are equal.
+    """Tensors that the served model has only under another name; dropped if they are equal.
 
-    They are told equal by digest, since neither they nor what they are tied to are kept.
+    Equality is told by digest, since neither they nor the tensors that they are tied to are kept.
 
     Args:
-        metas: Of each tensor that is sent.
+        metas: Metas of all tensors that are sent.
     """
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
@@ -193,22 +193,22 @@ class TiedDuplicates:
         self._waiting: dict[str, dict[str, int]] = {}
 
     def candidates(self, shape: tuple[int, ...]) -> list[str]:
-        """Tensors that one of a shape may be tied to."""
+        """Return the tensors that one of a shape may be tied to."""
         found = self._by_shape.get(shape, [])
         return found if len(found) <= _MAX_CANDIDATES else []
 
     def sent(self, name: str, digest: int, *, is_last: bool) -> None:
-        """Add what a part of a tensor that is sent digests to; the parts add up."""
+        """Add the digest of a part of a sent tensor; the parts' digests add up."""
         self._digests[name] = (self._digests.get(name, 0) + digest) % 2**64
         if is_last:
             self._whole.add(name)
 
     def drop(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one that the served model lacks; it is read now, and not kept.
+        """Take a tensor that the served model lacks; it is read now, and not kept.
 
         Raises:
-            InvalidManifestError: There is nothing that it could be tied to; or all that there
-                is was sent, and is not equal to it.
+            InvalidManifestError: No tensor is there that it could be tied to; or all such tensors
+                were sent, and none equals it.
         """
         if name in self._waiting:
             raise InvalidManifestError(f"{name!r} came twice")
@@ -221,10 +221,10 @@ class TiedDuplicates:
             self._settle(name)
 
     def finish(self) -> None:
-        """All were sent, and their digests are known.
+        """Check that every dropped tensor equals a sent one, once all were sent.
 
         Raises:
-            InvalidManifestError: As ``drop``.
+            InvalidManifestError: See ``drop``.
         """
         for name in self._waiting:
             self._settle(name)
@@ -244,6 +244,6 @@ class TiedDuplicates:
 
 
 def torch_dtype(dtype: DataType) -> torch.dtype:
-    """An element type as torch names it."""
+    """Return an element type as a torch dtype."""
     found: torch.dtype = getattr(torch, dtype.torch_name)
     return found

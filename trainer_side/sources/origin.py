@@ -1,4 +1,4 @@
-"""Which version of the base an adapter was trained on, as far as its trainer can know."""
+"""Version of the base that an adapter was trained on, as far as its trainer can know."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _GRACE_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class BaseOf:
-    """What an adapter's base is, as it was handed over."""
+    """Base of an adapter, as it was handed over."""
 
     module: torch.nn.Module | None = None
-    """The base model itself; never read, compared by identity."""
+    """Base model itself; never read, compared by identity."""
     loaded_from: str = ""
-    """What it was loaded from: a directory, or a name in the Hugging Face cache."""
+    """Directory, or name in the Hugging Face cache, that it was loaded from."""
     revision: str | None = None
 
     @classmethod
     def of(cls, module: Any) -> BaseOf:
-        """Tell it of a base model; those of transformers know what they were loaded from."""
+        """Describe a base model; those of transformers know what they were loaded from."""
         config = getattr(module, "config", None)
         name = getattr(module, "name_or_path", "") or getattr(config, "_name_or_path", "")
         revision = getattr(config, "_commit_hash", None)
@@ -46,27 +46,27 @@ class BaseOf:
 
 @dataclass(frozen=True)
 class Origin:
-    """The version of the base that an adapter was trained on."""
+    """Version of the base that an adapter was trained on."""
 
     version: int | None
     why: str = ""
-    """Why it is not known, for people."""
+    """Reason why it is not known, for messages."""
 
     def encode(self, rest: bytes) -> bytes:
-        """This and what follows it, for the other ranks."""
+        """Encode this origin, followed by ``rest``, for the other ranks."""
         return json.dumps([self.version, self.why]).encode() + b"\0" + rest
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[Origin, bytes]:
-        """Take apart what ``encode`` made."""
+        """Decode the result of ``encode``."""
         head, _, rest = data.partition(b"\0")
         return cls(*json.loads(head)), rest
 
     def remarks(self, served_over: int, *, is_other: bool) -> tuple[str, ...]:
-        """What is to be said of an adapter that is served over this version of the base.
+        """Return remarks on an adapter that is served over this version of the base.
 
         Args:
-            is_other: Whether that is of another content than it was trained on.
+            is_other: True if that has another content than the base it was trained on.
         """
         if self.version is not None and not is_other:
             return ()
@@ -76,10 +76,10 @@ class Origin:
 
 @dataclass
 class Origins:
-    """What one publisher knows of its bases; used by one thread at a time.
+    """Knowledge of one publisher about its bases; used by one thread at a time.
 
     Args:
-        cache: Of checkpoints' digests; by default the user's own.
+        cache: Cache of checkpoints' digests; by default the user's own.
     """
 
     cache: DigestCache | None = None
@@ -89,7 +89,7 @@ class Origins:
     )
 
     def pushed(self, base: BaseOf, version: int) -> None:
-        """Note that this model is that version of the base now."""
+        """Note that a model is that version of the base now."""
         if base.module is not None:
             self._pushed[base.module] = version
 
@@ -102,17 +102,16 @@ class Origins:
         *,
         must_know: bool = False,
     ) -> Origin:
-        """The version that an adapter on this base was trained on.
+        """Return the version that an adapter on this base was trained on.
 
-        Blocks where that must be known until its checkpoint is read; otherwise for a moment
-        at most.
+        Blocks with ``must_know`` until its checkpoint is read; otherwise for a moment at most.
 
         Args:
-            base: Of the adapter.
-            said: What the user said; None if nothing.
+            base: Base of the adapter.
+            said: Version that the user gave; None if not given.
             base_checkpoint: Digest of the pool's base@0; empty where that is not known.
             deadline: ``time.monotonic()`` of the push.
-            must_know: Whether the push is refused unless it is known.
+            must_know: True if the push is refused unless the version is known.
         """
         if said is not None:
             return Origin(said)
@@ -130,7 +129,7 @@ class Origins:
         return _compare(base.loaded_from, reader.wait(seconds), base_checkpoint)
 
     def close(self) -> None:
-        """Stop reading; blocks for the reads that are under way."""
+        """Stop reading; block for the reads that are under way."""
         while self._readers:
             self._readers.drop_oldest()
 
@@ -149,7 +148,7 @@ def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> Origin:
 
 
 def _files(name: str, revision: str | None) -> list[Path]:
-    """The weights of a checkpoint that a model was loaded from.
+    """Return the weight files of a checkpoint that a model was loaded from.
 
     Raises:
         LookupError: They are not on this machine, or not in safetensors files.

@@ -1,4 +1,4 @@
-"""A sharded trainer's tensors, each rank reading what it holds."""
+"""Tensors of a sharded trainer, each rank reading what it holds."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ MAX_GATHERED_BYTES = 2 * 2**30
 
 @runtime_checkable
 class HeldSource(Source, Protocol):
-    """A source that knows where the elements of its tensors lie."""
+    """Source that knows where the elements of its tensors lie."""
 
     shards: tuple[Ranks, Any] | None
-    """What ``shard_source`` has made of it, for which ranks."""
+    """Result of ``shard_source`` for this source, and the ranks it was made for."""
 
     def elements(self, index: int) -> Elements | None:
-        """Tensor ``index`` as the ranks hold it; None where it must be brought together."""
+        """Return tensor ``index`` as the ranks hold it; None where it must be gathered."""
 
     def why_gathered(self, index: int) -> str:
-        """Why ``elements`` is None, for people."""
+        """Return the reason why ``elements`` is None, for messages."""
 
     def prepare(self) -> None:
-        """Before any of ``elements`` is read: bring to every rank what it computes with;
-        collective, blocks."""
+        """Bring inputs of the computation to every rank, before any of ``elements`` is read.
+        Collective, blocks."""
 
     def release(self) -> None:
-        """After a push: free what ``prepare`` brought."""
+        """Free what ``prepare`` brought, after a push."""
 
 
 class ShardSource:
-    """The tensors of one push; the same plan on every rank, each with its own elements.
+    """Tensors of one push; the same plan on every rank, each with its own elements.
 
     Args:
         source: The same tensors, whole; collective.
-        elements: Of each tensor; None of one that must be brought together.
-        rank: This one.
+        elements: Elements of each tensor; None for one that must be gathered.
+        rank: Number of this rank.
     """
 
     def __init__(self, source: HeldSource, elements: Sequence[Elements | None], rank: int) -> None:
@@ -67,7 +67,7 @@ class ShardSource:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the push's success does not tell."""
+        """Remarks that the push's success does not show."""
         if not self.gathered:
             return ()
         names = [self.metas[i].name for i in self.gathered[:3]]
@@ -78,8 +78,8 @@ class ShardSource:
         )
 
     def gather(self) -> None:
-        """Bring together what must be: collective, blocks; it is kept at the sender, on the
-        host."""
+        """Gather the tensors that must be gathered; collective, blocks. They are kept at the
+        sender, on the host."""
         self._source.prepare()
         try:
             for index in self.gathered:
@@ -93,7 +93,7 @@ class ShardSource:
             self._source.end_reading()
 
     def release(self) -> None:
-        """Free what was brought together, once a push has ended."""
+        """Free gathered tensors, once a push has ended."""
         self._whole.clear()
         self._source.release()
 
@@ -101,7 +101,7 @@ class ShardSource:
         """Copy or compute elements that this rank holds; not collective.
 
         Args:
-            runs: Of ``held``.
+            runs: Runs of ``held``.
             outs: A view for each, 1-D, contiguous, of the dtype that travels; overwritten.
         """
         views: list[torch.Tensor] = []
@@ -116,8 +116,8 @@ class ShardSource:
             copy_into(views, tensors)
 
     def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
-        """Elements that this rank holds, where they lie: 1-D, in their own dtypes; None of those
-        that are computed."""
+        """Return elements that this rank holds, where they lie. They are 1-D, in their own dtypes;
+        None for those that are computed."""
         return [self._held(run) for run in runs]
 
     def _held(self, run: Run) -> torch.Tensor | None:
@@ -127,20 +127,20 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class GatheredWhole:
-    """Tensors of one push that rank 0 gathers all, bucket by bucket, since most must be brought
-    together anyhow."""
+    """Tensors of one push that rank 0 gathers bucket by bucket, since most must be gathered
+    anyhow."""
 
     num_gathered: int
-    """Those that must be."""
+    """Number of tensors that must be gathered."""
     num_tensors: int
     first: str
-    """The first of those that must be."""
+    """Name of the first tensor that must be gathered."""
     why: str
-    """Why that must be."""
+    """Reason why that tensor must be gathered."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the push's success does not tell."""
+        """Remarks that the push's success does not show."""
         return (
             f"rank 0 gathered all: {self.num_gathered} of {self.num_tensors} tensors could not be "
             f"sent by the ranks that hold them, {self.first!r} first: {self.why}",
@@ -148,8 +148,11 @@ class GatheredWhole:
 
 
 def shard_source(source: Source, ranks: Ranks) -> ShardSource | GatheredWhole | None:
-    """The tensors of ``source`` as the ranks hold them, or why rank 0 gathers all; None where it
-    has all: in a trainer of one rank, or of whole ones. The same on every rank."""
+    """Return the tensors of ``source`` as the ranks hold them, or why rank 0 gathers all.
+
+    None where rank 0 has all: in a trainer of one rank, or of whole parameters. The same on every
+    rank.
+    """
     if ranks.size == 1 or not source.is_collective:
         return None
     if not isinstance(source, HeldSource):
@@ -182,7 +185,7 @@ def _why_gathered(index: int, source: HeldSource) -> str:
 
 
 def _sendable(index: int, elements: Elements | None, source: Source) -> Elements | None:
-    """Elements whose runs can travel as they are."""
+    """Return the elements if their runs can travel as they are; else None."""
     if elements is None:
         return None
     meta = source.metas[index]
@@ -201,7 +204,7 @@ def _run(index: int, run: HeldRun) -> Run:
 
 
 def _numbers(held: Sequence[Sequence[tuple[int, Run]]], rank: int) -> Mapping[Run, int]:
-    """Which of its tensor's own runs each run of this rank is."""
+    """Map each run of this rank to its number among its tensor's own runs."""
     numbers: dict[Run, int] = {}
     for tensor in held:
         own = defaultdict[int, int](int)

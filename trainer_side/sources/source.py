@@ -1,4 +1,4 @@
-"""Where a push's tensors come from, read bucket by bucket.
+"""Sources of a push's tensors, read bucket by bucket.
 
 A source never copies the model: its metas say what will be sent, and ``read``
 fills the packer's views. In a sharded trainer every rank has one, and they gather
@@ -23,22 +23,22 @@ _TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}
 
 
 class Source(Protocol):
-    """Ordered tensors of one push."""
+    """Source of the ordered tensors of one push."""
 
     description: str
-    """What it reads, for logs: "plain module", "PEFT adapter", ..."""
+    """Description of what is read, for logs: "plain module", "PEFT adapter", ..."""
     metas: tuple[TensorMeta, ...]
-    """Names on the wire, wire dtypes and full shapes, in the order of sending; the same
-    on every rank of the trainer."""
+    """Names on the wire, wire dtypes and full shapes, in the order of sending. They are the same on
+    every rank of the trainer."""
     is_collective: bool
-    """Whether every rank of the trainer must call ``read``, and not the sender alone."""
+    """True if every rank of the trainer must call ``read``, and not the sender alone."""
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """Fill ``views[i]`` with tensor ``first + i``, cast to the view's dtype.
 
         Args:
-            first: Where the range begins; ranges ascend without gaps, the same on every rank.
-            count: How many tensors it has.
+            first: First tensor of the range; ranges ascend without gaps, the same on every rank.
+            count: Number of tensors in the range.
             views: At the sender: ``count`` contiguous tensors of the metas' shapes, owned by
                 the caller, on the device that buckets are packed on: CPU, or the
                 accelerator that NCCL sends from. None at the trainer's other ranks, which
@@ -48,21 +48,22 @@ class Source(Protocol):
         """
 
     def end_reading(self) -> None:
-        """Free what was kept from one range to the next: a push has read its last one, or has
-        failed. The next push may find other values. Not collective."""
+        """Free what was kept between ranges, once a push has read its last one, or has failed. The
+        next push may find other values. Not collective."""
 
 
 @runtime_checkable
 class LyingSource(Source, Protocol):
-    """A source some of whose tensors lie in this process's memory, whole."""
+    """Source with some tensors that lie whole in this process's memory."""
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """Those of a range that do, where they lie and in their own dtypes; None of the others."""
+        """Return the tensors of a range that lie whole here, in their own dtypes; None for the
+        others."""
 
 
 @dataclass(frozen=True)
 class CastRule:
-    """Which dtype a tensor travels in: floats in the served one, others as they are."""
+    """Rule for the dtype that a tensor travels in: floats in the served one, others as they are."""
 
     enabled: bool = True
     served: DataType = DataType.FLOAT32
@@ -70,14 +71,14 @@ class CastRule:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells it from others."""
+        """Key that is equal for equal rules."""
         return self.enabled, self.served, frozenset(self.exceptions.items())
 
     def wire_dtype(self, name: str, dtype: torch.dtype) -> DataType:
-        """Wire dtype of tensor ``name``.
+        """Return the wire dtype of tensor ``name``.
 
         Raises:
-            InvalidManifestError: A dtype that cannot travel.
+            InvalidManifestError: The dtype cannot travel.
         """
         own = _DTYPES.get(dtype)
         if own is None:
@@ -108,13 +109,13 @@ def make_metas(
 
 
 class ParamsSource:
-    """Parameters by their final names, as they are.
+    """Source of parameters by their final names, as they are.
 
     Args:
-        params: What they are fetched from.
+        params: Parameters that they are fetched from.
         names: Name in ``params`` to name on the wire, in the order of sending.
-        cast: Which dtype each of them travels in.
-        description: What is read, for logs.
+        cast: Rule for the dtype that each of them travels in.
+        description: Description of what is read, for logs.
     """
 
     def __init__(
@@ -157,11 +158,11 @@ class ParamsSource:
 def tensor_source(
     tensors: Mapping[str, torch.Tensor], cast: CastRule, description: str
 ) -> ParamsSource:
-    """Tensors that are simply there, by their final names; kept by reference."""
+    """Return a source of tensors by their final names; they are kept by reference."""
     params = WholeParams(tensors, "tensors")
     return ParamsSource(params, {name: name for name in tensors}, cast, description)
 
 
 def torch_dtypes(metas: Sequence[TensorMeta]) -> list[torch.dtype]:
-    """The wire dtypes, as torch names them."""
+    """Return the wire dtypes as torch dtypes."""
     return [_TORCH_DTYPES[meta.dtype] for meta in metas]

@@ -30,7 +30,7 @@ _MAX_ENTRY_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Identity:
-    """Which file, in which state."""
+    """Identity of a file in one state of its content."""
 
     path: str
     size: int
@@ -40,7 +40,7 @@ class Identity:
 
     @classmethod
     def of(cls, path: Path) -> Identity:
-        """The identity of a file now, of the one that links lead to.
+        """Return the identity of a file now; links are followed.
 
         Raises:
             OSError: There is none.
@@ -62,7 +62,8 @@ class DigestCache:
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """``$XDG_CACHE_HOME/weft/checkpoints``, or below ``~/.cache``."""
+        """Return the user's own cache: ``$XDG_CACHE_HOME/weft/checkpoints``, or below
+        ``~/.cache``."""
         root = os.environ.get("XDG_CACHE_HOME", "")
         if not os.path.isabs(root):  # as its specification says
             try:
@@ -72,7 +73,7 @@ class DigestCache:
         return cls(Path(root) / "weft" / "checkpoints")
 
     def get(self, identity: Identity) -> tuple[StoredTensor, ...] | None:
-        """What the file held when it was put in that state."""
+        """Return the tensors that a file held when it was put in that state; None if not known."""
         if self._folder is None:
             return None
         try:
@@ -90,7 +91,7 @@ class DigestCache:
             return None
 
     def put(self, identity: Identity, tensors: tuple[StoredTensor, ...]) -> None:
-        """Remember what a file holds."""
+        """Remember the tensors that a file holds."""
         if self._folder is None:
             return
         entry = {

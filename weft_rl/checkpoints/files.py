@@ -1,4 +1,4 @@
-"""Where a checkpoint's weights lie on this machine."""
+"""Files of a checkpoint's weights on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_JSON_BYTES = 2**26
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that others wrote: a config, an index.
+    """Read the object in a JSON file that others wrote: a config, an index.
 
     Raises:
         InvalidRequestError: It is no regular file, too long, cannot be read, or holds no object.
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path, most_bytes: int = MAX_JSON_BYTES) -> str:
-    """The text of a regular file of at most so many bytes.
+    """Read the text of a regular file of at most ``most_bytes`` bytes.
 
     Raises:
         InvalidRequestError: It is something else, longer, or cannot be read.
@@ -57,8 +57,8 @@ def read_text(path: Path, most_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files that a loader takes: those in the index, else all of the
-    model's; none where there are none.
+    """List the safetensors files that a loader takes: those in the index, else all of the model's.
+    Empty where there are none.
 
     Raises:
         InvalidRequestError: The index cannot be read, or names no files of the directory.
@@ -75,7 +75,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def local_model_dir(model: str, revision: str | None) -> Path | None:
-    """Where a model has been read from: a directory, or the Hugging Face cache.
+    """Find where a model has been read from: a directory, or the Hugging Face cache.
 
     Returns:
         None if it cannot be found without network.

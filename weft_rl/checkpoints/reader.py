@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds: read once, on a thread of its own, and remembered.
+"""Contents of a checkpoint on disk: read once, on a thread of its own, and remembered.
 
 A replica compares base@0 so, a trainer finds out which base an adapter was trained on.
 Nothing that is in memory is read for it.
@@ -57,7 +57,8 @@ def _checkpoint_of(found: Mapping[Path, tuple[StoredTensor, ...]]) -> Checkpoint
 def read_tensors(
     files: Iterable[Path], cache: DigestCache, stop: threading.Event | None = None
 ) -> Iterator[tuple[Path, tuple[StoredTensor, ...]]]:
-    """What each file holds; blocks, and raises, as ``read_checkpoint``."""
+    """Yield each file with the tensors that it holds; blocks, and raises, as
+    ``read_checkpoint``."""
     stop = stop or threading.Event()
     for path in files:
         yield path, _digest_cached(path, cache, stop)
@@ -78,7 +79,7 @@ def _digest_cached(
 
 
 class _Stop(threading.Event):
-    """An order to stop reading, asked for between reads: so it shows that they go on."""
+    """Order to stop reading. It is asked for between reads, which shows that they go on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +91,12 @@ class _Stop(threading.Event):
 
 
 class CheckpointReader:
-    """Reads a checkpoint beside everything else that a process does.
+    """Reader of a checkpoint on a thread of its own, beside everything else that a process does.
 
     Args:
-        find: Says which files; called on the reader's thread. ``LookupError`` says that
+        find: Lists the files; called on the reader's thread. ``LookupError`` says that
             there are none that could be compared, and why.
-        cache: Of digests; by default the user's own.
+        cache: Cache of digests; by default the user's own.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class CheckpointReader:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is known now; does not block. Files of which the disk gives nothing are compared
-        with nothing until it does."""
+        """Checkpoint as far as it is known now; does not block. Files of which the disk gives
+        nothing are compared with nothing until it does."""
         silent_seconds = time.monotonic() - self._stop.asked_at
         if self._checkpoint == READING and silent_seconds >= SILENT_SECONDS:
             return not_compared(
@@ -121,11 +122,11 @@ class CheckpointReader:
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """What its files hold, once ``checkpoint`` is DIGESTED."""
+        """Tensors that its files hold, once ``checkpoint`` is DIGESTED."""
         return self._tensors
 
     def wait(self, timeout_seconds: float) -> Checkpoint:
-        """Block until it is known, or the time is up."""
+        """Block until the checkpoint is known, or the time is up; return it."""
         self._done.wait(max(0.0, timeout_seconds))
         return self.checkpoint
 

@@ -21,11 +21,11 @@ _CHUNK_BYTES = 2**20
 
 
 class Stopped(Exception):
-    """Whoever wanted the digest does not any more."""
+    """End of a digest that nobody wants any more."""
 
 
 def digest_file(path: Path, stop: threading.Event) -> tuple[StoredTensor, ...]:
-    """Read a file once, in the order of its bytes; extra memory is 1 MiB.
+    """Digest the tensors of a file, read once, in the order of its bytes; extra memory is 1 MiB.
 
     Blocks for as long as the disk takes; ``stop`` is looked at between reads.
 
@@ -53,7 +53,7 @@ def digest_file(path: Path, stop: threading.Event) -> tuple[StoredTensor, ...]:
 
 
 def _read_header(path: Path, fd: int) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin."""
+    """Read the header; return it and where the tensors begin."""
     size = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 2 <= size <= min(_MAX_HEADER_BYTES, os.fstat(fd).st_size - 8):
         raise InvalidRequestError(f"{path} is not a safetensors file: its header has no end")
@@ -80,7 +80,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...]
 def _digest(
     path: Path, fd: int, begin: int, num_bytes: int, buffer: torch.Tensor, stop: threading.Event
 ) -> int:
-    """Digest of a range of a file, chunk by chunk: it is linear in the bytes."""
+    """Digest a range of a file, chunk by chunk: the digest is linear in the bytes."""
     view = memoryview(buffer.numpy().data)
     total = done = 0
     while done < num_bytes:

@@ -64,7 +64,7 @@ app.command(
 
 
 def run() -> None:
-    """Entry point: typed errors become one line and an exit code, never a traceback."""
+    """Run the command line: typed errors become one line and an exit code, never a traceback."""
     try:
         app()
     except WeftError as error:

@@ -76,7 +76,7 @@ def push_path(
 
 
 def parse_require(text: str) -> Require:
-    """What ``--require`` says.
+    """Parse the value of ``--require``.
 
     Raises:
         InvalidRequestError: Neither "all" nor a number from 1 on.

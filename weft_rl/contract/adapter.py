@@ -35,7 +35,7 @@ def check_adapter(
             (``base_model.model.<module>.lora_A.weight``); A is (rank, in),
             B is (out, rank).
         reference: The served base.
-        capabilities: Of one replica.
+        capabilities: Capabilities of one replica.
 
     Raises:
         InvalidAdapterError: Names the setting or parameter, and what to do.
@@ -95,7 +95,7 @@ def _check_tensors(
 def _check_applied(
     sides: Mapping[str, Mapping[str, TensorMeta]], capabilities: Capabilities
 ) -> None:
-    """Refuse modules whose LoRA vLLM would ignore, though others that are called so have one."""
+    """Refuse modules whose LoRA vLLM would ignore, though others of the same name have one."""
     begins = tuple(f"{prefix}." for prefix in capabilities.lora_unapplied)
     found = [module for module in sides if f"{module}.".startswith(begins)] if begins else []
     if not found:
@@ -111,7 +111,8 @@ def _check_applied(
 
 
 def _why_not_there(module: str, reference: Reference) -> str:
-    """A reference lists no output layer whose weight is the embedding's."""
+    """Say why a reference lacks a module; it lists no output layer whose weight is the
+    embedding's."""
     if is_output_layer(module):
         return (
             f"is for {module!r}, whose weight is tied to the embedding's in the served "
@@ -157,7 +158,8 @@ def _check_rank(
 def _check_experts(
     ranks: Mapping[str, int], reference: Reference, capabilities: Capabilities
 ) -> None:
-    """Experts must be given whole: vLLM fills what is absent with zeros or fails late."""
+    """Refuse experts that are not given whole: vLLM fills what is absent with zeros or fails
+    late."""
     touched = {m.split(".experts.", 1)[0] for m in ranks if ".experts." in m}
     if touched and not capabilities.lora_on_experts:
         first = next(m for m in ranks if ".experts." in m)
@@ -183,7 +185,7 @@ def _check_experts(
 def _check_complete(
     config: Mapping[str, Any], ranks: Mapping[str, int], reference: Reference
 ) -> None:
-    """Every module that the config targets must be there: vLLM accepts partial sets."""
+    """Refuse an adapter that lacks a module that the config targets: vLLM accepts partial sets."""
     for module in _targeted_modules(config, reference):
         if module not in ranks:
             raise InvalidAdapterError(
@@ -193,7 +195,7 @@ def _check_complete(
 
 
 def _targeted_modules(config: Mapping[str, Any], reference: Reference) -> list[str]:
-    """Modules of the base that PEFT would have wrapped for this config.
+    """List the modules of the base that PEFT would have wrapped for this config.
 
     Source: peft.tuners.tuners_utils.check_target_module_exists.
     """

@@ -1,4 +1,5 @@
-"""PEFT's adapter_config.json as a value, and what is refused by it alone: before a tensor is read.
+"""PEFT's adapter_config.json as a value, and the checks that need it alone: before a tensor is
+read.
 
 A replica could serve what is refused here late, wrongly or as NaN. The rules are those
 measured against vLLM 0.26 to 0.32 and PEFT 0.21; each has a test.
@@ -129,7 +130,7 @@ def _needs_names(setting: str, given: str, wanted: str) -> InvalidAdapterError:
 
 
 def named_value(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value for a module: of the first name that is the module's, or that it ends with
+    """Return the value for a module: of the first name that is the module's, or that it ends with
     from a "." on. PEFT's rule, for names; O(components of the name).
 
     Source: peft.utils.other.get_pattern_key.
@@ -254,10 +255,10 @@ def _refused(setting: str, value: object, wanted: str) -> InvalidAdapterError:
 
 
 def _is_huge(value: object) -> bool:
-    """Whether it is an integer that Python would not even print."""
+    """Return whether a value is an integer that Python would not even print."""
     return isinstance(value, int) and value.bit_length() > 1024
 
 
 def shown(value: object) -> str:
-    """A setting's value for people: bounded, however long or deeply nested it is."""
+    """Format a setting's value for messages: bounded, however long or deeply nested it is."""
     return _REPR.repr(value)

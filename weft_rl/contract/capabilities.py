@@ -1,4 +1,4 @@
-"""What a replica's engine can take, as it declares at registration."""
+"""Capabilities of a replica's engine, as it declares them at registration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunningRequests = Literal["recompute", "keep", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a replica's engine can do, and has room for; sizes in bytes."""
+    """Features and room of a replica's engine; sizes in bytes."""
 
     engine_version: str
     """vLLM's version."""
@@ -29,51 +29,51 @@ class Capabilities:
     architecture: str
     """First entry of the model's ``architectures``."""
     base_dtype: DataType
-    """What floats of the base are served in."""
+    """Type that floats of the base are served in."""
     adapter_dtype: DataType
-    """What adapters are served in."""
+    """Type that adapters are served in."""
     backends: tuple[str, ...] = (GLOO,)
     """Side-group backends, best first."""
     num_receivers: int = 1
-    """Members this replica adds to a side group."""
+    """Number of members that this replica adds to a side group."""
     tensor_parallel_size: int = 1
     """Workers of the engine."""
     lora_enabled: bool = False
-    """Whether adapters can be served at all."""
+    """True if adapters can be served at all."""
     max_lora_rank: int = 0
     """Largest rank of an adapter."""
     lora_modules: tuple[str, ...] = ()
     """Last name components of the modules that can carry a LoRA."""
     lora_unapplied: tuple[str, ...] = ()
-    """What names of modules begin with to which its engine applies no LoRA all the same, as those
+    """Prefixes of the names of modules to which its engine applies no LoRA all the same, as those
     of an encoder; whole components (``model.vision_model``)."""
     lora_on_experts: bool = False
-    """Whether LoRA on expert parameters can be served."""
+    """True if LoRA on expert parameters can be served."""
     staging_capacity_bytes: int = 0
     """Bound of staged base weights."""
     adapter_capacity_bytes: int = 0
     """Bound of the adapter store."""
     loads_in_place: bool = False
-    """Whether bases that come over a side group are loaded as they arrive, not staged."""
+    """True if bases that come over a side group are loaded as they arrive, not staged."""
     takes_runs: bool = True
-    """Whether it takes buckets that list what they carry."""
+    """True if it takes buckets that list what they carry."""
     trial_name: str = field(default="", compare=False)
-    """Where its receiving worker answers trials of one-sided reading; empty: nowhere."""
+    """Name under which its receiving worker answers trials of one-sided reading; empty: nowhere."""
     gpu_uuids: tuple[str, ...] = field(default=(), compare=False)
-    """Of its workers; empty on CPUs."""
+    """UUIDs of its workers' GPUs; empty on CPUs."""
     can_sleep: bool = field(default=False, compare=False)
-    """Whether its engine can give the GPU's memory back for a while."""
+    """True if its engine can give the GPU's memory back for a while."""
     base_refusal: str = field(default="", compare=False)
-    """Why no base can be loaded into its engine while it runs, a sentence without its end; empty
-    where one can."""
+    """Reason why no base can be loaded into its engine while it runs, a sentence without its end;
+    empty where one can."""
     quantization: str = field(default="", compare=False)
-    """How the engine quantises the base as it loads it; empty where it does not."""
+    """Method by which the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)
-    """What its log-probabilities are, as vLLM names it; empty where it is not told."""
+    """Meaning of its log-probabilities, as vLLM names it; empty where it is not told."""
     logprobs_truncated: bool = field(default=False, compare=False)
-    """Whether they are of the distribution that is left after top-k, top-p and min-p."""
+    """True if they are of the distribution that is left after top-k, top-p and min-p."""
     running_requests: str = field(default="recompute", compare=False)
-    """A ``RunningRequests``, or what a later version of Weft calls so."""
+    """A ``RunningRequests``, or a choice that only a later version of Weft knows."""
     served_names: tuple[str, ...] = field(default=(), compare=False)
     """Names that its server has by its own arguments, for the base model and for adapters
     from files. Not compared: whether a layout fits does not depend on them."""

@@ -1,4 +1,4 @@
-"""What base@0 is: the checkpoint that an engine was started with, as a value."""
+"""The checkpoint that an engine was started with, which is base@0, as a value."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_FILES = 256
 
 
 class CheckpointState(enum.IntEnum):
-    """Numbers are those of ``weft.v1.CheckpointState``."""
+    """State of a checkpoint's comparison; numbers are those of ``weft.v1.CheckpointState``."""
 
     READING = 1
-    """Its files are being read: what they hold is not known yet."""
+    """Files that are still being read: their contents are not known yet."""
     DIGESTED = 2
     NOT_COMPARED = 3
-    """There are no files that could be; ``Checkpoint.reason`` says why."""
+    """Lack of files that could be compared; ``Checkpoint.reason`` says why."""
     DUMMY = 4
-    """The engine was started with weights that mean nothing."""
+    """Weights that mean nothing, which the engine was started with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StoredTensor:
     """The element type as safetensors names it (``BF16``)."""
     shape: tuple[int, ...]
     digest: int
-    """What ``weft_rl.transport.digests.wsum64.tensor_digest`` gives of its bytes."""
+    """Result of ``weft_rl.transport.digests.wsum64.tensor_digest`` for its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of the checkpoint that an engine was started with."""
+    """Known facts about the checkpoint that an engine was started with."""
 
     state: CheckpointState
     digest: bytes = b""
-    """Over all tensors, whichever files they lie in; empty unless DIGESTED."""
+    """Digest over all tensors, whichever files they lie in; empty unless DIGESTED."""
     files: tuple[FileDigest, ...] = ()
     """Its files, in the order of their names."""
     reason: str = ""
-    """Why it is not compared, for people."""
+    """Reason why it is not compared, for messages."""
 
 
 def not_compared(reason: str) -> Checkpoint:
-    """A checkpoint that nobody can compare."""
+    """Return a checkpoint that nobody can compare."""
     return Checkpoint(CheckpointState.NOT_COMPARED, reason=reason)
 
 
@@ -68,7 +68,7 @@ DUMMY = Checkpoint(CheckpointState.DUMMY)
 
 
 def checkpoint_digest(tensors: Iterable[StoredTensor]) -> bytes:
-    """SHA-256 over tensors, whatever their order and however they are cut into files.
+    """Compute the SHA-256 over tensors, whatever their order and however they are cut into files.
 
     Source: protos/weft/v1/registry.proto, Checkpoint.digest.
     """
@@ -80,8 +80,8 @@ def checkpoint_digest(tensors: Iterable[StoredTensor]) -> bytes:
 
 
 def differing_files(ours: Checkpoint, theirs: tuple[FileDigest, ...]) -> list[str]:
-    """Names of our files that the others lack or hold something else in, and of theirs that
-    we lack; sorted. Empty where the same files hold the same."""
+    """List the names of our files that the others lack or hold something else in, and of theirs
+    that we lack; sorted. Empty where the same files hold the same."""
     mine = {file.name: file.digest for file in ours.files}
     other = {file.name: file.digest for file in theirs}
     return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))

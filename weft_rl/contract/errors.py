@@ -14,7 +14,7 @@ class WeftError(Exception):
     """Base of all typed failures.
 
     Args:
-        message: What is wrong and what to do about it, for people.
+        message: Problem and remedy, in words for the user.
         reason: One of ``REASONS``; the type's own default when omitted.
         metadata: Further facts for programs (``member``, ``holder``, ...).
     """
@@ -35,7 +35,7 @@ class WeftError(Exception):
 
 
 class InvalidRequestError(WeftError):
-    """A call is malformed; the caller fixes it."""
+    """Malformed call; the caller fixes it."""
 
     status = "INVALID_ARGUMENT"
     default_reason = "INVALID_REQUEST"
@@ -54,7 +54,7 @@ class InvalidAdapterError(InvalidRequestError):
 
 
 class NotFiniteError(InvalidRequestError):
-    """What was to be sent holds NaN or infinity; metadata ``parameter`` names the first."""
+    """NaN or infinity in a tensor to be sent; metadata ``parameter`` names the first."""
 
     default_reason = "NOT_FINITE"
 
@@ -66,123 +66,123 @@ class InvalidNameError(InvalidRequestError):
 
 
 class NotFoundError(WeftError):
-    """The named thing is not known; list again."""
+    """Name of something that is not known; list again."""
 
     status = "NOT_FOUND"
     default_reason = "VERSION_UNKNOWN"
 
 
 class RequestConflictError(WeftError):
-    """An id was used again for something else; stop."""
+    """Use of an id again for something else; stop."""
 
     status = "ALREADY_EXISTS"
     default_reason = "REQUEST_CONFLICT"
 
 
 class PolicyOwnedError(RequestConflictError):
-    """Another trainer owns the policy; metadata names it."""
+    """Ownership of the policy by another trainer; metadata names it."""
 
     default_reason = "POLICY_OWNED"
 
 
 class NotReadyError(WeftError):
-    """A step is missing; do it first."""
+    """Missing step; do it first."""
 
     status = "FAILED_PRECONDITION"
     default_reason = "NOT_STAGED"
 
 
 class BaseMismatchError(NotReadyError):
-    """Made for another base model than the pool serves."""
+    """Weights made for another base model than the pool serves."""
 
     default_reason = "BASE_MISMATCH"
 
 
 class StaleEpochError(WeftError):
-    """An older epoch, lease or coordinator spoke; rejoin and start again."""
+    """Call of an older epoch, lease or coordinator; rejoin and start again."""
 
     status = "ABORTED"
     default_reason = "EPOCH_FENCED"
 
 
 class LeaseFencedError(StaleEpochError):
-    """The lease expired or was taken over; acquire it again."""
+    """Lease that expired or was taken over; acquire it again."""
 
     default_reason = "LEASE_FENCED"
 
 
 class TransferAbortedError(StaleEpochError):
-    """The push was given up before its commit; nothing changed, push again."""
+    """Push that was given up before its commit; nothing changed, push again."""
 
     default_reason = "TRANSFER_ABORTED"
 
 
 class VersionChangedError(WeftError):
-    """The base changed before the answer that insists on one had ended; ask again."""
+    """Change of the base before the answer that insists on one had ended; ask again."""
 
     status = "ABORTED"
     default_reason = "VERSION_CHANGED"
 
 
 class CapacityError(WeftError):
-    """A stated bound would be exceeded; free something or wait."""
+    """Excess over a stated bound; free something or wait."""
 
     status = "RESOURCE_EXHAUSTED"
     default_reason = "STAGING_FULL"
 
 
 class PeerUnavailableError(WeftError):
-    """Somebody needed is away; metadata ``member`` says who. Retry."""
+    """Absence of a process that is needed; metadata ``member`` says who. Retry."""
 
     status = "UNAVAILABLE"
     default_reason = "PEER_GONE"
 
 
 class StalledError(PeerUnavailableError):
-    """Somebody needed is alive and makes no progress; metadata ``member`` says who. It
-    takes no part until it answers again: push again."""
+    """Lack of progress of a live process that is needed; metadata ``member`` says who. It takes no
+    part until it answers again: push again."""
 
     default_reason = "STALLED"
 
 
 class TransferTimeoutError(WeftError):
-    """A deadline passed; ask what happened before pushing again."""
+    """Deadline that passed; ask what happened before pushing again."""
 
     status = "DEADLINE_EXCEEDED"
     default_reason = "DEADLINE"
 
 
 class DigestMismatchError(WeftError):
-    """Bytes arrived that were not sent; nothing was changed."""
+    """Arrival of bytes that were not sent; nothing was changed."""
 
     status = "DATA_LOSS"
     default_reason = "DIGEST_MISMATCH"
 
 
 class UnsupportedError(WeftError):
-    """Not possible here; choose another way."""
+    """Request that is not possible here; choose another way."""
 
     status = "UNIMPLEMENTED"
     default_reason = "UNSUPPORTED"
 
 
 class NotAllowedError(WeftError):
-    """The credential does not authorise the call."""
+    """Call that the credential does not authorise."""
 
     status = "PERMISSION_DENIED"
     default_reason = "BAD_TOKEN"
 
 
 class UnauthenticatedError(NotAllowedError):
-    """The caller is nobody that the server knows."""
+    """Caller that the server does not know."""
 
     status = "UNAUTHENTICATED"
     default_reason = "UNAUTHENTICATED"
 
 
 class LoadFailedError(WeftError):
-    """The engine could not take the weights; metadata ``dirty`` says whether it
-    may hold mixed ones."""
+    """Failure of the engine to take the weights; metadata ``dirty`` says if it may hold mixed
+    ones."""
 
     default_reason = "LOAD_FAILED"
 
@@ -252,15 +252,15 @@ REASONS: dict[str, type[WeftError]] = {
 def error_from_reason(
     reason: str, message: str, metadata: dict[str, str] | None = None
 ) -> WeftError:
-    """The typed error that ``reason`` stands for; a plain WeftError if unknown."""
+    """Return the typed error that ``reason`` stands for; a plain WeftError if unknown."""
     return REASONS.get(reason, WeftError)(message, reason=reason, metadata=metadata)
 
 
 def with_lost_weights(error: WeftError, replicas: str) -> WeftError:
-    """A failure of a push that also says what it has cost.
+    """Return a push's failure that also names the replicas whose weights it has cost.
 
     Args:
-        replicas: That had begun to load it in place, for people.
+        replicas: Names of those that had begun to load it in place, for messages.
     """
     return error_from_reason(
         error.reason,
@@ -270,5 +270,5 @@ def with_lost_weights(error: WeftError, replicas: str) -> WeftError:
 
 
 def lost_weights(replicas: str) -> str:
-    """What it means that these had begun to load in place what never came whole."""
+    """Describe the replicas whose in-place load was cut short, for error messages."""
     return f"{replicas} had begun to load it in place: out of service until repaired by a base"

@@ -1,4 +1,4 @@
-"""A side group as its members know it: who has a place in it, and how large it may be."""
+"""A side group as its members know it: their places in it, and how large it may be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BUCKETS_IN_FLIGHT: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTicket:
-    """What a process needs to join a side group at one rank; plain and picklable.
+    """Information that a process needs to join a side group at one rank; plain and picklable.
 
     The coordinator hands it out as a ``weft.v1.GroupPlan``, to which the member adds how it
     reaches the coordinator and is reached itself.
@@ -30,11 +30,11 @@ class GroupTicket:
     """Address of this machine that the side group binds, and that peers connect to."""
     group_id: str
     token: str = field(repr=False)
-    """Authorises this rank alone."""
+    """Token that authorises this rank alone."""
     epoch: int
     rank: int
-    """A sender's is below ``num_senders``; of a replica that has several receivers it is that of
-    the first."""
+    """Rank in the group: a sender's is below ``num_senders``; of a replica that has several
+    receivers it is that of the first."""
     size: int
     backend: str
     num_senders: int = 1

@@ -39,12 +39,12 @@ def check_name(name: str, what: str) -> str:
 
 
 def replica_sender(replica_id: str) -> str:
-    """A replica as the sender of a clone; no trainer can be named so."""
+    """Return the name of a replica as the sender of a clone; no trainer can be named so."""
     return f"{_SENDER_PREFIX}{replica_id}"
 
 
 def is_replica_sender(trainer_id: str) -> bool:
-    """Whether what sends is a replica, not a trainer."""
+    """Return whether a sender is a replica, not a trainer."""
     return trainer_id.startswith(_SENDER_PREFIX)
 
 
@@ -94,9 +94,8 @@ STARTED_WITH: Final = PolicyVersion(BASE_POLICY, 0)
 
 
 def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:
-    """The name of a server's own that requests for an adapter would get instead of it:
-    the policy's, or one of the form ``policy@N``. Empty when there is none.
-    """
+    """Return the server's own name that requests for an adapter would get instead of it: the
+    policy's, or one of the form ``policy@N``. Empty when there is none."""
     for name in served_names:
         head, at, number = name.rpartition("@")
         if name == policy or (at and head == policy and number.isascii() and number.isdigit()):
@@ -105,7 +104,7 @@ def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:
 
 
 def provenance(trained_on: int | None, served_over: int) -> str:
-    """Which base an adapter was trained on, and which it is served over, as it is said
+    """Format the base that an adapter was trained on and the one that it is served over, as shown
     wherever these differ: ``trained on base@0, served over base@1``.
 
     Args:
@@ -136,29 +135,29 @@ class VersionVector:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for equal vectors, as ``adapters`` cannot be hashed."""
+        """Hashable value that is equal for equal vectors, as ``adapters`` cannot be hashed."""
         entries = sorted((name, e.versions, e.alias) for name, e in self.adapters.items())
         return self.base, tuple(entries)
 
     @cached_property
     def aliases(self) -> Mapping[str, int]:
-        """What each bare name stands for, where it stands for anything."""
+        """Version that each bare name stands for, where it stands for one."""
         return {policy: entry.alias for policy, entry in self.adapters.items() if entry.alias}
 
     def holds(self, version: PolicyVersion) -> bool:
-        """Whether ``version`` can be requested here."""
+        """Return whether ``version`` can be requested here."""
         if version.policy == BASE_POLICY:
             return version.version == self.base
         entry = self.adapters.get(version.policy)
         return entry is not None and version.version in entry.versions
 
     def with_base(self, version: int) -> VersionVector:
-        """The vector after the base was switched."""
+        """Return the vector after the base was switched."""
         return replace(self, base=version)
 
     def with_adapter(self, version: PolicyVersion, alias: int = 0) -> VersionVector:
-        """The vector after an adapter version was added and its alias flipped to it,
-        or to ``alias``, a version that is held."""
+        """Return the vector after an adapter version was added and its alias flipped to it, or to
+        ``alias``, a version that is held."""
         old = self.adapters.get(version.policy, AdapterVersions())
         entry = AdapterVersions(
             tuple(sorted({*old.versions, version.version})), alias or version.version
@@ -166,7 +165,7 @@ class VersionVector:
         return replace(self, adapters={**self.adapters, version.policy: entry})
 
     def without_adapter(self, version: PolicyVersion) -> VersionVector:
-        """The vector after an adapter version was retired."""
+        """Return the vector after an adapter version was retired."""
         old = self.adapters.get(version.policy)
         if old is None:
             return self
@@ -179,7 +178,8 @@ class VersionVector:
         return replace(self, adapters=adapters)
 
     def missing_from(self, have: VersionVector) -> list[str]:
-        """What ``have`` lacks to serve all of this, as ``policy@version``; sorted.
+        """List the versions that ``have`` lacks to serve all of this, as ``policy@version``;
+        sorted.
 
         Retained older adapter versions are not counted: what must be there is the
         base and the version behind each alias.

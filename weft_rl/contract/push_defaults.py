@@ -1,4 +1,4 @@
-"""What a push does where its caller says nothing: alike for a ``Publisher`` and ``weft push``.
+"""Defaults of a push: alike for a ``Publisher`` and ``weft push``.
 
 Here, and not in ``trainer_side``, since the command line shows its help without torch.
 """

@@ -1,4 +1,4 @@
-"""How tokens are sampled."""
+"""Settings of how tokens are sampled."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from weft_rl.contract.errors import InvalidRequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the samples of a prompt are drawn; what is not given leaves the distribution of the
-    model as it is. See ``weft.v1.Sampling``."""
+    """Settings by which the samples of a prompt are drawn; what is not given leaves the
+    distribution of the model as it is. See ``weft.v1.Sampling``."""
 
     num_samples: int = 1
-    """Of each prompt, at most 1024."""
+    """Number of samples of each prompt, at most 1024."""
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """Temperature; 0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 considers all tokens."""
+    """Number of tokens considered; 0 considers all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int | None = None
-    """Of each sample; None: as many as the model's context leaves."""
+    """Most tokens of each sample; None: as many as the model's context leaves."""
     min_tokens: int = 0
-    """Before an end-of-sequence or stop token may come."""
+    """Fewest tokens before an end-of-sequence or stop token may come."""
     stop: str | Iterable[str] = ()
     """Strings that end a sample, or one; the tokens that make them are its last ones. Kept as a
     tuple."""
@@ -36,8 +36,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Raises:
-        InvalidRequestError: A stop is of another kind.
+        """Check the stops, and keep them as tuples.
+
+        Raises:
+            InvalidRequestError: A stop is of another kind.
         """
         object.__setattr__(self, "stop", _several("stop", self.stop, str))
         object.__setattr__(
@@ -46,7 +48,7 @@ class Sampling:
 
 
 def _several(name: str, given: object, kind: type) -> tuple[object, ...]:
-    """One or several of a kind, as a tuple."""
+    """Return one or several values of a kind as a tuple."""
     if isinstance(given, kind) and not isinstance(given, bool):
         return (given,)
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, bytes) else None

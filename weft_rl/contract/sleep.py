@@ -1,4 +1,4 @@
-"""What trainers, coordinator and replicas mean by sleep: its levels, and how long it takes."""
+"""Levels and times of sleep, alike for trainers, coordinator and replicas."""
 
 from __future__ import annotations
 

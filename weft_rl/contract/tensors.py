@@ -1,4 +1,4 @@
-"""Element types, tensor descriptions, and those that a base model consists of; without torch."""
+"""Element types, descriptions of tensors, and the tensors of a base model; without torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DataType(enum.IntEnum):
 
     @property
     def is_float(self) -> bool:
-        """Whether a sender may cast it to another float type."""
+        """True if a sender may cast it to another float type."""
         return self in _FLOATS
 
     @property
@@ -50,7 +50,7 @@ class DataType(enum.IntEnum):
 
     @classmethod
     def of_safetensors(cls, name: str) -> DataType | None:
-        """The type of that ``safetensors_name``; None for one that cannot be sent."""
+        """Return the type of that ``safetensors_name``; None for one that cannot be sent."""
         return _OF_SAFETENSORS.get(name)
 
 
@@ -101,7 +101,7 @@ class TensorMeta:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """``(4096, 32)`` as ``4096,32``; empty for a scalar."""
+    """Format ``(4096, 32)`` as ``4096,32``; empty for a scalar."""
     return ",".join(map(str, shape))
 
 
@@ -122,12 +122,12 @@ class Reference:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the base model; see ``base_fingerprint``."""
+        """Digest that names the base model; see ``base_fingerprint``."""
         return base_fingerprint(self.architecture, self.tensors)
 
 
 def base_fingerprint(architecture: str, tensors: Sequence[TensorMeta]) -> str:
-    """SHA-256 (hex) over the architecture and every name and shape; not dtypes.
+    """Compute the SHA-256 (hex) over the architecture and every name and shape; not dtypes.
 
     Source: protos/weft/v1/types.proto, ReferenceChunk.fingerprint.
     """
@@ -136,7 +136,7 @@ def base_fingerprint(architecture: str, tensors: Sequence[TensorMeta]) -> str:
 
 
 def is_output_layer(module: str) -> bool:
-    """Whether it is the layer whose weight may be tied to the embedding's; a reference
+    """Return whether a module is the layer whose weight may be tied to the embedding's; a reference
     does not list it then."""
     return module.rpartition(".")[2] == "lm_head"
 
@@ -185,5 +185,6 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
 
 
 def _dtype_fits(given: DataType, served: DataType) -> bool:
-    """Floats are cast by the engine's loader; anything else must be equal."""
+    """Return whether a dtype can be served: floats are cast by the engine's loader; anything else
+    must be equal."""
     return given == served or (given.is_float and served.is_float)

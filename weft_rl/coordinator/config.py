@@ -1,4 +1,4 @@
-"""The settings of a coordinator."""
+"""Settings of a coordinator."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ class CoordinatorConfig:
     listen: str = "127.0.0.1:50051"
     """HOST:PORT; port 0 takes a free one."""
     lease_seconds: float = Settings.lease_seconds
-    """How long a trainer keeps a policy without renewing."""
+    """Seconds that a trainer keeps a policy without renewing."""
     heartbeat_seconds: float = Settings.heartbeat_seconds
-    """How often replicas are asked to be heard."""
+    """Seconds between the heartbeats that replicas are asked for."""
     lost_after_seconds: float = Settings.lost_after_seconds
-    """Silence after which a replica is given up: several heartbeats."""
+    """Seconds of silence after which a replica is given up: several heartbeats."""
     retain: int = Settings.retain
-    """Newest versions of each adapter that stay requestable; the alias always does."""
+    """Number of newest versions of each adapter that stay requestable; the alias always does."""
     commit_timeout_seconds: float = 120.0
-    """Longest that a replica may take to switch to a committed version."""
+    """Seconds that a replica may take at most to switch to a committed version."""
     stall_seconds: float = Settings.stall_seconds
-    """How long a member of a transfer that owes the next step may say nothing before it is
-    given up for it: its process lives, but the thread that works hangs."""
+    """Seconds that a member of a transfer may be silent while it owes the next step. Then it is
+    given up for the transfer: its process lives, but the thread that works hangs."""
     sender_stall_seconds: float = Settings.sender_stall_seconds
-    """How long a trainer may say nothing while another transfer waits for its replicas."""
+    """Seconds that a trainer may be silent while another transfer waits for its replicas."""
     max_transfer_seconds: float = Settings.max_transfer_seconds
-    """Longest that a push may take from the time that it is its turn; what it waits before
-    is bounded by its own deadline alone."""
+    """Seconds that a push may take once it is its turn; the wait before that is bounded by the
+    push's own deadline alone."""
     publish_again_after_seconds: float = Settings.publish_again_after_seconds
-    """How long no replica must hold a served version before its owner is asked for it."""
+    """Seconds for which no replica holds a served version before its owner is asked for it."""
     max_policies_per_trainer: int = Settings.max_policies_per_trainer
-    """Policies that one trainer may have at a time, owned or served: one identity of the access
-    file, or one trainer_id where nobody is asked who he is."""
+    """Number of policies that one trainer may have at a time, owned or served. A trainer is one
+    identity of the access file, or one trainer_id where callers are not identified."""
     credentials: Credentials = NO_CREDENTIALS
-    """What it shows to callers, and to the replicas that it calls."""
+    """Credentials shown to callers, and to the replicas that the coordinator calls."""
     access: Path | None = None
-    """The file that says who may call what; None where everybody may."""
+    """File that says who may call what; None where everybody may."""
     insecure: bool = False
-    """Whether it may serve everybody on an address that is not loopback."""
+    """True if it may serve everybody on an address that is not loopback."""
     telemetry: TelemetryConfig = NO_TELEMETRY
-    """What it shows of itself: metrics, and health without TLS."""
+    """Telemetry of the process: metrics, and health without TLS."""
     stop_seconds: float = 5.0
-    """Longest that calls under way may take to end when the process is told to stop."""
+    """Seconds that calls under way may take to end when the process is told to stop."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -84,7 +84,7 @@ class CoordinatorConfig:
 
     @property
     def settings(self) -> Settings:
-        """The options that decisions depend on."""
+        """Options that decisions depend on."""
         return Settings(
             lease_seconds=self.lease_seconds,
             heartbeat_seconds=self.heartbeat_seconds,

@@ -1,4 +1,4 @@
-"""A coordinator as a process runs it, or a test or a replica embeds it."""
+"""Coordinator, as a process runs it, or a test or a replica embeds it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Everything of one coordinator; ``start`` and ``stop`` it on one event loop."""
+    """All parts of one coordinator; ``start`` and ``stop`` it on one event loop."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
@@ -64,11 +64,11 @@ class Coordinator:
         return f"{self.config.listen.rpartition(':')[0]}:{self.port}"
 
     async def start(self) -> int:
-        """Open the catalog, listen, and decide; returns the port.
+        """Open the catalog, listen, and begin to decide; returns the port.
 
         Raises:
             CatalogError: The catalog is in use, foreign or too new.
-            UnsupportedError: It is to trace, and lacks what that needs.
+            UnsupportedError: Tracing is on, and what it needs is not installed.
             NotReadyError: The address cannot be listened on.
         """
         self._catalog = await asyncio.to_thread(Catalog.open, self.config.catalog)
@@ -167,7 +167,7 @@ class Coordinator:
         return TransferTraces(self._tracer, now)
 
     async def wait(self) -> None:
-        """Wait until it is stopped.
+        """Wait until the coordinator is stopped.
 
         Raises:
             Exception: It cannot continue: the catalog could not be written.
@@ -176,7 +176,7 @@ class Coordinator:
             await asyncio.shield(self._deciding)
 
     async def stop(self) -> None:
-        """End what is under way within ``stop_seconds`` and let go of the catalog.
+        """End calls under way within ``stop_seconds``, and close the catalog.
 
         Idempotent. A transfer that was not committed is aborted at the next start.
         """
@@ -225,7 +225,7 @@ async def serve(
     """Run a coordinator until SIGTERM or SIGINT, then stop it in order.
 
     Args:
-        ready: Told the port, and those beside it, once calls are answered.
+        ready: Called with the port, and those beside it, once calls are answered.
 
     Raises:
         WeftError: It cannot start; says why.

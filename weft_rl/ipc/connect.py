@@ -1,4 +1,4 @@
-"""Connecting to a Unix socket within a time."""
+"""Connection to a Unix socket within a time limit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _RETRY_SECONDS: Final = 0.005
 
 
 def connect_unix(connecting: socket.socket, address: str, timeout_seconds: float) -> None:
-    """Connect a socket, which has that timeout from now on; blocks while the backlog of who
-    listens is full. The kernel waits for that only where a socket has no timeout.
+    """Connect a socket and set its timeout; blocks while the listener's backlog is full. The kernel
+    waits for that only where a socket has no timeout.
 
     Raises:
-        BlockingIOError: It was full for as long.
+        BlockingIOError: The backlog was full for as long.
         OSError: Nobody listens.
     """
     deadline = time.monotonic() + timeout_seconds

@@ -1,6 +1,6 @@
-"""What a message from outside may hold: every number, text and list, by its field.
+"""Bounds on messages from outside: on every number, text and list, by its field.
 
-One walk over what is set checks a whole message, nested ones too, so a field that is
+One walk over what is set checks a whole message, nested ones too. So a field that is
 added tomorrow is bounded by its type until it gets a rule of its own here. The bounds
 are those that ``weft.v1`` states (types.proto, "Bounds"). What depends on more than the
 field itself (a name's rule, a known policy) is checked where it is used.
@@ -59,7 +59,7 @@ _Check = Callable[[Message, FieldDescriptor, Any], None]
 
 
 def check(message: Message) -> None:
-    """Refuse a message that holds what no honest peer says; cut texts that are too long.
+    """Refuse a message that holds what no honest peer sends; cut texts that are too long.
 
     Raises:
         InvalidRequestError: Names the field and its bound (or the type that the
@@ -80,8 +80,8 @@ def check_revision(given: int, caller: str) -> None:
     """Refuse a caller that speaks another revision than this coordinator.
 
     Args:
-        given: What it says; 0 where it says nothing, as who is older than revisions does.
-        caller: Who it is, for people.
+        given: Revision that it sends; 0 if it sends none, as callers older than revisions do.
+        caller: Its name, for error messages.
 
     Raises:
         NotReadyError: ``REVISION_MISMATCH``; says which side is older.
@@ -143,7 +143,7 @@ def _text(max_chars: int, *, printable: bool = True, reason: str = "INVALID_REQU
 
 
 def _kept(max_chars: int) -> _Check:
-    """A text for people is cut, not refused."""
+    """Return a check that cuts an overlong text for messages, instead of refusing it."""
 
     def cut(message: Message, field: FieldDescriptor, value: str) -> None:
         if len(value) > max_chars:
@@ -196,7 +196,7 @@ def _url(_: Message, field: FieldDescriptor, value: str) -> None:
 
 
 def _anything(message: Message, field: FieldDescriptor, value: Any) -> None:
-    """Checked where it is used, entry by entry, or any value will do."""
+    """Accept any value: it is checked where it is used, entry by entry, or needs no check."""
 
 
 def _nested(_: Message, __: FieldDescriptor, value: Message) -> None:
@@ -204,7 +204,10 @@ def _nested(_: Message, __: FieldDescriptor, value: Message) -> None:
 
 
 def _each(one: _Check, max_entries: int, *, ordered: bool = False) -> _Check:
-    """A list of what ``one`` takes; of numbers (``ordered``) the extremes will do."""
+    """Return a check of lists whose entries ``one`` takes.
+
+    Of numbers (``ordered``) it checks only the extremes.
+    """
 
     def test(message: Message, field: FieldDescriptor, values: Any) -> None:
         if len(values) > max_entries:
@@ -325,12 +328,14 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True)
 class _Checks:
-    """The checks of one message, by the name of the field; a walk over descriptors for each
-    message would cost more than its parser."""
+    """Checks of one message, by the name of the field.
+
+    A walk over descriptors for each message would cost more than its parser.
+    """
 
     values: list[tuple[str, FieldDescriptor, _Check]]
     messages: list[tuple[str, FieldDescriptor, _Check]]
-    """The checks of single messages, which may be absent."""
+    """Checks of single messages, which may be absent."""
 
 
 _CHECKS: dict[type[Message], _Checks] = {}

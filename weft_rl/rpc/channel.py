@@ -74,7 +74,7 @@ def open_channel(target: str, credentials: Credentials | None = None) -> grpc.Ch
     The caller closes it. Not to be carried over a fork.
 
     Args:
-        credentials: What it shows; this process's (``Credentials.from_environment``) by
+        credentials: Credentials to show; this process's (``Credentials.from_environment``) by
             default.
 
     Raises:
@@ -98,7 +98,7 @@ def open_aio_channel(target: str, credentials: Credentials | None = None) -> grp
 
 
 def split_target(target: str) -> tuple[str, int]:
-    """``HOST:PORT`` or ``[V6]:PORT`` as host and port.
+    """Split ``HOST:PORT`` or ``[V6]:PORT`` into host and port.
 
     Raises:
         ValueError: Not of that form.
@@ -143,7 +143,7 @@ def check_target(target: object, name: str = "coordinator") -> str:
 
 
 def local_address_towards(target: str) -> str:
-    """The address that this machine's routes give packets to ``HOST:PORT``.
+    """Return the address that this machine's routes give packets to ``HOST:PORT``.
 
     Nothing is sent: a datagram socket is connected, which only chooses a route.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints, and the digests of tensors, as they travel."""
+"""Codec of checkpoints and of the digests of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_REASON_CHARS: Final = 500
 
 
 def checkpoint_to_proto(value: Checkpoint) -> registry_pb2.Checkpoint:
-    """What a replica was started with, for ReportCheckpoint."""
+    """Encode the checkpoint that a replica was started with, for ReportCheckpoint."""
     return registry_pb2.Checkpoint(
         state=registry_pb2.CheckpointState.ValueType(int(value.state)),
         digest=value.digest,
@@ -31,15 +31,15 @@ def checkpoint_to_proto(value: Checkpoint) -> registry_pb2.Checkpoint:
 
 
 def files_to_proto(files: Iterable[FileDigest]) -> list[registry_pb2.CheckpointFile]:
-    """Files of a checkpoint."""
+    """Encode the files of a checkpoint."""
     return [registry_pb2.CheckpointFile(name=file.name, digest=file.digest) for file in files]
 
 
 def checkpoint_from_proto(message: registry_pb2.Checkpoint) -> Checkpoint:
-    """What a replica was started with, from ReportCheckpoint.
+    """Decode the checkpoint that a replica was started with, from ReportCheckpoint.
 
     Raises:
-        InvalidRequestError: A digest that is none, too many files, or no state.
+        InvalidRequestError: A digest is not SHA-256, there are too many files, or no state.
     """
     try:
         state = CheckpointState(message.state)
@@ -60,7 +60,7 @@ def checkpoint_from_proto(message: registry_pb2.Checkpoint) -> Checkpoint:
 
 
 def tensors_to_proto(tensors: Iterable[StoredTensor]) -> list[types_pb2.TensorDigest]:
-    """Tensors and their digests."""
+    """Encode tensors and their digests."""
     return [
         types_pb2.TensorDigest(name=t.name, dtype=t.dtype, dims=t.shape, digest=t.digest)
         for t in tensors
@@ -68,5 +68,5 @@ def tensors_to_proto(tensors: Iterable[StoredTensor]) -> list[types_pb2.TensorDi
 
 
 def tensors_from_proto(messages: Iterable[types_pb2.TensorDigest]) -> list[StoredTensor]:
-    """Tensors and their digests."""
+    """Decode tensors and their digests."""
     return [StoredTensor(m.name, m.dtype, tuple(m.dims), m.digest) for m in messages]

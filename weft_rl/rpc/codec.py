@@ -1,4 +1,4 @@
-"""Protos to contract values and back; lists travel in chunks."""
+"""Codec between protos and contract values; lists travel in chunks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CHUNK_ENTRIES: Final = 4096
 
 
 def chunk_ranges(count: int) -> Iterator[slice]:
-    """Slices of at most ``CHUNK_ENTRIES`` that cover ``count`` entries."""
+    """Return slices of at most ``CHUNK_ENTRIES`` that cover ``count`` entries."""
     return (slice(i, i + CHUNK_ENTRIES) for i in range(0, count, CHUNK_ENTRIES))
 
 
 def dtype_from_proto(number: int) -> DataType:
-    """The element type of that number.
+    """Return the element type with this number.
 
     Raises:
         InvalidRequestError: Unset or unknown.
@@ -41,12 +41,12 @@ def dtype_from_proto(number: int) -> DataType:
 
 
 def dtype_to_proto(dtype: DataType) -> types_pb2.DataType.ValueType:
-    """The enum value of ``dtype``."""
+    """Return the enum value of ``dtype``."""
     return types_pb2.DataType.ValueType(int(dtype))
 
 
 def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
-    """What a replica can do, for Register."""
+    """Encode what a replica can do, for Register."""
     return registry_pb2.Capabilities(
         engine_version=value.engine_version,
         base_fingerprint=value.base_fingerprint,
@@ -78,7 +78,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
 
 
 def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
-    """What a replica can do, from Register.
+    """Decode what a replica can do, from Register.
 
     Raises:
         InvalidRequestError: An element type is unset, or there are no receivers.
@@ -116,10 +116,10 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
 
 
 def vector_to_proto(vector: VersionVector, most: int | None = None) -> types_pb2.VersionVector:
-    """What is served, adapters by name.
+    """Encode the versions that are served, adapters by name.
 
     Args:
-        most: Of so many adapters, and how many more there are.
+        most: Number of adapters to encode; the others are only counted. None encodes all.
     """
     return types_pb2.VersionVector(
         base=vector.base,
@@ -132,7 +132,7 @@ def vector_to_proto(vector: VersionVector, most: int | None = None) -> types_pb2
 
 
 def vector_from_proto(message: types_pb2.VersionVector) -> VersionVector:
-    """What is served."""
+    """Decode the versions that are served."""
     return VersionVector(
         base=message.base,
         adapters={
@@ -143,22 +143,22 @@ def vector_from_proto(message: types_pb2.VersionVector) -> VersionVector:
 
 
 def version_to_proto(version: PolicyVersion) -> types_pb2.PolicyVersion:
-    """``math@17`` as a message."""
+    """Encode ``math@17`` as a message."""
     return types_pb2.PolicyVersion(policy=version.policy, version=version.version)
 
 
 def version_from_proto(message: types_pb2.PolicyVersion) -> PolicyVersion:
-    """``math@17`` from a message; the name is not checked."""
+    """Decode ``math@17`` from a message; the name is not checked."""
     return PolicyVersion(message.policy, message.version)
 
 
 def versions_from_proto(messages: Iterable[types_pb2.PolicyVersion]) -> list[PolicyVersion]:
-    """Several of them."""
+    """Decode several versions; their names are not checked."""
     return [version_from_proto(message) for message in messages]
 
 
 def content_to_proto(manifest: Manifest, digest: bytes) -> types_pb2.ContentDigest:
-    """The digest of a version of that layout."""
+    """Encode the content digest of a version with this manifest."""
     return types_pb2.ContentDigest(
         algorithm=types_pb2.DigestAlgorithm.ValueType(int(manifest.digest_algorithm)),
         value=digest,
@@ -167,8 +167,10 @@ def content_to_proto(manifest: Manifest, digest: bytes) -> types_pb2.ContentDige
 
 
 def duration_to_proto(seconds: float) -> Duration:
-    """Seconds as a message, of any float: negative ones are 0, and what is above what
-    ``weft_rl.rpc.bounds`` takes is that much."""
+    """Encode seconds, given as any float.
+
+    Negative seconds become 0; more than ``weft_rl.rpc.bounds`` takes becomes its maximum.
+    """
     message = Duration()
     bounded = min(max(0.0, seconds), MAX_DURATION_SECONDS)  # of NaN: 0
     message.FromTimedelta(timedelta(seconds=bounded))
@@ -176,13 +178,15 @@ def duration_to_proto(seconds: float) -> Duration:
 
 
 def duration_from_proto(message: Duration) -> float:
-    """Seconds."""
+    """Return a duration in seconds."""
     return message.seconds + message.nanos * 1e-9
 
 
 def timestamp_to_proto(unix_seconds: float) -> Timestamp:
-    """Seconds since 1970 as a message, of any float; times outside the years that a
-    ``Timestamp`` has are the nearest of them."""
+    """Encode seconds since 1970, given as any float.
+
+    A time outside the years that a ``Timestamp`` has becomes the nearest one inside.
+    """
     bounded = min(max(0.0, unix_seconds), LAST_SECOND)
     whole = int(bounded // 1)
     return Timestamp(seconds=whole, nanos=int((bounded - whole) * 1e9))
@@ -191,7 +195,7 @@ def timestamp_to_proto(unix_seconds: float) -> Timestamp:
 def ticket_from_proto(
     message: publish_pb2.GroupPlan, *, coordinator: str, host: str
 ) -> GroupTicket:
-    """A member's place in a side group; ``coordinator`` and ``host`` as in ``GroupTicket``."""
+    """Decode a member's place in a side group; the arguments are as in ``GroupTicket``."""
     return GroupTicket(
         coordinator=coordinator,
         host=host,
@@ -206,7 +210,7 @@ def ticket_from_proto(
 
 
 def send_plan_to_proto(plan: SendPlan) -> types_pb2.SendPlan:
-    """Who sends what, as lists."""
+    """Encode a send plan as lists."""
     return types_pb2.SendPlan(
         num_senders=plan.num_senders,
         senders=[wire.sender for wire in plan.buckets],
@@ -217,7 +221,7 @@ def send_plan_to_proto(plan: SendPlan) -> types_pb2.SendPlan:
 
 
 def send_plan_from_proto(message: types_pb2.SendPlan) -> SendPlan:
-    """Who sends what.
+    """Decode a send plan.
 
     Raises:
         InvalidRequestError: It is no plan of any layout.

@@ -1,6 +1,6 @@
-"""Why a server that listens does not answer: one TLS handshake, made to learn what fails in it.
+"""Diagnosis of a server that listens and does not answer, by one TLS handshake.
 
-gRPC says of a handshake that fails only that the connection was lost.
+When a handshake fails, gRPC says only that the connection was lost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _MAX_FLIGHTS: Final = 4
 
 
 def why_refused(target: str, credentials: Credentials, seconds: float = 2.0) -> str:
-    """Why a channel to HOST:PORT cannot be made with ``credentials``; empty if nothing in
-    the handshake says so.
+    """Return why a channel to HOST:PORT cannot be made with ``credentials``.
+
+    Empty if nothing in the handshake says so.
 
     Args:
         seconds: Longest that connecting, and each answer, may take.
@@ -35,7 +36,7 @@ def why_refused(target: str, credentials: Credentials, seconds: float = 2.0) -> 
 
 
 def _why_not_plain(plain: socket.socket, host: str) -> str:
-    """Whether the server would have TLS, of which its caller knows nothing."""
+    """Return why a plaintext caller is refused: the server speaks TLS only. Else empty."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -78,8 +79,10 @@ def _why_not_tls(plain: socket.socket, host: str, credentials: Credentials, seco
 
 
 def _why_not_taken(credentials: Credentials, said: str = "") -> str:
-    """Why a server does not take the certificate of ``credentials``: most close without a word,
-    so it is checked here as the server does it."""
+    """Return why a server does not take the certificate of ``credentials``.
+
+    Most servers close without a word, so it is checked here as the server does it.
+    """
     if not credentials.tls_cert:
         return "it asks for a certificate, and was shown none: give --tls-cert and --tls-key"
     try:
@@ -92,8 +95,11 @@ def _why_not_taken(credentials: Credentials, said: str = "") -> str:
 
 
 def _fault_of_own(credentials: Credentials) -> str:
-    """What a server that trusts ``tls_ca`` says of the own certificate ("certificate has
-    expired"); empty if nothing. A handshake in memory, of both sides."""
+    """Return what a server that trusts ``tls_ca`` says of the own certificate.
+
+    For example "certificate has expired"; empty if nothing. Both sides of a handshake run in
+    memory.
+    """
     server, client = (ssl.SSLContext(side) for side in _SIDES)
     server.verify_mode = ssl.CERT_REQUIRED
     if credentials.tls_ca:

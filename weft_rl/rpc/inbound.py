@@ -1,9 +1,10 @@
-"""The edge of a process, on either side: messages are parsed and bounded before anybody reads
-them, raised errors become statuses, and bugs are logged.
+"""Edge of a process, on either side: messages are checked, errors become statuses.
 
-What gRPC does with a parser that raises is not ours to choose (INTERNAL, a traceback in
-the log), so these never raise: what cannot be taken comes out as a ``Refused``, and
-whoever receives it answers, or raises, the typed error in it.
+Messages are parsed and bounded before anybody reads them; bugs are logged.
+
+When a parser raises, gRPC answers INTERNAL, with a traceback in the log. So the parsers here
+never raise: what cannot be taken comes out as a ``Refused``. Its receiver answers, or raises,
+the typed error in it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ _END_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Refused:
-    """Stands for a message that cannot be taken."""
+    """Stand-in for a message that cannot be taken."""
 
     error: WeftError
 
 
 def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A deserialiser that answers the message, or a ``Refused``; never raises.
+    """Return a deserialiser that gives the message, or a ``Refused``, and never raises.
 
     Args:
-        parse: The generated one of the message (``FromString``).
+        parse: Generated deserialiser of the message (``FromString``).
     """
     taken: Lru[bytes, None] = Lru(_MAX_TAKEN)
 
@@ -77,7 +78,7 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 class Requests:
-    """A stream of requests; raises the error of the first that cannot be taken."""
+    """Stream of requests; raises the error of the first that cannot be taken."""
 
     def __init__(self, inner: AsyncIterator[Any]) -> None:
         self._inner = inner
@@ -93,13 +94,13 @@ class Requests:
 
 
 class CheckedChannel:
-    """A channel whose stubs raise ``InvalidResponseError`` for answers that cannot be taken.
+    """Channel whose stubs raise ``InvalidResponseError`` for answers that cannot be taken.
 
     For generated stubs of calls with one request: ``Stub(CheckedChannel(channel, ...))``.
 
     Args:
         channel: Stays the caller's to close.
-        peer: Who answers, for people.
+        peer: Name of the server, for error messages.
     """
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
@@ -108,7 +109,7 @@ class CheckedChannel:
     def unary_unary(
         self, method: str, request_serializer: Any, response_deserializer: Any, **options: Any
     ) -> Any:
-        """A unary method as ``grpc.aio.Channel`` makes one; it is called and awaited."""
+        """Return a unary method like ``grpc.aio.Channel``'s, to be called and awaited."""
         inner = self._channel.unary_unary(
             method, request_serializer, parser(response_deserializer), **options
         )
@@ -121,7 +122,7 @@ class CheckedChannel:
     def unary_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **options: Any
     ) -> Any:
-        """A stream as ``grpc.aio.Channel`` makes one; it is called and iterated."""
+        """Return a streaming method like ``grpc.aio.Channel``'s, to be called and iterated."""
         inner = self._channel.unary_stream(
             method, request_serializer, parser(response_deserializer), **options
         )
@@ -149,16 +150,18 @@ _PREFIX = "/weft.v1."
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Answers a raised ``WeftError`` with its status, anything else with INTERNAL; callers
-    that may not call, and requests that cannot be parsed, or are out of bounds, before a
-    handler sees them.
+    """Interceptor that answers raised errors with statuses, and refuses calls and requests.
 
-    Applies to Weft's own services, for all four kinds of RPC; their handlers are
-    coroutines or, when they stream answers, async generators. Where callers are asked who they
-    are, reflection is guarded like them; health alone is open to everybody.
+    A ``WeftError`` is answered with its status, anything else with INTERNAL. Callers that may not
+    call are refused before a handler sees them. So are requests that cannot be parsed, or are out
+    of bounds.
+
+    Applies to Weft's own services, for all four kinds of RPC; their handlers are coroutines or,
+    when they stream answers, async generators. Where callers are asked who they are, reflection is
+    guarded like these services; health alone is open to everybody.
 
     Args:
-        on_refused: Told the reason of each call that is answered with an error.
+        on_refused: Called with the reason of each call that is answered with an error.
     """
 
     def __init__(self, guard: Guard, on_refused: Callable[[str], None] | None = None) -> None:
@@ -204,7 +207,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:
-    """The handler's method, for requests as ``parser`` gives them."""
+    """Return the handler's method, for requests as ``parser`` gives them."""
 
     def call_with_stream(requests: Any, context: Any) -> Any:
         return inner(Requests(requests), context)
@@ -268,7 +271,7 @@ def _guard_stream(
 async def _send(
     context: grpc.aio.ServicerContext[Any, Any], response: Any, check_again: Callable[[], None]
 ) -> None:
-    """Send one response of a stream; ``check_again`` is asked while its reader takes none.
+    """Send one response of a stream; ``check_again`` is called while its reader takes none.
 
     Raises:
         CapacityError: ``TOO_SLOW``.
@@ -294,8 +297,11 @@ async def _send(
 
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) -> None:
-    """End a stream with ``error``. What a reader has not taken stands before its status: one
-    that takes nothing is not waited for, and hears it if it ever reads on."""
+    """End a stream with ``error``.
+
+    Responses that the reader has not taken stand before the status. A reader that takes nothing is
+    not waited for, and gets the status if it ever reads on.
+    """
     try:
         async with asyncio.timeout(_END_SECONDS):
             await abort_with_error(context, error)
@@ -306,8 +312,10 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) ->
 async def _while_allowed(
     responses: AsyncIterator[Any], check_again: Callable[[], None]
 ) -> AsyncIterator[Any]:
-    """The responses, until ``check_again`` raises: asked every ``STREAM_LOOK_SECONDS``,
-    whether the stream is busy or silent."""
+    """Yield the responses, until ``check_again`` raises.
+
+    It is called every ``STREAM_LOOK_SECONDS``, whether the stream is busy or silent.
+    """
     clock = asyncio.get_running_loop().time
     look_at = clock() + STREAM_LOOK_SECONDS
     following: asyncio.Future[Any] | None = None

@@ -1,7 +1,7 @@
 """Manifests and references as streams of chunks.
 
 A manifest's header comes first, so that one that is too large is refused before
-its lists are read; a decoded layout must digest to what its header says.
+its lists are read. A decoded layout must digest to what its header says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = {int(dtype): dtype for dtype in DataType}
 
 
 def manifest_to_chunks(manifest: Manifest) -> Iterator[types_pb2.ManifestChunk]:
-    """The header, then buckets, then tensors; at most 4096 entries a chunk."""
+    """Yield a manifest's header, then buckets, then tensors; at most 4096 entries a chunk."""
     yield types_pb2.ManifestChunk(
         header=types_pb2.ManifestHeader(
             num_tensors=len(manifest.tensors),
@@ -62,7 +62,7 @@ def manifest_to_chunks(manifest: Manifest) -> Iterator[types_pb2.ManifestChunk]:
 
 
 class ManifestDecoder:
-    """Takes chunks one by one, from a sync or an async stream.
+    """Decoder that takes chunks one by one, from a sync or an async stream.
 
     Raises (both methods):
         InvalidManifestError: No header first, more or fewer entries than it
@@ -78,8 +78,10 @@ class ManifestDecoder:
         self._num_chars = 0
 
     def add(self, chunk: types_pb2.ManifestChunk) -> None:
-        """Take the next chunk, if it fits what the header announced and what is taken in
-        all; each tensor is checked before the next one is read."""
+        """Take the next chunk, if it fits the header and the bounds of what is taken in all.
+
+        Each tensor is checked before the next one is read.
+        """
         _check_chunk(max(len(chunk.tensors), len(chunk.buckets)), chunk.HasField("header"))
         if chunk.HasField("header"):
             if self._header is not None:
@@ -105,7 +107,7 @@ class ManifestDecoder:
             self._slots.append(slot)
 
     def finish(self) -> Manifest:
-        """The manifest, once the stream has ended; O(tensors), one second for 200,000."""
+        """Return the manifest, once the stream has ended; O(tensors), one second for 200,000."""
         header = self._header
         if header is None:
             raise InvalidManifestError("an empty stream: a manifest begins with its header")
@@ -150,7 +152,7 @@ def manifest_from_chunks(chunks: Iterable[types_pb2.ManifestChunk]) -> Manifest:
 
 
 def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChunk]:
-    """Fingerprint and architecture in the first chunk, at most 4096 tensors each."""
+    """Yield chunks of at most 4096 tensors; the first has fingerprint and architecture."""
     first = True
     for part in chunk_ranges(len(reference.tensors)):
         chunk = types_pb2.ReferenceChunk(tensors=map(_reference_tensor, reference.tensors[part]))
@@ -168,7 +170,7 @@ def _reference_tensor(meta: TensorMeta) -> types_pb2.ReferenceTensor:
 
 
 class ReferenceDecoder:
-    """Takes chunks one by one; as ``ManifestDecoder``.
+    """Decoder of a reference that takes chunks one by one, like ``ManifestDecoder``.
 
     Raises (both methods):
         InvalidManifestError: A tensor that cannot be right, or the fingerprint
@@ -183,7 +185,7 @@ class ReferenceDecoder:
         self._num_chars = 0
 
     def add(self, chunk: types_pb2.ReferenceChunk) -> None:
-        """Take the next chunk; as ``ManifestDecoder.add``."""
+        """Take the next chunk, like ``ManifestDecoder.add``."""
         _check_chunk(len(chunk.tensors), False)
         if not self._tensors:
             if max(len(chunk.fingerprint), len(chunk.architecture)) > MAX_NAME_CHARS:
@@ -201,7 +203,7 @@ class ReferenceDecoder:
             self._tensors.append(meta)
 
     def finish(self) -> Reference:
-        """The reference, once the stream has ended; O(tensors)."""
+        """Return the reference, once the stream has ended; O(tensors)."""
         check_metas(self._tensors)
         reference = Reference(self._architecture, tuple(self._tensors))
         if reference.fingerprint != self._fingerprint:

@@ -9,6 +9,6 @@ from google.protobuf.message import Message
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A message by the names of its proto; what is empty, zero or false is left out."""
+    """Convert a message by the names of its proto; what is empty, zero or false is left out."""
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
     return found

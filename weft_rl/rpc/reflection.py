@@ -1,4 +1,4 @@
-"""Server reflection: what a server's services are, with the comments of their protos.
+"""Server reflection: a server's services, with the comments of their protos.
 
 Imported by server processes only. grpcio's own servicer finds neither methods nor
 fields, and stubs carry no comments: those are in a set of descriptors beside them.
@@ -24,7 +24,7 @@ FileProto = descriptor_pb2.FileDescriptorProto
 
 
 class ReflectionServicer(reflection_pb2_grpc.ServerReflectionServicer):  # type: ignore[misc]
-    """Answers from the default pool of descriptors; reads only."""
+    """Read-only reflection service over the default pool of descriptors."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._services = sorted(services)
@@ -44,8 +44,10 @@ class ReflectionServicer(reflection_pb2_grpc.ServerReflectionServicer):  # type:
             yield answer
 
     def _answer(self, request: Any) -> Any:
-        """Raises:
-        KeyError: What is asked for is not known.
+        """Answer one question.
+
+        Raises:
+            KeyError: What is asked for is not known.
         """
         match request.WhichOneof("message_request"):
             case "list_services":
@@ -77,7 +79,9 @@ class ReflectionServicer(reflection_pb2_grpc.ServerReflectionServicer):  # type:
 
 
 def file_of(pool: descriptor_pool.DescriptorPool, name: str) -> descriptor.FileDescriptor:
-    """The file that defines a service, a message, an enum, or a method, field or value of one.
+    """Return the file that defines a name.
+
+    The name is of a service, a message, an enum, or a method, field or value of one.
 
     Raises:
         KeyError: Nothing is called so.
@@ -105,7 +109,7 @@ def _members(pool: descriptor_pool.DescriptorPool, owner: str) -> Iterable[str]:
 
 
 def _files(file: descriptor.FileDescriptor) -> Any:
-    """A file after all that it depends on."""
+    """Return a response with a file, and after it all that it depends on."""
     found: dict[str, bytes] = {}
 
     def add(file: descriptor.FileDescriptor) -> None:
@@ -120,7 +124,7 @@ def _files(file: descriptor.FileDescriptor) -> Any:
 
 
 def described(file: descriptor.FileDescriptor) -> FileProto:
-    """A file as its stubs have it, with the comments of its proto where these are known."""
+    """Return a file's proto as its stubs have it, with its comments where these are known."""
     plain = FileProto()
     file.CopyToProto(plain)
     commented = _commented().get(file.name)
@@ -129,7 +133,7 @@ def described(file: descriptor.FileDescriptor) -> FileProto:
 
 
 def _bare(file: FileProto) -> bytes:
-    """What both generators say of a file."""
+    """Serialise what both generators say of a file: all but comments and JSON names."""
     bare = FileProto()
     bare.CopyFrom(file)
     bare.ClearField("source_code_info")
@@ -144,7 +148,7 @@ def _bare(file: FileProto) -> bytes:
 
 @cache
 def _commented() -> dict[str, FileProto]:
-    """Weft's files with their comments, by name."""
+    """Return Weft's files with their comments, by name."""
     data = files("weft_rl.v1").joinpath(_DESCRIPTORS).read_bytes()
     return {file.name: file for file in descriptor_pb2.FileDescriptorSet.FromString(data).file}
 
@@ -170,7 +174,7 @@ def add_reflection(server: grpc.aio.Server, names: list[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Put v1's file, which is v1alpha's but for its package, where it is looked up."""
+    """Add v1's file, which is v1alpha's but for its package, to the pool of descriptors."""
     pool = descriptor_pool.Default()
     name = "grpc/reflection/v1/reflection.proto"
     try:

@@ -1,5 +1,7 @@
-"""Channels that follow their credentials: a call that begins after the files have changed goes
-over a new connection; those under way keep theirs, which closes with the last of them.
+"""Channels that follow their credentials.
+
+A call that begins after the files have changed goes over a new connection. Calls under way
+keep their connection, which closes with the last of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _KINDS: Final = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class _Connection:
-    """One channel, the calls that are under way on it, and what it was made of."""
+    """One channel, its number of calls under way, and stamps of the files it was made with."""
 
     def __init__(self, channel: Any, stamps: object) -> None:
         self.channel, self.stamps = channel, stamps
@@ -31,7 +33,7 @@ class _Connection:
 
 
 class _Fresh:
-    """What both kinds of channel share; a lock guards it, since callbacks come on any thread."""
+    """Shared part of both kinds of channel; a lock guards it, as callbacks come on any thread."""
 
     def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
         self._target, self._credentials, self._connect = target, credentials, connect
@@ -45,7 +47,7 @@ class _Fresh:
         raise NotImplementedError
 
     def _take(self, kind: str, method: str, args: Any, options: Any) -> tuple[_Connection, Any]:
-        """The connection for a call that begins now, and the method on it."""
+        """Return the connection for a call that begins now, and the method on it."""
         stale = None
         with self._lock:
             connection = self._current
@@ -81,7 +83,7 @@ class _Fresh:
             self._close(connection.channel)
 
     def _take_all(self) -> list[Any]:
-        """Every channel that is open, to close it."""
+        """Return every channel that is open, to be closed by the caller."""
         with self._lock:
             stale, self._stale = self._stale, []
             return [connection.channel for connection in (*stale, self._current)]
@@ -90,11 +92,11 @@ class _Fresh:
         raise NotImplementedError
 
     def metadata(self, given: Any) -> tuple[tuple[str, Any], ...]:
-        """What a call carries: what its caller gives, and the token.
+        """Return the metadata of a call: what its caller gives, and the token.
 
         Raises:
-            InvalidResponseError: There is none to show: as a call fails, for callers who take
-                whatever becomes of a call.
+            InvalidResponseError: The token cannot be sent. It is raised as by a failed call,
+                for callers that handle whatever becomes of a call.
         """
         try:
             return (*(given or ()), *self._credentials.metadata(self._target))
@@ -102,24 +104,24 @@ class _Fresh:
             raise InvalidResponseError(error) from error
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        """As ``grpc.Channel`` has it."""
+        """See ``grpc.Channel``."""
         return self._method("unary_unary", method, *args, **options)
 
     def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        """As ``grpc.Channel`` has it."""
+        """See ``grpc.Channel``."""
         return self._method("unary_stream", method, *args, **options)
 
     def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        """As ``grpc.Channel`` has it."""
+        """See ``grpc.Channel``."""
         return self._method("stream_unary", method, *args, **options)
 
     def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        """As ``grpc.Channel`` has it."""
+        """See ``grpc.Channel``."""
         return self._method("stream_stream", method, *args, **options)
 
 
 class FreshChannel(_Fresh):
-    """A blocking channel, as far as Weft's stubs use one: calls, futures, ``close``."""
+    """Blocking channel, as far as Weft's stubs use one: calls, futures, ``close``."""
 
     def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:
         return _Method(self, kind, method, args, options)
@@ -128,7 +130,7 @@ class FreshChannel(_Fresh):
         channel.close()
 
     def close(self) -> None:
-        """Close it; calls under way are cancelled."""
+        """Close the channel; calls under way are cancelled."""
         for channel in self._take_all():
             channel.close()
 
@@ -181,7 +183,7 @@ class _Method:
 
 
 class FreshAioChannel(_Fresh):
-    """An asyncio channel, as far as Weft's stubs use one; used on one event loop."""
+    """Asyncio channel, as far as Weft's stubs use one; used on one event loop."""
 
     def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
         super().__init__(target, credentials, connect)
@@ -209,12 +211,12 @@ class FreshAioChannel(_Fresh):
         task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
-        """Close it, at most ``grace`` seconds after now."""
+        """Close the channel, at most ``grace`` seconds after now."""
         await asyncio.gather(*(channel.close(grace) for channel in self._take_all()))
 
 
 def fresh_channel(target: str, credentials: Credentials, options: Any) -> grpc.Channel:
-    """A blocking channel to ``target`` with ``credentials``."""
+    """Open a blocking channel to ``target`` with ``credentials``."""
     channel: Any = FreshChannel(
         target,
         credentials,
@@ -228,7 +230,7 @@ def fresh_channel(target: str, credentials: Credentials, options: Any) -> grpc.C
 
 
 def fresh_aio_channel(target: str, credentials: Credentials, options: Any) -> grpc.aio.Channel:
-    """An asyncio channel to ``target`` with ``credentials``."""
+    """Open an asyncio channel to ``target`` with ``credentials``."""
     channel: Any = FreshAioChannel(
         target,
         credentials,

@@ -1,4 +1,4 @@
-"""A grpc.aio server as every Weft server process has it.
+"""``grpc.aio`` server, as every Weft server process has it.
 
 Imported by server processes only: trainers do not have the packages for
 health, reflection and channelz.
@@ -67,7 +67,7 @@ HEALTH_OPTIONS: Final[list[tuple[str, int]]] = list(
 
 @dataclass(frozen=True)
 class Servicer:
-    """A service to add: its full name, implementation, and generated adder."""
+    """Service to add: its full name, implementation, and generated adder."""
 
     name: str
     implementation: Any
@@ -76,26 +76,26 @@ class Servicer:
 
 @dataclass(frozen=True)
 class WeftServer:
-    """A server that is not started yet, and its health service."""
+    """Server that is not started yet, and its health service."""
 
     server: grpc.aio.Server
     health: health_aio.HealthServicer
 
     async def set_health(self, service: str, *, serving: bool) -> None:
-        """Say whether ``service`` ("" is the process) is fit to be called."""
+        """Set whether ``service`` ("" is the process) is fit to be called."""
         status = health_pb2.HealthCheckResponse
         await self.health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """What a server shows, whom it answers, and what it dares."""
+    """Security settings of a server: credentials, access rules, insecure mode."""
 
     credentials: Credentials = NO_CREDENTIALS
     access: AccessFile | None = None
-    """Who may call what; None where everybody may."""
+    """Access rules; None where everybody may call."""
     insecure: bool = False
-    """Whether it may serve everybody on an address that others reach."""
+    """True if it may serve everybody on an address that others reach."""
 
 
 async def make_server(
@@ -104,14 +104,15 @@ async def make_server(
     *,
     on_refused: Callable[[str], None] | None = None,
 ) -> WeftServer:
-    """Build a server of ``servicers`` with health and reflection; and with channelz, which
-    knows no callers, where everybody may call.
+    """Build a server of ``servicers`` with health and reflection.
+
+    Where everybody may call, channelz is added, which knows no callers.
 
     Every service, and "" for the process, starts as SERVING. The caller binds
     and starts it.
 
     Args:
-        on_refused: Told the reason of each call that is answered with an error.
+        on_refused: Called with the reason of each call that is answered with an error.
     """
     access = security.access if security else None
     guard = Guard(access)
@@ -134,7 +135,7 @@ async def make_server(
 
 
 def bind(server: grpc.aio.Server, listen: str, security: Security | None = None) -> int:
-    """Take the port of ``HOST:PORT`` (0 picks a free one); returns the port.
+    """Bind a server to ``HOST:PORT`` (port 0 picks a free one); returns the port.
 
     Raises:
         NotReadyError: The address cannot be listened on, most often because
@@ -159,12 +160,13 @@ def bind(server: grpc.aio.Server, listen: str, security: Security | None = None)
 
 
 def check_listen(listen: str, security: Security | None = None) -> None:
-    """Refuse an address before what is to be served there is ready, if it cannot be had now.
+    """Refuse an address that cannot be listened on now, before its server is ready.
+
     ``bind`` has the last word.
 
     Args:
         listen: HOST:PORT; empty for none.
-        security: Of what asks its callers who they are; None for others.
+        security: Settings of a server that asks its callers who they are; None for others.
 
     Raises:
         NotReadyError, InvalidRequestError: As ``bind``.
@@ -185,8 +187,9 @@ def check_listen(listen: str, security: Security | None = None) -> None:
 
 
 async def serve_health(made: WeftServer, listen: str) -> tuple[grpc.aio.Server, int]:
-    """Serve the health of ``made``, and nothing else, on a plaintext port, for probes that
-    speak no TLS; returns the port, too.
+    """Serve the health of ``made``, and nothing else, on a plaintext port.
+
+    For probes that speak no TLS. Returns the server and its port.
 
     Raises:
         NotReadyError: The address cannot be listened on.
@@ -203,13 +206,13 @@ async def serve_health(made: WeftServer, listen: str) -> tuple[grpc.aio.Server, 
 
 
 def check_exposure(listen: str, security: Security, *, says: bool = True) -> None:
-    """Refuse to serve strangers; says once if that is wanted.
+    """Refuse to serve strangers, unless that is wanted; then log it once.
 
     Args:
-        says: Whether this is that once.
+        says: Whether to log it now.
 
     Raises:
-        InvalidRequestError: What is missing, and how to do without.
+        InvalidRequestError: Names what is missing, and how to do without.
     """
     is_guarded = bool(security.credentials.tls_cert) and security.access is not None
     if security.access is not None and not is_guarded:

@@ -1,4 +1,4 @@
-"""Orders to sleep, as they travel."""
+"""Codec of orders to sleep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft_rl.v1 import registry_pb2
 
 
 def level_from_proto(value: int) -> int:
-    """At which of vLLM's levels a replica is to sleep.
+    """Return vLLM's level at which a replica is to sleep.
 
     Raises:
         InvalidRequestError: There is no such level.
@@ -18,15 +18,15 @@ def level_from_proto(value: int) -> int:
 
 
 def when_running_to_proto(aborts: bool) -> registry_pb2.WhenRunning.ValueType:
-    """What becomes of running requests: they are aborted, or finish."""
+    """Encode what becomes of running requests: they are aborted, or finish."""
     return registry_pb2.WHEN_RUNNING_ABORT if aborts else registry_pb2.WHEN_RUNNING_FINISH
 
 
 def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:
-    """Whether running requests are aborted, rather than finished.
+    """Return whether running requests are aborted, rather than finished.
 
     Raises:
-        InvalidRequestError: It is not said.
+        InvalidRequestError: The value is unset or unknown.
     """
     if value not in (registry_pb2.WHEN_RUNNING_ABORT, registry_pb2.WHEN_RUNNING_FINISH):
         raise InvalidRequestError("when_running must say what becomes of running requests")

@@ -1,4 +1,4 @@
-"""Typed errors to gRPC statuses and back.
+"""Mapping of typed errors to gRPC statuses and back.
 
 A failure travels as a status with one ``google.rpc.ErrorInfo`` (domain
 ``weft``); the other side rebuilds the type from its reason.
@@ -44,8 +44,10 @@ _NO_BLIND_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
 
 
 class InvalidResponseError(grpc.RpcError):
-    """A call that failed on this side, by a server's answer that cannot be taken or for want of
-    credentials to show; ``error`` is the typed failure."""
+    """Failure of a call on this side: an answer that cannot be taken, or no credentials to show.
+
+    ``error`` is the typed failure.
+    """
 
     def __init__(self, error: WeftError) -> None:
         super().__init__(error.message)
@@ -53,7 +55,7 @@ class InvalidResponseError(grpc.RpcError):
 
 
 def status_from_error(error: WeftError) -> status_pb2.Status:
-    """The ``google.rpc.Status`` that carries ``error``; overlong text is cut."""
+    """Return the ``google.rpc.Status`` that carries ``error``; overlong text is cut."""
     status = status_pb2.Status(
         code=code_pb2.Code.Value(error.status), message=_cut(error.message, _MAX_MESSAGE_CHARS)
     )
@@ -93,12 +95,11 @@ async def abort_with_error(
 
 
 def error_from_rpc(error: grpc.RpcError) -> WeftError:
-    """The typed error behind a failed call, sync or aio.
+    """Return the typed error behind a failed call, sync or aio.
 
-    A failure without Weft's details came from the connection or from another
-    server: ``COORDINATOR_AWAY`` when nobody answered, ``DEADLINE`` when the
-    caller's own deadline passed, ``STAGING_FULL`` (a ``CapacityError``) when a
-    bound of gRPC was met.
+    A failure without Weft's details came from the connection or from another server. It is
+    ``COORDINATOR_AWAY`` when nobody answered, and ``DEADLINE`` when the caller's own deadline
+    passed. It is ``STAGING_FULL`` (a ``CapacityError``) when a bound of gRPC was met.
     """
     if isinstance(error, InvalidResponseError):
         return error.error
@@ -117,8 +118,10 @@ def error_from_rpc(error: grpc.RpcError) -> WeftError:
 
 
 def _cause(text: str) -> str:
-    """What gRPC says of a failed connection, without the layers that it passed through:
-    ``127.0.0.1:1: Connection refused``; the whole text where it is of another form."""
+    """Return what gRPC says of a failed connection, without the layers that it passed through.
+
+    For example ``127.0.0.1:1: Connection refused``; the whole text if it is of another form.
+    """
     found = _CONNECT_FAILURE.search(text)
     return f"{found['address']}: {found['cause']}" if found else text
 

@@ -1,4 +1,4 @@
-"""A channel whose calls are not stopped midway by an interrupt (see ``weft_rl.interrupts``)."""
+"""Channel whose calls are not stopped midway by an interrupt (see ``weft_rl.interrupts``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from weft_rl.rpc.security.credentials import Credentials
 
 
 class _Channel:
-    """A blocking channel, as far as a trainer's stubs use one; answers that are streams are short,
-    and come whole."""
+    """Blocking channel, as far as a trainer's stubs use one.
+
+    Answers that are streams are short, and come whole.
+    """
 
     def __init__(self, channel: grpc.Channel, late: Callable[[Any], object]) -> None:
         self._channel, self._late = channel, late
@@ -30,7 +32,7 @@ class _Channel:
         return lambda *given, **how: iter(on_own_thread(lambda: [*method(*given, **how)]))
 
     def close(self) -> None:
-        """Close it; calls under way are cancelled."""
+        """Close the channel; calls under way are cancelled."""
         on_own_thread(self._channel.close)
 
 
@@ -42,7 +44,7 @@ class _Method:
         return on_own_thread(lambda: self._method(*given, **how), self._late)
 
     def future(self, *given: Any, **how: Any) -> OwnThread[Any]:
-        """Begin the call; ``result`` of what is returned waits for it."""
+        """Begin the call; ``result`` of the returned object waits for it."""
         return OwnThread(lambda: self._method(*given, **how), self._late).start()
 
 

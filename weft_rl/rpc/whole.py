@@ -1,4 +1,4 @@
-"""Whole listings out of the messages that they come in."""
+"""Whole listings, put together from the messages that they come in."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def get_pool(
     stub: InspectServiceStub, timeout_seconds: float, patience_seconds: float | None = None
 ) -> pb.GetPoolResponse:
-    """The pool with all its replicas, policies and transfers, as one message.
+    """Return the pool with all its replicas and policies, and its first transfers.
 
     Of a large pool it is not the state of one moment. Each replica has its version vector.
 
     Args:
-        patience_seconds: After so long no further page is asked for: the tokens of what is
-            missing stay in the message, and vectors may list some adapters only. None asks for
-            all.
+        patience_seconds: Time after which no further page is asked for. Then the tokens of what
+            is missing stay in the message, and vectors may list some adapters only. None asks
+            for all.
 
     Raises:
         TransferTimeoutError: There was no time for all of it.
@@ -77,7 +77,7 @@ def get_pool(
 
 
 def _complete(pool: pb.GetPoolResponse) -> None:
-    """Have the pool's vector list every adapter: all policies are there."""
+    """Complete the pool's vector with every adapter, from the policies, which are all there."""
     served = [
         types_pb2.AdapterVersions(
             policy=policy.policy, versions=policy.versions, alias=policy.served_version
@@ -91,7 +91,7 @@ def _complete(pool: pb.GetPoolResponse) -> None:
 
 
 def list_policies(stub: InspectServiceStub, timeout_seconds: float) -> Iterator[pb.Policy]:
-    """Every policy, "base" first.
+    """Yield every policy, "base" first.
 
     Args:
         timeout_seconds: For each page.
@@ -116,14 +116,16 @@ def _put_vectors(message: pb.GetPoolResponse | pb.ListReplicasResponse) -> None:
 
 
 class RouteList:
-    """The whole list of routes, kept up to date by what WatchRoutes tells."""
+    """Whole list of routes, kept up to date by the messages of WatchRoutes."""
 
     def __init__(self) -> None:
         self._routes: dict[str, pb.Route] = {}
 
     def follow(self, message: pb.WatchRoutesResponse) -> pb.WatchRoutesResponse | None:
-        """Take a message in: the list, each route with its version vector, or None while
-        there is more to come."""
+        """Apply a message; return the list, or None while there is more to come.
+
+        Each route of the list has its version vector.
+        """
         if message.whole:
             self._routes.clear()
         for name in message.removed_replica_ids:

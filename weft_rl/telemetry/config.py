@@ -1,4 +1,4 @@
-"""The options of what a process shows of itself."""
+"""Options of a process's telemetry."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class TelemetryConfig:
     metrics: str = ""
     """HOST:PORT of metrics, ``/healthz`` and a coordinator's page over HTTP."""
     metrics_auth: bool = False
-    """Whether metrics are shown only to who may inspect."""
+    """True if metrics are shown only to callers who may inspect."""
     health: str = ""
     """HOST:PORT of a plaintext port that serves grpc.health.v1 alone."""
     traces: bool = False
-    """Whether spans are exported by OTLP, to where the environment says."""
+    """True if spans are exported by OTLP, to where the environment says."""
 
     def __post_init__(self) -> None:
         for option, address in (("--metrics", self.metrics), ("--health", self.health)):

@@ -1,14 +1,14 @@
-"""A small HTTP server on a thread of its own, beside a process's event loop.
+"""Small HTTP server on a thread of its own, beside a process's event loop.
 
 It answers one GET a connection. Slow peers cost nothing but a connection: there is one thread,
-however many there are, a connection has ``CONNECTION_SECONDS`` in all, and of more than
+however many peers there are. A connection has ``CONNECTION_SECONDS`` in all, and of more than
 ``MAX_CONNECTIONS`` the oldest is ended. Busy peers cost a bounded share of the interpreter: one
 connection is taken in ``PACE_SECONDS``. Where the process has a certificate, HTTPS is spoken on
 the same port: the first byte of a connection tells which it is.
 
 HTTP itself is h11's. The connections are kept here because the servers that bring both (uvicorn,
-aiohttp) let a head take for ever to come, and do not tell an application who its peer's
-certificate names.
+aiohttp) let a head take for ever to come. Nor do they tell an application which names its peer's
+certificate has.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ _TLS_BYTE: Final = b"\x16"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a peer asks for, and what is known of it."""
+    """Request of a peer, and what is known of the peer."""
 
     method: str
     path: str
     query: str = ""
-    """What follows the ? after the path."""
+    """Text that follows the ? after the path."""
     headers: Mapping[str, str]
-    """By name in lower case."""
+    """Headers by name in lower case."""
     peer: str
-    """Its address."""
+    """Address of the peer."""
     is_tls: bool = False
     names: tuple[str, ...] = ()
-    """The subject alternative names of its certificate, which was verified."""
+    """Subject alternative names of its certificate, which was verified."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it comes over the loopback interface."""
+        """True if it comes over the loopback interface."""
         address = ipaddress.ip_address(self.peer.partition("%")[0])
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody between can read it."""
+        """True if nobody between can read it."""
         return self.is_tls or self.is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What is answered."""
+    """Answer to a request."""
 
     body: bytes
     status: HTTPStatus = HTTPStatus.OK
@@ -86,13 +86,13 @@ class Response:
 
     @classmethod
     def of_text(cls, text: str, status: HTTPStatus = HTTPStatus.OK, **headers: str) -> Response:
-        """A line of text, for people; of a header's name _ stands for -."""
+        """Build an answer of one line of text; in a header's name _ stands for -."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return cls(body=f"{text}\n".encode(), status=status, headers=named)
 
 
 class HttpServer:
-    """Serves from ``start`` to ``stop``, which any thread may call.
+    """HTTP server that serves from ``start`` to ``stop``, which any thread may call.
 
     Args:
         answer: Answers a request; called on the server's thread, so it reads what is replaced
@@ -225,7 +225,7 @@ class HttpServer:
 
 
 class _Certificate:
-    """What is shown to peers, read again when its files change."""
+    """Certificate that is shown to peers, read again when its files change."""
 
     def __init__(self, credentials: Credentials, *, ask: bool) -> None:
         self._credentials = credentials
@@ -234,7 +234,7 @@ class _Certificate:
         self._context: ssl.SSLContext | None = None
 
     def context(self) -> ssl.SSLContext | None:
-        """For the next handshake; None where there is no certificate.
+        """Return the TLS context of the next handshake; None where there is no certificate.
 
         Raises:
             NotReadyError: The first one cannot be read.
@@ -275,7 +275,7 @@ def _listener(listen: str) -> socket.socket:
 
 
 async def _first_byte(connection: socket.socket) -> bytes:
-    """The first byte that comes, which stays to be read; empty where none does."""
+    """Return the first byte that comes, which stays to be read; empty where none does."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(connection, readable.set)
@@ -287,7 +287,7 @@ async def _first_byte(connection: socket.socket) -> bytes:
 
 
 async def _head(http: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-    """The head of the request that comes; None where the peer ends without one.
+    """Return the head of the request that comes; None where the peer ends without one.
 
     Raises:
         h11.RemoteProtocolError: What comes is no head of a request, or is too long.
@@ -311,7 +311,7 @@ def _request(head: h11.Request, peer: str, is_tls: bool, certificate: Any) -> Re
 
 
 def _encoded(http: h11.Connection, response: Response, *, with_body: bool) -> bytes:
-    """The answer as it is sent; the connection ends after it."""
+    """Encode an answer for sending; the connection ends after it."""
     headers = {
         "Content-Type": response.content_type,
         "Content-Length": str(len(response.body)),
@@ -330,5 +330,5 @@ def _encoded(http: h11.Connection, response: Response, *, with_body: bool) -> by
 
 
 def _ignore(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What peers do to their connections is no trouble of ours."""
+    """Log what peers do to their connections, at debug level: it is no trouble of ours."""
     _log.debug("%s: %r", context.get("message"), context.get("exception"))

@@ -1,4 +1,4 @@
-"""The ports of a process beside that of its services: metrics over HTTP, and health alone."""
+"""Ports of a process beside that of its services: metrics over HTTP, and health alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Ports:
-    """Those that are open; 0 where one is not."""
+    """Ports that are open; 0 where one is not."""
 
     metrics_port: int = 0
     metrics_url: str = ""
-    """Where that one is; pages are beside ``/metrics``."""
+    """URL of the metrics port; pages are beside ``/metrics``."""
     health_port: int = 0
     _http: HttpServer | None = None
     _health: grpc.aio.Server | None = None
@@ -38,12 +38,12 @@ class Ports:
         security: Security,
         pages: Mapping[str, Page] | None = None,
     ) -> Ports:
-        """Open what ``config`` names.
+        """Open the ports that ``config`` names.
 
         Args:
-            made: Whose health is served.
-            registry: What ``/metrics`` says.
-            pages: Further ones of the HTTP port.
+            made: Server whose health is served.
+            registry: Registry that ``/metrics`` shows.
+            pages: Further pages of the HTTP port.
 
         Raises:
             NotReadyError: An address cannot be listened on.
@@ -68,7 +68,7 @@ class Ports:
         return ports
 
     async def close(self) -> None:
-        """Close them. Idempotent."""
+        """Close the ports. Idempotent."""
         http, self._http = self._http, None
         health, self._health = self._health, None
         if http is not None:

@@ -16,7 +16,7 @@ _OTHER: Final = "OTHER"
 
 
 def process_registry() -> CollectorRegistry:
-    """A registry that says which build runs, and what it uses of the machine."""
+    """Return a registry that says which build runs, and what it uses of the machine."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build = Gauge("weft_build_info", "The version of Weft.", ["version"], registry=registry)
@@ -31,7 +31,7 @@ def process_registry() -> CollectorRegistry:
 
 
 def refusal_counter(registry: CollectorRegistry) -> Callable[[str], None]:
-    """Counts calls that were answered with an error, by reason."""
+    """Return a function that counts calls answered with an error, by reason."""
     counter = Counter(
         "weft_refusals", "Calls answered with an error, by reason.", ["reason"], registry=registry
     )

@@ -1,4 +1,4 @@
-"""The pages of a process, who may read which, and ``/metrics`` and ``/healthz`` among them."""
+"""Pages of a process, ``/metrics`` and ``/healthz`` among them, and who may read which."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Page:
 
     answer: Callable[[Request], Response]
     is_protected: bool = True
-    """Whether it is shown only to who may inspect."""
+    """True if it is shown only to callers who may inspect."""
 
 
 class Site:
-    """Answers requests by their paths.
+    """Answers to requests, by their paths.
 
     Args:
         pages: By path.
-        security: Who may read those that are protected; everybody on this machine where
-            nobody is asked who he is, and everybody at all where the process is insecure.
+        security: Says who may read the protected pages. Where nobody is asked who he is, that is
+            everybody on this machine; where the process is insecure, everybody at all.
     """
 
     def __init__(self, pages: Mapping[str, Page], security: Security) -> None:
@@ -58,7 +58,7 @@ class Site:
         return page.answer(request)
 
     def _refusal(self, request: Request) -> Response | None:
-        """Why a request is not answered; None where it is."""
+        """Return the refusal of a request; None where it is answered."""
         access = self._security.access
         if access is None:
             if self._security.insecure:
@@ -98,7 +98,7 @@ class Site:
 
 
 def _password(request: Request) -> str | None:
-    """The token that a request carries, as a Basic password or a bearer token."""
+    """Return the token that a request carries, as a Basic password or a bearer token."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip() or None
@@ -112,8 +112,9 @@ def _password(request: Request) -> str | None:
 
 
 class MetricsText:
-    """What a registry says, as text; made at most once in ``SAME_TEXT_SECONDS``, so that many
-    scrapes at once cost as much as one.
+    """Text of what a registry says, made at most once in ``SAME_TEXT_SECONDS``.
+
+    So many scrapes at once cost as much as one.
 
     Args:
         clock: Monotonic seconds.
@@ -146,7 +147,7 @@ def open_site(
     auth: bool = False,
     pages: Mapping[str, Page] | None = None,
 ) -> tuple[HttpServer, int]:
-    """Serve ``/metrics``, ``/healthz`` and ``pages`` on HOST:PORT; returns the port, too.
+    """Serve ``/metrics``, ``/healthz`` and ``pages`` on HOST:PORT; returns server and port.
 
     Args:
         auth: Whether metrics are protected.

@@ -1,7 +1,7 @@
-"""A server process's own tracer: spans leave by OTLP, on a thread of their own.
+"""Tracer of a server process: spans leave by OTLP, on a thread of their own.
 
-Where to, how often and how many wait is said by OpenTelemetry's environment variables. Its
-provider is none but ours: vLLM has one of its own in the same process.
+OpenTelemetry's environment variables say where to, how often, and how many spans may wait. Its
+provider is ours alone: vLLM has one of its own in the same process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _EXPORTERS_LOGGER: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 
 
 def open_tracer(service: str, instance: str = "") -> Tracer:
-    """A tracer whose spans are exported; the caller closes it.
+    """Open a tracer whose spans are exported; the caller closes it.
 
-    In the process that uses it, and not before a fork: gRPC does not survive one.
+    Call it in the process that uses it, and not before a fork: gRPC does not survive one.
 
     Args:
         service: ``service.name`` of its spans, unless the environment says another.
         instance: ``service.instance.id``, if there are several.
 
     Raises:
-        UnsupportedError: What the extra ``tracing`` brings is not installed.
+        UnsupportedError: A package of the extra ``tracing`` is not installed.
     """
     try:
         return _ExportingTracer(service, instance)
@@ -80,8 +80,10 @@ def _resource(service: str, instance: str) -> Resource:
 
 
 class _QuietExporter:
-    """Exports, and says in our log when that begins to fail and when it works again; of each
-    failed try the library itself would write some lines."""
+    """Exporter that logs when exports begin to fail, and when they work again.
+
+    Of each failed try the library itself would write some lines.
+    """
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
@@ -110,13 +112,13 @@ class _QuietExporter:
         return result
 
     def shutdown(self) -> None:
-        """End the exporter, and an export under way; said twice, the second is ignored."""
+        """End the exporter, and an export under way; a second call is ignored."""
         if not self._is_ended.acquire(blocking=False):
             return
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Of an exporter; nothing waits in it."""
+        """Return True: nothing waits in this exporter."""
         return True
 
     def _is_of_others(self, record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
-"""What carries a side group's bytes: gloo between hosts' memories, NCCL between accelerators',
-and within one host a backend of our own (``one_sided``).
+"""Backends that carry a side group's bytes: gloo between hosts' memories, NCCL between
+accelerators', and within one host our own (``one_sided``).
 
-The libraries' are built directly on torch's process-group classes, so the application's own
-``torch.distributed`` state is neither used nor touched.
+The libraries' backends are built directly on torch's process-group classes, so the application's
+own ``torch.distributed`` state is neither used nor touched.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Work(Protocol):
     """A broadcast that a library carries out."""
 
     def wait_until(self, deadline: float) -> bool:
-        """Block until it ended or was woken, or till ``time.monotonic()`` is ``deadline``:
-        then False."""
+        """Block until the broadcast ended or was woken, at most until ``time.monotonic()`` is
+        ``deadline``. Return False at the deadline."""
 
     def finish(self) -> None:
-        """Make the bytes usable by this thread, once it has ended.
+        """Make the bytes usable by this thread, once the broadcast has ended.
 
         Raises:
             RuntimeError: The connection broke.
@@ -59,15 +59,16 @@ class Work(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the library has let go of the buffer."""
+        """True if the library has let go of the buffer."""
 
     @property
     def arrived(self) -> Arrived:
-        """How the bytes have arrived, once it has ended; until ``give_back``."""
+        """Way in which the bytes have arrived, once the broadcast has ended; until
+        ``give_back``."""
 
     def give_back(self) -> None:
-        """Nothing reads what was lent any more, nor will; called in any case where a broadcast
-        borrows.
+        """Report that nothing reads lent memory any more, nor will. Must be called wherever a
+        broadcast borrows.
 
         Raises:
             RuntimeError: The sender has left: it may have changed the bytes meanwhile.
@@ -79,7 +80,8 @@ class Work(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether every receiver has said so to this sender; never, where they cannot."""
+        """True once every receiver has said to this sender that it keeps the bucket; never, where
+        receivers cannot say so."""
 
     def wake(self) -> None:
         """End ``wait_until`` early."""
@@ -90,8 +92,8 @@ class Backend(Protocol):
 
     @property
     def is_formed(self) -> bool:
-        """Whether ``broadcast`` returns at once; else it blocks till all members take part
-        in it, or ``abort`` is called."""
+        """True if ``broadcast`` returns at once; else it blocks until all members take part in it,
+        or ``abort`` is called."""
 
     def broadcast(
         self, buffer: torch.Tensor, timeout_seconds: float, options: BucketOptions = WHOLE
@@ -105,13 +107,13 @@ class Backend(Protocol):
         """Block until no operation can touch memory any more, after ``abort``.
 
         Returns:
-            Whether that is so; always False where the library cannot tell.
+            True if that is so; always False where the library cannot tell.
         """
 
 
 def available_backends(device: torch.device) -> tuple[str, ...]:
-    """Backends that a process whose weights lie on ``device`` can use, best first. Whether
-    two processes share a host is for ``trial`` to find out."""
+    """List the backends that a process with weights on ``device`` can use, best first. Only
+    ``trial`` finds out whether two processes share a host."""
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     is_exportable = device.type == "cpu" or not device_memory.why_unavailable()
     # One-sided is as fast as NCCL, forms at once, and works where two share a GPU.
@@ -120,14 +122,14 @@ def available_backends(device: torch.device) -> tuple[str, ...]:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Of an accelerator, as NVIDIA's driver prints it; empty for a CPU."""
+    """Return an accelerator's UUID as NVIDIA's driver prints it; empty for a CPU."""
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 buffer that a sender over this backend may send from, zeros.
+    """Return a zeroed uint8 buffer that a sender may send from over this backend.
 
     Not ``torch.empty``: touched memory is sent and filled more than twice as fast.
 
@@ -144,7 +146,7 @@ def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor
 def open_backend(
     name: str, store: RendezvousStore, rank: int, size: int, *, host: str, device: torch.device
 ) -> Backend:
-    """Become a member; see ``SideGroup``.
+    """Join a group over the named backend; see ``SideGroup``.
 
     Raises:
         UnsupportedError: A backend that this process does not have.
@@ -171,8 +173,9 @@ _SENT: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_GlooWork]]] = {}
 
 
 def works_to_hold(seconds: float) -> list[object]:
-    """What must never be dropped when the process ends, so that gloo's threads need no
-    interpreter any more; first waits for what they are about to drop, so long at most."""
+    """Return the operations that must never be dropped as the process ends, so that gloo's threads
+    need no interpreter any more. First waits for what these are about to drop, at most
+    ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
         works = [work() for _, work in [*_SENT.values()]]
@@ -182,7 +185,7 @@ def works_to_hold(seconds: float) -> list[object]:
 
 
 class _Tell:
-    """Tells that an operation has ended, on gloo's thread."""
+    """Callback on gloo's thread that tells that an operation has ended."""
 
     def __init__(self, ended: Flag) -> None:
         self._ended = ended
@@ -193,10 +196,10 @@ class _Tell:
 
 
 class _GlooWork:
-    """An operation.
+    """Broadcast over gloo.
 
     Args:
-        sent: What gloo was given: a handle of the buffer that nobody else has.
+        sent: Tensor that gloo was given: a handle of the buffer that nobody else has.
     """
 
     def __init__(self, work: Any, sent: torch.Tensor) -> None:
@@ -231,7 +234,7 @@ class _GlooWork:
 
 
 class _Gloo:
-    """Between hosts' memories. Forming is lazy: the first broadcast connects.
+    """Backend between hosts' memories. Forming is lazy: the first broadcast connects.
 
     It cannot be aborted (``ProcessGroupGloo.abort`` does nothing in torch 2.13): what is
     under way is left to its own timeout, and its memory with it.
@@ -268,7 +271,8 @@ class _Gloo:
 
 
 class _NcclWork:
-    """Its end is asked for, not waited for: a wait inside CUDA could not be woken."""
+    """Broadcast over NCCL. Its end is polled, not waited for: a wait inside CUDA could not be
+    woken."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -302,7 +306,7 @@ class _NcclWork:
 
 
 class _Nccl:
-    """Between accelerators' memories, on ``device``.
+    """Backend between accelerators' memories, on ``device``.
 
     The communicator is made by the first broadcast (about a second) and kept. Work is
     ordered after what the calling thread's current CUDA stream was given before.
@@ -370,7 +374,7 @@ _environment_lock = threading.Lock()
 
 @contextlib.contextmanager
 def _tame_watchdog() -> Iterator[None]:
-    """Let a process group that is made inside the ``with`` not end this process.
+    """Keep a process group that is made inside the ``with`` from ending this process.
 
     torch reads these variables when a group is made, and from the environment only; the
     application's own groups keep what it has set for them.

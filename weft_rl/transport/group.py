@@ -1,4 +1,4 @@
-"""A lane of a side group: one sender, and all receivers, which its bytes flow to."""
+"""Lanes of a side group: one sender, and all the receivers of its bytes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ CPU = torch.device("cpu")
 
 
 def window(device: torch.device, backend: str) -> int:
-    """Buckets that a sender keeps under way: as many buffers it has. It announces them, for
-    a receiver may have no more receives posted.
+    """Return how many buckets a sender keeps under way: one for each of its buffers. The sender
+    announces the number, since a receiver may have no more receives posted.
 
     On an accelerator a receive that waits for its sender occupies the device, where an
     allocation, or the loading of a kernel, may wait for it: if the sender itself waited
@@ -59,8 +59,8 @@ def window(device: torch.device, backend: str) -> int:
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Let what this thread does inside the ``with`` run on ``device``, beside all else:
-    on a CUDA stream of its own. Nothing on a CPU."""
+    """Run what this thread does inside the ``with`` on ``device``, beside all else: on a CUDA
+    stream of its own. Does nothing on a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -69,7 +69,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def same_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What lets another thread work in this one's CUDA stream."""
+    """Return a function whose context lets another thread work in this one's CUDA stream."""
     if device.type != "cuda":
         return contextlib.nullcontext
     stream = torch.cuda.current_stream(device)
@@ -102,7 +102,7 @@ class Operation:
         Raises:
             TransferTimeoutError: Not done by then; abort the group.
             PeerUnavailableError: The connection broke.
-            WeftError: What ``SideGroup.abort`` was called with.
+            WeftError: The error that ``SideGroup.abort`` was called with.
         """
         while not (ended := self._work.wait_until(min(deadline, time.monotonic() + SPEAK_SECONDS))):
             self._group.check()
@@ -120,17 +120,17 @@ class Operation:
 
     @property
     def done(self) -> bool:
-        """Whether the backend has let go of the buffer."""
+        """True if the backend has let go of the buffer."""
         return self._work.done
 
     @property
     def arrived(self) -> Arrived:
-        """After ``wait``, of a receive: how the bytes have arrived."""
+        """Way in which the bytes of a receive have arrived, after ``wait``."""
         return self._work.arrived
 
     def give_back(self) -> None:
-        """Let the sender use its memory again; due in any case of a receive that borrows, once
-        nothing reads there any more.
+        """Give borrowed memory back to the sender, once nothing reads it any more. Every receive
+        that borrows must do so.
 
         Raises:
             PeerUnavailableError: The sender has left: it may have changed the bytes meanwhile.
@@ -145,14 +145,14 @@ class Operation:
         becomes of this group; after ``give_back``.
 
         Returns:
-            Whether the backend carries that: else the sender waits for the coordinator's word.
+            True if the backend carries that; else the sender waits for the coordinator's word.
         """
         return self._work.keep()
 
     @property
     def is_kept(self) -> bool:
-        """Of a send: whether every receiver has said so. It may never be said: then the
-        coordinator's word is the only one."""
+        """True once every receiver of a send has said that it keeps the bucket. It may never be
+        said: then the coordinator's word is the only one."""
         return self._work.is_kept
 
     def wake(self) -> None:
@@ -165,11 +165,11 @@ class SideGroup:
 
     Args:
         store: The lane's rendezvous store; kept referenced here.
-        rank: Of this process in the lane; its sender is 0.
+        rank: Rank of this process in the lane; its sender is 0.
         size: Number of members.
         backend: One of ``backends.available_backends(device)``.
         host: Address of this machine that peers connect to (gloo).
-        device: Where this rank's buffers lie.
+        device: Device of this rank's buffers.
 
     Forming is lazy: the constructor returns at once, connections are made by the
     first broadcast. One thread sends or receives; ``abort`` may come from any.
@@ -205,8 +205,8 @@ class SideGroup:
         forming: Callable[[], None] = _silent,
         options: BucketOptions = WHOLE,
     ) -> Operation:
-        """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the
-        first one of a backend that connects its members in it.
+        """Send (rank 0) or receive (others) a uint8 buffer; returns at once, but for the first one
+        of a backend that connects its members in it.
 
         Every rank must call it with the same number of bytes in the same order.
         The buffer must not be touched until the operation has ended; if it is
@@ -214,11 +214,11 @@ class SideGroup:
 
         Args:
             forming: Called at least every ``SPEAK_SECONDS`` while it connects.
-            options: What goes beside the buffer, or may; see ``Operation.arrived``.
+            options: Options of what goes beside the buffer; see ``Operation.arrived``.
 
         Raises:
             PeerUnavailableError: The group could not be formed.
-            WeftError: What ``abort`` was called with.
+            WeftError: The error that ``abort`` was called with.
         """
         with self._lock:
             self.check()
@@ -249,8 +249,8 @@ class SideGroup:
         forming: Callable[[], None],
         options: BucketOptions,
     ) -> Work:
-        """The first broadcast, which waits inside the library for all members; on another
-        thread, with this one's stream, so that this one can speak and be aborted."""
+        """Begin the first broadcast, which waits inside the library for all members. It runs on
+        another thread, with this one's CUDA stream, so that this one can report and be aborted."""
         with_stream = same_stream(buffer.device)
 
         def first() -> Work:
@@ -264,7 +264,7 @@ class SideGroup:
         return speaking(first, speak)
 
     def check(self) -> None:
-        """Raise what ``abort`` was called with, if it was."""
+        """Raise the error that ``abort`` was called with, if it was called."""
         if self._error is not None:
             raise self._error
 
@@ -301,7 +301,7 @@ class SideGroup:
             settle_seconds: How long to wait until memory is safe to use again.
 
         Returns:
-            Whether it is: False if an abandoned operation may still touch its buffer.
+            True if it is; False if an abandoned operation may still touch its buffer.
         """
         with self._lock:
             if self._error is None:
@@ -320,8 +320,7 @@ _DROP_SECONDS = 2.0
 
 
 class _Parked:
-    """Groups whose operations may still touch memory, held until they end; and what becomes of
-    groups when the process ends."""
+    """Groups whose operations may still touch memory, held until they end or the process does."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -329,7 +328,7 @@ class _Parked:
         self._open: weakref.WeakSet[Backend] = weakref.WeakSet()
 
     def opened(self, backend: Backend) -> None:
-        """There is one more, until nobody refers to it."""
+        """Register the backend of a group that was opened, by a weak reference."""
         with self._lock:
             self._open.add(backend)
 
@@ -343,10 +342,10 @@ class _Parked:
             return len({id(backend) for backend in self._held.values()})
 
     def abandon(self) -> None:
-        """Never destroy what is held, nor what is open: the process ends. The destructors of
-        the former would wait for the operations, as long as a push may take; those of the
-        latter close connections, and operations end by that while the interpreter is torn down
-        (see ``works_to_hold``)."""
+        """Keep held and open groups from being destroyed as the process ends. Destructors of held
+        ones would wait for their operations, as long as a push may take. Those of open ones close
+        connections, and operations end by that while the interpreter is torn down (see
+        ``works_to_hold``)."""
         with self._lock:
             held, opened = dict(self._held), list(self._open)
         left = (held, opened, works_to_hold(_DROP_SECONDS))
@@ -358,5 +357,6 @@ atexit.register(_PARKED.abandon)
 
 
 def num_parked_groups() -> int:
-    """Groups abandoned with operations that had not ended when last looked at."""
+    """Return the number of groups abandoned with operations that had not ended when last
+    checked."""
     return _PARKED.count()

@@ -99,8 +99,8 @@ class Attendance:
             raise self._error
 
     def send(self, request: pb.AttendRequest) -> None:
-        """Report; returns at once. Reports after the stream's end are dropped: the
-        coordinator has taken the rank for dead by then."""
+        """Queue a report for the coordinator; returns at once. Reports after the stream's end are
+        dropped: the coordinator has taken the rank for dead by then."""
         self.sent_at = time.monotonic()
         if self._queue.qsize() < _MAX_QUEUED:
             self._queue.put(request)
@@ -141,7 +141,7 @@ class Attendance:
 
 
 class Progress:
-    """Says what a rank does; any of its threads may call it.
+    """Reporter of what a rank does; any of the rank's threads may use it.
 
     Nothing is sent where the rank has sent something else less than ``SPEAK_SECONDS``
     ago: a push that is fast is told by its buckets alone.
@@ -161,7 +161,8 @@ class Progress:
         done: int = 0,
         total: int = 0,
     ) -> None:
-        """Say it, if it is time to; returns at once. See ``weft.v1.Progress``."""
+        """Report an activity if the rank's last report is ``SPEAK_SECONDS`` old; returns at once.
+        See ``weft.v1.Progress``."""
         if time.monotonic() - self._attendance.sent_at < SPEAK_SECONDS:
             return
         progress = pb.Progress(
@@ -185,11 +186,11 @@ class Membership:
 
     Args:
         ticket: The place; a channel of its own to the coordinator is opened.
-        device: Where this rank's buffers lie.
+        device: Device of this rank's buffers.
         on_message: Called with each direction, on the stream's thread; must not block.
         on_closed: Called once when the stream ends unasked; the group has been
             aborted with the same error by then.
-        credentials: What the channel shows; by default this process's.
+        credentials: Credentials that the channel shows; by default this process's.
 
     Raises:
         PeerUnavailableError: The coordinator does not answer.
@@ -238,7 +239,7 @@ class Membership:
             lane.abort(error)
 
     def check(self) -> None:
-        """Raise what ``abort`` was called with, if it was."""
+        """Raise the error that ``abort`` was called with, if it was called."""
         for lane in self.lanes.values():
             lane.check()
 
@@ -246,7 +247,7 @@ class Membership:
         """Close the stream, the lanes and the channel; blocks at most 10 s.
 
         Returns:
-            Whether the memory of operations that were under way is safe to use again.
+            True if the memory of operations that were under way is safe to use again.
         """
         self.attendance.close()
         settled = self._close_lanes()
@@ -282,7 +283,7 @@ MAX_KEPT = 32
 
 
 class FetchedManifests:
-    """Least-recently-used manifests of one process; used by one thread at a time."""
+    """Cache of a process's most recently used manifests; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._kept: Lru[bytes, Manifest] = Lru(MAX_KEPT)
@@ -295,14 +296,14 @@ class FetchedManifests:
         timeout_seconds: float,
         speak: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """The manifest, from memory or (blocking) from the coordinator.
+        """Return a manifest, from memory or (blocking) from the coordinator.
 
         Args:
             speak: Called with each part that comes.
 
         Raises:
             NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
-            InvalidManifestError: What came is not what the digest names.
+            InvalidManifestError: The digest names another manifest than came.
         """
         manifest = self._kept.get(layout_digest)
         if manifest is None:

@@ -24,7 +24,7 @@ _SLACK_SECONDS = 5.0
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A ``torch.distributed.Store`` of one group, or of what has its own ``prefix`` there.
+    """``torch.distributed.Store`` of one group, or of the keys under one ``prefix`` in it.
 
     Keep a reference to this object as long as the group: torch holds only its C++
     half, and calls into a collected Python half crash. Every method blocks for one
@@ -87,7 +87,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
         return True
 
     def num_keys(self) -> int:
-        """Keys of the whole group, whatever the prefix."""
+        """Return the number of keys of the whole group, whatever the prefix."""
         return self._call(count=pb.StoreCount()).number
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,4 +1,4 @@
-"""A sender of a side group: sends buckets, keeps each until all receivers have verified it.
+"""Sender of a side group, which keeps each bucket until all receivers have verified it.
 
 A ``SendingRank`` is one membership. It knows neither where the bytes come from (a trainer's
 model, a replica's own copy) nor what they are: ``Buckets`` makes each when its turn has come.
@@ -56,32 +56,32 @@ class Buckets(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Their layout."""
+        """Layout of the buckets."""
 
     @property
     def num_buffers(self) -> int:
-        """How many buckets are held at once."""
+        """Number of buckets that are held at once."""
 
     def make(self, index: int, speak: Callable[[], None]) -> Sealed:
         """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
         Blocks until its bytes are there.
 
         Args:
-            index: Of those that this sender sends, from 0; see ``Sending.indices``.
+            index: Place among the buckets that this sender sends, from 0; see ``Sending.indices``.
             speak: Called now and then by what may take long.
         """
 
     def are_summed(self) -> bool:
-        """Whether ``digests`` returns at once: where several ranks send, each adds its part.
-        Asked again and again after the last bucket; the first time begins it."""
+        """Return whether ``digests`` returns at once: where several ranks send, each adds its part.
+        Asked again and again after the last bucket; the first call begins the sum."""
 
     def digests(self, made: list[int]) -> list[int]:
-        """Digests of the version's tensors, in the manifest's order, once ``made`` are those
-        of all trailers."""
+        """Return the digests of the version's tensors, in the manifest's order. ``made`` are the
+        digests of all trailers."""
 
     def wire(self, index: int) -> torch.Tensor:
-        """The uint8 bytes of a bucket that is held, with room for its tail: a view, on the
-        buffers' device."""
+        """Return the uint8 bytes of a held bucket, with room for its tail: a view, on the buffers'
+        device."""
 
 
 @dataclass
@@ -94,34 +94,35 @@ class Sending:
     """``time.monotonic()`` at which to give up."""
     progress: Progress | None = None
     plan: SendPlan | None = None
-    """Who sends what; None where one rank sends the manifest's buckets."""
+    """Plan that divides the buckets among senders; None where one rank sends the manifest's
+    buckets."""
     sender: int = 0
-    """Which of its senders this is: its rank."""
+    """Rank of this sender."""
     digests: list[int] = field(default_factory=list)
-    """Of the trailers of the buckets made so far, in order."""
+    """Digests in the trailers of the buckets made so far, in order."""
     sealed: dict[int, Sealed] = field(default_factory=dict)
-    """Those that are held."""
+    """Held buckets, by their place among those that are sent here."""
     num_released: int = 0
-    """Buckets that every receiver has verified, in whatever group."""
+    """Number of buckets that every receiver has verified, in any group."""
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the transfer, whoever sends them, released or not."""
+        """Number of buckets of the transfer, whoever sends them, released or not."""
         return len(self.plan.buckets if self.plan else self.buckets.manifest.buckets)
 
     @property
     def indices(self) -> Sequence[int]:
-        """Of the transfer's buckets, those that are sent here, ascending."""
+        """Indices of the transfer's buckets that are sent here, ascending."""
         return self.plan.sent_by(self.sender) if self.plan else range(self.num_buckets)
 
 
 class Reformed(Exception):
-    """Members were lost; the transfer resumes in ``SendingRank.successor``."""
+    """Loss of members, after which the transfer resumes in ``SendingRank.successor``."""
 
 
 @dataclass
 class _Direction:
-    """What the coordinator has said about the transfer that is under way."""
+    """State of the transfer under way, as the coordinator has told it."""
 
     transfer_id: str = ""
     started: bool = False
@@ -137,8 +138,8 @@ class SendingRank:
 
     Args:
         ticket: The sender's place.
-        device: Where its buffers lie.
-        credentials: What it shows to the coordinator; by default this process's.
+        device: Device of its buffers.
+        credentials: Credentials that it shows to the coordinator; by default this process's.
 
     Raises:
         PeerUnavailableError: The coordinator does not answer.
@@ -168,7 +169,7 @@ class SendingRank:
 
     @property
     def usable(self) -> bool:
-        """Whether the group can carry a further transfer."""
+        """True if the group can carry a further transfer."""
         return self._broken is None and self.successor is None
 
     def wait_attended(self) -> None:
@@ -182,8 +183,8 @@ class SendingRank:
         self._membership.attendance.wait_welcome()
 
     def come_to(self, transfer_id: str) -> None:
-        """Say that this rank is at work for a transfer, before it sends: in a group that is kept
-        it attends in any case."""
+        """Report that this rank works on a transfer, before it sends: in a group that is kept the
+        rank attends in any case."""
         said = pb.Progress(transfer_id=transfer_id, activity=pb.ACTIVITY_PACKING)
         self._membership.attendance.send(pb.AttendRequest(progress=said))
 
@@ -223,17 +224,18 @@ class SendingRank:
         self._broken = self._broken or typed
 
     def num_released(self, transfer_id: str) -> int:
-        """Buckets of a transfer that every receiver in this group has verified."""
+        """Return the number of a transfer's buckets that every receiver in this group has
+        verified."""
         direction = self._direction
         return direction.num_released if direction.transfer_id == transfer_id else 0
 
     def wait(self, done: Callable[[], bool], timeout_seconds: float) -> None:
-        """Block until ``done``, which is looked at whenever the coordinator has said
-        something and at each ``wake``, or for so long."""
+        """Block until ``done()``, at most ``timeout_seconds``. It is checked whenever the
+        coordinator has said something and at each ``wake``."""
         self._changed.wait_for(done, timeout_seconds)
 
     def wake(self) -> None:
-        """Let ``wait`` look again; from any thread."""
+        """Make ``wait`` check its condition again; callable from any thread."""
         self._changed.ring()
 
     def abort(self, error: WeftError) -> None:
@@ -247,13 +249,14 @@ class SendingRank:
         """Leave the group; blocks at most 10 s.
 
         Returns:
-            Whether the buffers of operations that were under way are safe to use again.
+            True if the buffers of operations that were under way are safe to use again.
         """
         self._broken = self._broken or WeftError("the sender has left the group")
         return self._membership.leave()
 
     def _hand_over(self, sending: Sending) -> list[Operation]:
-        """Hand over every bucket that is lacked; what is under way at the end."""
+        """Hand every bucket that the receivers lack to the backend; return the operations under way
+        at the end."""
         buckets = sending.buckets
         if not sending.digests:
             self._make(sending)  # while the group still forms
@@ -288,7 +291,7 @@ class SendingRank:
         return [*operations.values()]
 
     def _stage(self, sending: Sending) -> bytes:
-        """Say what was handed over; its content digest."""
+        """Report that all buckets were handed over; return their content digest."""
         digest = content_digest(sending.buckets.digests(sending.digests))
         content = content_to_proto(sending.buckets.manifest, digest)
         staged = pb.Staged(transfer_id=sending.transfer_id, content_digest=content)
@@ -306,8 +309,8 @@ class SendingRank:
     def _await_released(
         self, sending: Sending, num_wanted: int, operation: Operation | None = None
     ) -> None:
-        """Block until so many buckets are verified by all; by the coordinator's word, or by that
-        of the receivers themselves on ``operation``, the last of them: it comes sooner.
+        """Block until all receivers have verified ``num_wanted`` buckets. The coordinator says so,
+        or the receivers themselves on ``operation``, the last of these buckets: that comes sooner.
 
         Receivers verify in one order for all senders, so the buckets before it are, too.
         """
@@ -358,7 +361,7 @@ class SendingRank:
         self._raise_end()
 
     def _say(self, activity: pb.Activity.ValueType) -> None:
-        """Say what the thread that makes and sends buckets does, if it is time to."""
+        """Report what the thread that makes and sends buckets does, if a report is due."""
         self._membership.progress.say(activity, self._direction.transfer_id, self._num_sent)
 
     def _report_failure(self, transfer_id: str, error: WeftError) -> None:
@@ -405,7 +408,7 @@ class SendingRank:
         self._changed.ring()
 
     def _follow(self, transfer_id: str) -> _Direction:
-        """The direction of a transfer; Start may come before ``send`` is called."""
+        """Return the direction of a transfer; Start may come before ``send`` is called."""
         with self._lock:
             if self._direction.transfer_id != transfer_id:
                 self._direction = _Direction(transfer_id)

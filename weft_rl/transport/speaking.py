@@ -1,4 +1,4 @@
-"""How a thread that works or waits for long speaks in between (see ``member.Progress``)."""
+"""Progress reports of threads that work or wait for long (see ``member.Progress``)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Speak = Callable[[int, int], None]
 
 
 def silent(done: int, total: int) -> None:
-    """A ``Speak`` for steps that nobody watches."""
+    """Ignore progress: a ``Speak`` for steps that nobody watches."""
 
 
 def speaking_time(deadline: float) -> float:
-    """How long a wait until a ``time.monotonic()`` may last before its thread speaks."""
+    """Return the seconds that a wait may last before its thread reports; ``deadline`` is a
+    ``time.monotonic()``."""
     return max(0.0, min(SPEAK_SECONDS, deadline - time.monotonic()))
 
 
 def speaking(work: Callable[[], _T], speak: Callable[[], None]) -> _T:
-    """Do what can neither be cut nor speak on a thread of its own, and speak meanwhile.
+    """Run a call that can neither be cut nor report on a thread of its own, and report meanwhile.
 
     For one call into a library whose length is known to be its own affair (a driver that
     locks pages, communicators that form): it counts as work for as long as it lasts.
@@ -36,7 +37,7 @@ def speaking(work: Callable[[], _T], speak: Callable[[], None]) -> _T:
             work continues unattended.
 
     Raises:
-        BaseException: What ``work`` raised.
+        BaseException: The error that ``work`` raised.
     """
     results: list[_T] = []
     errors: list[BaseException] = []

@@ -1,1 +1,2 @@
-"""How the other ranks of a replica get what one receives: they map its buckets, over a socket."""
+"""Sharing of received buckets with a replica's other ranks, which learn over a socket what to
+map."""

@@ -1,10 +1,10 @@
-"""A channel between two ranks of a replica, of whom each has shown that it knows the replica's
+"""Channel between two ranks of a replica, each of which has proven that it knows the replica's
 secret.
 
-It is a Unix socket in the abstract namespace, which every process of this network namespace can
-list, and connect to: in a container with the host's network, or of the same user, also those that
-are none of ours. So nothing that a process says is read as a message before it has shown what
-only the ranks can know; and the name says nothing of that.
+It is a Unix socket in the abstract namespace. Every process of this network namespace can list it
+and connect to it. In a container with the host's network, or of the same user, that includes
+processes that are not ours. So nothing that a process sends is read as a message before it has
+proven what only the ranks can know. The socket's name reveals nothing of that.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _M = TypeVar("_M")
 
 
 def address_of(secret: str) -> str:
-    """The address of the receiving rank's socket: no file that could be left over."""
+    """Return the address of the receiving rank's socket: abstract, so no file can be left over."""
     return f"\0weft-handoff-{_derived(secret, 'name').hex()[:32]}"
 
 
 def _derived(secret: str, what: str) -> bytes:
-    """From which nobody learns the secret, or what else is derived of it."""
+    """Derive a value that reveals neither the secret nor the other values derived from it."""
     return hmac.digest(secret.encode(), what.encode(), hashlib.sha256)
 
 
 def connect_channel(secret: str, timeout_seconds: float) -> Channel:
-    """A channel to the receiving rank; blocks so long at most.
+    """Connect to the receiving rank; block for at most ``timeout_seconds``.
 
     Args:
-        secret: Of the replica's ranks.
+        secret: Secret of the replica's ranks.
 
     Raises:
         PeerUnavailableError: Nobody listens, or no rank of this replica.
@@ -70,13 +70,13 @@ def connect_channel(secret: str, timeout_seconds: float) -> Channel:
 
 
 def accept_channel(connected: socket.socket, secret: str, timeout_seconds: float) -> Channel:
-    """The other end of it, at the receiving rank; blocks so long at most.
+    """Accept a connection at the receiving rank; block for at most ``timeout_seconds``.
 
     Args:
-        connected: Owned from now on; closed, without a word, if that is no rank.
+        connected: Owned from now on; closed, without a word, if the peer is no rank.
 
     Raises:
-        PeerUnavailableError: It is none.
+        PeerUnavailableError: The peer is no rank of this replica.
     """
     try:
         _check_user(connected)
@@ -112,10 +112,11 @@ def _check_proof(connected: socket.socket, expected: bytes, deadline: float) -> 
 
 
 class Channel:
-    """Messages over a connected socket, from one thread; ``fail`` and ``shut`` from any.
+    """Message channel over a connected socket. One thread uses it; any may call ``fail`` and
+    ``shut``.
 
     Args:
-        connected: Both ends of it have shown who they are; owned from now on.
+        connected: Socket of which both ends have proven who they are; owned from now on.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -127,10 +128,10 @@ class Channel:
         weakref.finalize(self, connected.close).atexit = False
 
     def send(self, message: Message) -> None:
-        """As ``receive`` raises, if the other side has gone.
+        """Send a message; raises as ``receive`` does if the other side has gone.
 
         Raises:
-            PeerUnavailableError: It reads nothing.
+            PeerUnavailableError: The other side reads nothing.
         """
         try:
             with self._lock:
@@ -143,20 +144,20 @@ class Channel:
                 self._receive()
 
     def poll(self, timeout_seconds: float | None) -> bool:
-        """Whether ``receive`` would find the beginning of a message, or the end; waits so long
-        for it, or until it is so."""
+        """Return whether ``receive`` would find the beginning of a message, or the end. Waits for
+        that at most ``timeout_seconds``; None waits without limit."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(None if timeout_seconds is None else timeout_seconds * 1e3))
 
     def receive(self, *kinds: type[_M]) -> _M:
-        """Block for a message of these kinds: until it comes, or the other side is gone.
+        """Receive a message of these kinds; block until it comes, or the other side is gone.
 
         Raises:
-            EOFError, OSError: The other side has gone, or has said half a message; or ``shut``
-                was called.
-            WeftError: It has failed: why.
-            PeerUnavailableError: What has come is no message, or another.
+            EOFError, OSError: The other side has gone, or has sent half a message; or ``shut`` was
+                called.
+            WeftError: The error that the other side has failed with.
+            PeerUnavailableError: The bytes are no message, or one of another kind.
         """
         message = self._receive()
         if isinstance(message, kinds):
@@ -185,17 +186,18 @@ class Channel:
         return bytes(content)
 
     def fail(self, error: WeftError) -> None:
-        """Say why this side has ended, and end; the other side may be gone."""
+        """Send the error that has ended this side, and shut the channel; the other side may be
+        gone."""
         with contextlib.suppress(OSError), self._lock:
             self._socket.sendall(pack(Failed(error.reason, error.message)))
         self.shut()
 
     def shut(self) -> None:
-        """End both directions; who waits here or there learns it."""
+        """Shut both directions; threads that wait at either end learn it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it, where no other thread uses it."""
+        """Close the channel, once no other thread uses it."""
         self.shut()
         self._socket.close()

@@ -1,8 +1,8 @@
-"""A base that is loaded in place, for the ranks of a replica that do not receive it.
+"""Hand-off of a base that is loaded in place to the ranks of a replica that do not receive it.
 
-The receiving rank listens on a Unix socket; each other rank connects once a transfer, is told
-where the buckets lie, maps them, and says when it is done with each. A bucket's memory is
-received into again once all ranks are; a rank that fails, or goes, ends the load of all.
+The receiving rank listens on a Unix socket. Each other rank connects once a transfer, is told where
+the buckets lie, maps them, and says when it is done with each. A bucket's memory is received into
+again once all ranks are done with it. A rank that fails, or goes, ends the load of all.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _RETRY_SECONDS = 0.1
 
 
 class RankServer:
-    """Gives the buckets of hand-off queues to the replica's other ranks, on threads of its own.
+    """Server that gives hand-off queues' buckets to the replica's other ranks, on its own threads.
 
     Args:
-        secret: What the replica's ranks know, and nobody else.
-        find: The hand-off queue of a transfer that is loaded in place.
+        secret: Secret that the replica's ranks know, and nobody else.
+        find: Returns the hand-off queue of a transfer that is loaded in place.
     """
 
     def __init__(self, secret: str, find: Callable[[str], HandoffQueue | None]) -> None:
@@ -81,7 +81,7 @@ class RankServer:
         threading.Thread(target=self._accept, name="weft-ranks", daemon=True).start()
 
     def close(self) -> None:
-        """Take no rank any more; what is being loaded ends with its queue."""
+        """Accept no further rank; a load under way ends with its queue."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -165,7 +165,7 @@ def _give(channel: Channel, handoff: HandoffQueue, rank: int) -> None:
 
 
 def _wait_for(kind: type[Loaded] | type[Complete], channel: Channel, handoff: HandoffQueue) -> None:
-    """Until a rank has come so far; meanwhile that it works is passed on."""
+    """Wait for a rank's message of this kind; meanwhile pass on its reports that it works."""
     while True:
         while not channel.poll(SPEAK_SECONDS):
             if (error := handoff.error) is not None:
@@ -179,16 +179,16 @@ def _wait_for(kind: type[Loaded] | type[Complete], channel: Channel, handoff: Ha
 
 
 class RankHandoff:
-    """The ``Handoff`` of a rank that does not receive. It waits as long as the receiving rank
-    does, whose deadline is that of all.
+    """``Handoff`` of a rank that does not receive. It waits as long as the receiving rank does,
+    whose deadline is that of all.
 
     Connects on the loader's thread, when that first asks for something.
 
     Args:
-        secret: As the receiving rank's ``RankServer`` has it.
-        rank: This one.
-        transfer_id: Whose buckets.
-        version: What they are of.
+        secret: Secret of the replica's ranks, as ``RankServer`` has it.
+        rank: Number of this rank.
+        transfer_id: Transfer that brings the buckets.
+        version: Version that the buckets belong to.
     """
 
     def __init__(self, secret: str, rank: int, transfer_id: str, version: PolicyVersion) -> None:
@@ -257,8 +257,8 @@ class RankHandoff:
         threading.Thread(target=self._say_finishing, name="weft-finishing", daemon=True).start()
 
     def _say_finishing(self) -> None:
-        """Say that this process runs while its engine finishes its layers, in which the loader's
-        thread cannot."""
+        """Report that this process runs while its engine finishes its layers. The loader's thread
+        cannot report then."""
         until = time.monotonic() + FINISHING_SECONDS
         with contextlib.suppress(EOFError, OSError, WeftError):
             while time.monotonic() < until:
@@ -311,7 +311,7 @@ class RankHandoff:
             raise self._ended(error) from error
 
     def _ended(self, error: BaseException) -> WeftError:
-        """Why nothing comes any more."""
+        """Return the error to raise because nothing comes any more."""
         if self._error is not None:
             return copy_error(self._error)
         return PeerUnavailableError(f"the receiving rank has ended the load: {error}")

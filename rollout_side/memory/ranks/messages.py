@@ -1,4 +1,4 @@
-"""What the ranks of a replica say to each other about a base that is loaded in place.
+"""Messages between the ranks of a replica about a base that is loaded in place.
 
 Each message is a head (``WEFR``, version, kind, length) and fields, little-endian; a manifest
 travels as the protos have it. Nothing in them is executed, and each kind has a largest size.
@@ -34,7 +34,7 @@ _MAX_LAYOUT = 2**29
 
 @dataclass(frozen=True)
 class Wanted:
-    """First, from a rank: what it loads."""
+    """First message of a rank: the transfer that it loads."""
 
     transfer_id: str
     rank: int
@@ -42,51 +42,52 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Layout:
-    """The answer."""
+    """Answer to ``Wanted``: the layout of the version."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Where the next buckets lie; those of before are not used again."""
+    """Buffers that the next buckets lie in; earlier ones are not used again."""
 
     refs: Sequence[SegmentRef]
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A bucket that may be read until ``Loaded``."""
+    """Bucket that may be read until ``Loaded``."""
 
     number: int
-    """Of its buffer."""
+    """Number of its buffer."""
     digests: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Working:
-    """From a rank: it loads."""
+    """Report of a rank that it is still loading."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """From a rank: it is done with the bucket."""
+    """Report of a rank that it is done with the bucket."""
 
 
 @dataclass(frozen=True)
 class Complete:
-    """From a rank, last: its loader has done with all."""
+    """Last message of a rank: its loader is done with all buckets."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """From either side, last. Whether weights are mixed each rank says for itself."""
+    """Last message of either side: its error. Each rank says for itself whether weights are
+    mixed."""
 
     reason: str
     message: str
 
     def error(self) -> WeftError:
-        """What the other side raised."""
+        """Return the error that the other side raised."""
         return error_from_reason(self.reason, self.message, {})
 
 
@@ -94,17 +95,18 @@ Message = Wanted | Layout | Buffers | Arrived | Working | Loaded | Complete | Fa
 
 
 def pack(message: Message) -> bytes:
-    """A message as it travels."""
+    """Encode a message as it travels."""
     number = _NUMBERS[type(message)]
     body = _KINDS[number].pack(message)
     return HEAD.pack(_MAGIC, VERSION, number, len(body)) + body
 
 
 def read_head(head: bytes) -> tuple[int, int]:
-    """The kind of the message that follows, and how many bytes of it do.
+    """Return the kind of the message that follows, and its number of bytes.
 
     Raises:
-        PeerUnavailableError: It is none of this version, or longer than its kind may be.
+        PeerUnavailableError: The head is none of this version, or the message is longer than its
+            kind may be.
     """
     magic, version, number, num_bytes = HEAD.unpack(head)
     if (magic, version) != (_MAGIC, VERSION) or number not in _KINDS:
@@ -116,10 +118,10 @@ def read_head(head: bytes) -> tuple[int, int]:
 
 
 def unpack(number: int, body: bytes) -> Message:
-    """The message of a kind that ``read_head`` has told.
+    """Decode a message of a kind that ``read_head`` has returned.
 
     Raises:
-        PeerUnavailableError: The bytes are none.
+        PeerUnavailableError: The bytes are no such message.
         InvalidManifestError, CapacityError: A manifest that cannot be right.
     """
     kind = _KINDS[number]
@@ -134,7 +136,7 @@ def unpack(number: int, body: bytes) -> Message:
 
 
 class _Reader:
-    """Takes a body apart."""
+    """Parser of a message's body."""
 
     def __init__(self, body: bytes) -> None:
         self._body, self._at = memoryview(body), 0
@@ -155,7 +157,7 @@ class _Reader:
         return bytes(self._body[self._at - num_bytes : self._at])
 
     def string(self) -> bytes:
-        """As ``_string`` makes it."""
+        """Read bytes that ``_string`` has packed."""
         (num_bytes,) = self.fields(_LENGTH)
         return self.take(num_bytes)
 
@@ -276,7 +278,7 @@ def _unpack_failed(reader: _Reader) -> Failed:
 
 
 class _Kind(NamedTuple):
-    """How one travels."""
+    """Encoding of one kind of message."""
 
     message: type[Message]
     max_bytes: int
@@ -285,7 +287,7 @@ class _Kind(NamedTuple):
 
 
 def _bare(message: type[Working | Loaded | Complete]) -> _Kind:
-    """Of one without fields."""
+    """Make the encoding of a message without fields."""
     return _Kind(message, 0, lambda _: b"", lambda _: message())
 
 

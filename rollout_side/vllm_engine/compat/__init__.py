@@ -1,1 +1,1 @@
-"""What differs between versions and builds of vLLM."""
+"""Differences between versions and builds of vLLM."""

@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.26 and 0.32, in one place.
+"""Differences between vLLM 0.26 and 0.32, in one place.
 
 Each function asks vLLM for the feature, not for its version number, so that a
 build with a back-port works too. Everything is imported when it is needed: this
@@ -61,7 +61,7 @@ def check_version(version: str) -> None:
 
 
 def installed_version() -> str:
-    """vLLM's version.
+    """Return vLLM's version.
 
     Raises:
         UnsupportedError: vLLM cannot be imported.
@@ -79,8 +79,10 @@ def installed_version() -> str:
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes event loops like those of vLLM's own server: uvloop's, which cost about
-    half as much; None for Python's where it is not installed."""
+    """Return a factory of uvloop's event loops; None where uvloop is not installed.
+
+    vLLM's own server uses such loops. They cost about half as much as Python's.
+    """
     try:
         factory: Callable[[], asyncio.AbstractEventLoop]
         factory = importlib.import_module("uvloop").new_event_loop
@@ -155,7 +157,7 @@ async def abort_requests(engine: Any) -> None:
 
 
 async def set_weight_version(engine: Any, text: str) -> None:
-    """Name the base weights in outputs, where the version can (0.27 and later)."""
+    """Set the name of the base weights in outputs, where vLLM can (0.27 and later)."""
     update = getattr(engine, "update_weight_version", None)
     if update is not None:
         await update(text)
@@ -175,19 +177,19 @@ async def end(engine: Any, timeout_seconds: float) -> None:
 
 
 def loras_in_use(engine: Any) -> set[str]:
-    """Names of the adapters that an unfinished request uses."""
+    """Return the names of the adapters that an unfinished request uses."""
     states = engine.output_processor.request_states.values()
     return {state.lora_name for state in states if state.lora_name is not None}
 
 
 def sampling_params(sampling: Sampling, chunk_tokens: int = 0) -> Any:
-    """vLLM's own, for answers that come in pieces, each token with its log-probability.
+    """Make vLLM's ``SamplingParams`` for answers in pieces, each token with its log-probability.
 
     Args:
-        chunk_tokens: Of a piece, at least; taken from vLLM 0.27 on.
+        chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.27 on.
 
     Raises:
-        ValueError, or as ``typed_failures`` knows: They contradict each other.
+        ValueError, or what ``typed_failures`` maps: The settings contradict each other.
     """
     module = importlib.import_module("vllm.sampling_params")
     params = module.SamplingParams(
@@ -214,12 +216,12 @@ def sampling_params(sampling: Sampling, chunk_tokens: int = 0) -> Any:
 
 @contextlib.contextmanager
 def typed_failures() -> Iterator[None]:
-    """What vLLM raises of a request, by its kind; anything else passes.
+    """Map what vLLM raises for a request to Weft's errors; any other error passes.
 
     Raises:
-        InvalidRequestError: It refuses the request, in its own words.
-        CapacityError: ``TOO_MANY_CALLS``: it has as much to do as it was told to take.
-        PeerUnavailableError: Its engine has died.
+        InvalidRequestError: vLLM refuses the request, in its own words.
+        CapacityError: ``TOO_MANY_CALLS``: vLLM has as much to do as it was told to take.
+        PeerUnavailableError: vLLM's engine has died.
     """
     try:
         yield
@@ -239,7 +241,7 @@ def typed_failures() -> Iterator[None]:
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
-    """Of the tokens of one output, the log-probability of each."""
+    """Return the log-probability of each token of one output."""
     # 0.26 hands over all of a sample's once more with the output that ends it without a token.
     pairs = zip(completion.token_ids, completion.logprobs or (), strict=False)
     return [float(logprobs[token].logprob) for token, logprobs in pairs]
@@ -249,7 +251,10 @@ def sampled_logprobs(completion: Any) -> list[float]:
 
 
 def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
-    """vLLM's current config; the loaders of some layers read it (0.27 and later)."""
+    """Return a context that sets vLLM's current config.
+
+    The loaders of some layers read it (0.27 and later).
+    """
     context: AbstractContextManager[Any] = importlib.import_module(
         "vllm.config"
     ).set_current_vllm_config(config)
@@ -257,7 +262,7 @@ def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
 
 
 def base_names(model: Any) -> Callable[[str], str]:
-    """A function from checkpoint names to those that ``load_weights`` takes.
+    """Return a function from checkpoint names to those that ``load_weights`` takes.
 
     Before 0.28 a layer wrapped for LoRA has no ``load_weights`` of its own, so the
     name must lead into it: ``embed_tokens.base_layer.weight``. Packed layers are
@@ -279,7 +284,7 @@ def base_names(model: Any) -> Callable[[str], str]:
 
 
 def lead_into_wrapped(wrapped: set[str], packed: Mapping[str, list[str]]) -> Callable[[str], str]:
-    """The function of ``base_names`` for wrapped modules, named by last component."""
+    """Return the function of ``base_names``, given the last name components of wrapped modules."""
     if not wrapped:
         return _same
     packs: dict[str, set[str]] = {}
@@ -305,7 +310,7 @@ def _same(name: str) -> str:
 
 
 def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of the files that an engine was started with, by checkpoint names.
+    """Return the tensors of the files that an engine was started with, by checkpoint name.
 
     Raises:
         UnsupportedError: Its loader cannot read them again.
@@ -334,9 +339,9 @@ def reset_lora_state(model_runner: Any) -> None:
 
 
 def rename_mapper(model: Any) -> Any:
-    """The model's mapper of checkpoint names, renames only; None if it has none.
+    """Return the model's mapper of checkpoint names, renames only; None if it has none.
 
-    Called ``get_unstacked_mapper`` in 0.26 to 0.28.
+    The method that gives it is called ``get_unstacked_mapper`` in 0.26 to 0.28.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -348,10 +353,10 @@ def rename_mapper(model: Any) -> Any:
 
 
 def validate_loaded(manager: Any, lora: Any) -> None:
-    """vLLM's checks of a loaded adapter, those that this version has.
+    """Run vLLM's checks of a loaded adapter, those that this version has.
 
     Raises:
-        ValueError: As vLLM words it.
+        ValueError: A check fails; in vLLM's words.
     """
     for name in (
         "_validate_moe_lora_format",
@@ -364,12 +369,12 @@ def validate_loaded(manager: Any, lora: Any) -> None:
 
 
 def helper_knows_patterns(helper: Any) -> bool:
-    """Whether vLLM itself applies ``rank_pattern`` and ``alpha_pattern``."""
+    """Return whether vLLM itself applies ``rank_pattern`` and ``alpha_pattern``."""
     return hasattr(helper, "get_rank_and_scaling")
 
 
 def pattern_scaling(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and scaling that PEFT uses for ``module`` (its name in the checkpoint).
+    """Return the rank and the scaling that PEFT uses for ``module`` (its checkpoint name).
 
     Source: peft.utils.other.get_pattern_key; peft.tuners.lora.layer.update_layer.
     """

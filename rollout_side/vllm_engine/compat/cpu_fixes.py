@@ -71,7 +71,7 @@ def rebuild_moe_kernels(model: torch.nn.Module) -> int:
     and skips the CPU's prepacking (0.32: 2.6 nats off, silently).
 
     Returns:
-        Kernels that will be rebuilt.
+        Number of kernels that will be rebuilt.
     """
     num_reset = 0
     for module in model.modules():
@@ -85,7 +85,7 @@ def rebuild_moe_kernels(model: torch.nn.Module) -> int:
 def repack_tied(layers: Iterable[torch.nn.Module]) -> None:
     """Prepack again layers that share their weight with one that was reloaded.
 
-    A tied lm_head's weight is the embedding's and is right after a reload, but the
+    A tied lm_head's weight is the embedding's and is right after a reload. But the
     CPU multiplies by a packed copy of it, which vLLM does not renew (0.32: 14 nats
     off, silently, for every model with ``tie_word_embeddings``).
     """

@@ -1,7 +1,7 @@
-"""What a replica that keeps running requests adds to vLLM's EngineCore, in that process.
+"""Additions to vLLM's EngineCore, in its process, for a replica that keeps running requests.
 
-``EngineCore`` imports the scheduler that ``--scheduler-cls`` names, and calls its own methods
-by the names that the API process sends: the one is the door for the other.
+``EngineCore`` imports and calls what ``--scheduler-cls`` names; that call adds a method to it. It
+runs its own methods by the names that the API process sends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ KEEP_REQUESTS = "weft_keep_requests"
 
 
 def make_scheduler(*args: Any, vllm_config: Any, **settings: Any) -> Any:
-    """vLLM's own scheduler, the one that it would have chosen, beside an ``EngineCore`` that
-    can keep requests."""
+    """Make vLLM's own scheduler, and add ``keep_requests`` to ``EngineCore``.
+
+    It is the scheduler that vLLM would have chosen.
+    """
     core: Any = importlib.import_module("vllm.v1.engine.core").EngineCore
     setattr(core, KEEP_REQUESTS, keep_requests)
     own = copy.copy(vllm_config.scheduler_config)
@@ -28,13 +30,13 @@ def make_scheduler(*args: Any, vllm_config: Any, **settings: Any) -> Any:
 
 
 def keep_requests(core: Any) -> None:
-    """While generation is paused, behind a load: let requests go on over the blocks that they
-    hold, and none find an old block in the cache.
+    """Let requests continue on the blocks that they hold, and stop reuse of old cached blocks.
 
-    New requests have another salt. Those that are here take no block from the cache any more, so
-    one that is preempted is computed anew under the weights of that time. What has no token yet,
-    and so is of no version, gives its blocks back: all of it is computed under the new weights.
-    So does what is still to read of an encoder's outputs, which the new weights make anew.
+    To be called while generation is paused, after a load. New requests have another salt. Present
+    requests take no block from the cache any more, so one that is preempted is computed anew under
+    the weights of that time. A request without tokens belongs to no version yet: it gives its
+    blocks back, and all of it is computed under the new weights. So does a request that has outputs
+    of an encoder still to read, which the new weights make anew.
     """
     scheduler = core.scheduler
     for request in scheduler.requests.values():
@@ -54,7 +56,7 @@ def keep_requests(core: Any) -> None:
 
 
 def _reads_encoder(scheduler: Any, request: Any) -> bool:
-    """Whether a request that has tokens still refers to outputs of an encoder."""
+    """Return whether a request that has tokens still refers to outputs of an encoder."""
     if scheduler.is_encoder_decoder:  # its manager says so of every request, to its end
         return False
     return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))

@@ -1,4 +1,4 @@
-"""The requests of an engine, in the API process: what they have, their salts, their ends."""
+"""Requests of an engine, in the API process: their tokens, their salts, their failures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _FAILURES = (
 
 
 async def take_in_outputs(engine: Any) -> None:
-    """Return, at a pause, once what the engine had put out before it has been taken in: its
-    answer to the pause comes behind that, in the same queue."""
+    """Wait, at a pause, until the outputs that came before it have been taken in.
+
+    The engine's answer to the pause comes behind these outputs, in the same queue.
+    """
     if not engine.output_processor.request_states:
         return
     queue = engine.engine_core.outputs_queue
@@ -32,8 +34,12 @@ async def take_in_outputs(engine: Any) -> None:
 
 
 async def tokens_before(engine: Any) -> dict[tuple[str, int], int]:
-    """How many tokens each unfinished sample has, by its request and its index, at a pause;
-    nothing where outputs name the weights behind their tokens (0.32 and later)."""
+    """Count the tokens of each unfinished sample, at a pause.
+
+    Returns:
+        Counts by request and sample index; empty where outputs name the weights behind their tokens
+        (0.32 and later).
+    """
     states = engine.output_processor.request_states
     if not states or hasattr(next(iter(states.values())), "weight_version_starts"):
         return {}
@@ -46,8 +52,7 @@ async def tokens_before(engine: Any) -> dict[tuple[str, int], int]:
 
 
 def begun_requests(engine: Any) -> frozenset[str]:
-    """The requests of which an unfinished sample has a token, as they are called by who made
-    them."""
+    """Return the callers' ids of requests that have a token in an unfinished sample."""
     return frozenset(
         state.external_req_id
         for state in engine.output_processor.request_states.values()
@@ -56,14 +61,16 @@ def begun_requests(engine: Any) -> frozenset[str]:
 
 
 def unfinished_requests(engine: Any) -> frozenset[str]:
-    """The requests that the engine has not finished, as they are called by who made them."""
+    """Return the callers' ids of requests that the engine has not finished."""
     states = engine.output_processor.request_states.values()
     return frozenset(state.external_req_id for state in states)
 
 
 def note_sent(engine: Any, note: Callable[[str], None]) -> None:
-    """Have each request noted, as it is called by who made it, when it is sent to the engine:
-    it is among the unfinished ones then, until it has finished."""
+    """Call ``note`` with the caller's id of each request when it is sent to the engine.
+
+    From then on it is among the unfinished requests, until it has finished.
+    """
     core = engine.engine_core
     send = core.add_request_async
 
@@ -75,11 +82,12 @@ def note_sent(engine: Any, note: Callable[[str], None]) -> None:
 
 
 def salt_requests(engine: Any, salt: Callable[[str | None], str]) -> None:
-    """Give every request the salt of the KV cache that it is admitted with, as it is sent to
-    the engine: nothing comes between the two.
+    """Set the KV-cache salt of every request as it is sent to the engine.
+
+    Nothing comes between the two.
 
     Args:
-        salt: From the salt that a request came with.
+        salt: Maps the salt that a request came with, None for none, to the one that it gets.
     """
     core = engine.engine_core
     send = core.add_request_async
@@ -92,12 +100,12 @@ def salt_requests(engine: Any, salt: Callable[[str | None], str]) -> None:
 
 
 async def keep_requests(engine: Any) -> None:
-    """See ``engine_core.keep_requests``, which it needs there."""
+    """Call ``keep_requests``, which ``make_scheduler`` added, in the engine's process."""
     await engine.engine_core.call_utility_async(engine_core.KEEP_REQUESTS)
 
 
 def failure(message: str, status: int) -> Exception:
-    """What vLLM's server answers with that status where ``generate`` raises it."""
+    """Make an error that vLLM's server answers with ``status`` where ``generate`` raises it."""
     for module, name in _FAILURES:
         try:
             kind = getattr(importlib.import_module(module), name, None)

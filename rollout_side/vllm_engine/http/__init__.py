@@ -1,1 +1,1 @@
-"""The HTTP half of a replica: what listens, which models it names, and what uses them."""
+"""HTTP half of a replica: its server, the models that it names, the requests that use them."""

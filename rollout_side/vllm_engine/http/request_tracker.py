@@ -1,9 +1,9 @@
-"""Which HTTP requests are running, so that an adapter is not dropped under one.
+"""Running HTTP requests, tracked so that no adapter is dropped while one uses it.
 
 A request looks its model up somewhere between its first byte and the engine, so
-"does the engine use it" is not enough. Instead every request gets a number, and a
-name that was removed is unreachable once all requests that began before the
-removal have ended (as in read-copy-update).
+"does the engine use it" is not enough. Instead every request gets a number. A name
+that was removed is unreachable once all requests that began before the removal
+have ended (as in read-copy-update).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALWAYS_OPEN = frozenset({"/health", "/ping", "/metrics", "/version", "/load", "/
 
 
 class RequestTracker:
-    """Numbers running requests, and refuses new ones while told to.
+    """Register of running HTTP requests, which refuses new ones while told to.
 
     Used from one event loop only. Its memory is bounded by the requests that run.
     """
@@ -32,16 +32,16 @@ class RequestTracker:
         self._next = 0
         self._running: set[int] = set()
         self.refuse_reason = ""
-        """Why new requests are refused; empty when they are not."""
+        """Reason why new requests are refused; empty when they are not."""
 
     @property
     def num_running(self) -> int:
-        """Requests that have begun and not ended."""
+        """Number of requests that have begun and not ended."""
         return len(self._running)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count a request as running; from before it looks its model up to its end."""
+        """Count a request as running in the ``with``: from before its model look-up to its end."""
         number = self.mark()
         self._running.add(number)
         try:
@@ -50,17 +50,17 @@ class RequestTracker:
             self._running.discard(number)
 
     def mark(self) -> int:
-        """A point in time for ``passed``."""
+        """Return a point in time for ``passed``."""
         number = self._next
         self._next += 1
         return number
 
     def passed(self, mark: int) -> bool:
-        """Whether every request that began before ``mark`` has ended."""
+        """Return whether every request that began before ``mark`` has ended."""
         return all(number > mark for number in self._running)
 
     def wrap(self, app: App) -> App:
-        """An ASGI application that tracks ``app``'s requests."""
+        """Return an ASGI application that tracks ``app``'s requests."""
 
         async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "lifespan":
@@ -87,7 +87,7 @@ async def refuse(
     """Answer with an error in the form of OpenAI's.
 
     Args:
-        kind: Of the error, as vLLM's server names it.
+        kind: Type of the error, as vLLM's server names it.
         reason: Weft's word for it, for the header ``weft-reason``.
     """
     if scope["type"] == "websocket":

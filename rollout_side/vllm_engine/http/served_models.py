@@ -41,7 +41,7 @@ class Refusal:
 
     @property
     def type(self) -> str:
-        """As vLLM's errors name it."""
+        """Type of the error, as vLLM names it."""
         return "NotFoundError" if self.status == 404 else "ServiceUnavailable"
 
 
@@ -96,7 +96,7 @@ class ServedModels:
 
     @property
     def base_name(self) -> str:
-        """The base model's own name; the first of them."""
+        """First of the base model's own names."""
         return str(self._serving.base_model_paths[0].name)
 
     def set_base(self, version: PolicyVersion) -> None:
@@ -118,7 +118,11 @@ class ServedModels:
     def replace_lookup(
         self, make: Callable[[dict[str, Any]], dict[str, Any]], found: Callable[[str], None]
     ) -> None:
-        """Have vLLM look adapters up in another mapping of what is there.
+        """Replace the mapping in which vLLM looks adapters up.
+
+        Args:
+            make: Makes the new mapping from the present one.
+            found: Called with a name of the base model that vLLM has looked up.
 
         Args:
             found: Called with a name of the base model that vLLM has looked up.
@@ -135,20 +139,20 @@ class ServedModels:
         self._serving.is_base_model = is_base_model
 
     def request_of(self, version: PolicyVersion) -> Any:
-        """vLLM's ``LoRARequest`` of a version.
+        """Return vLLM's ``LoRARequest`` of a version.
 
         Raises:
-            NotFoundError: It cannot be requested.
+            NotFoundError: The version cannot be requested.
         """
         if not self._can_be_requested(version):
             raise NotFoundError(f"{version} is not served here")
         return self._served[version].request
 
     def refusal(self, asked: str) -> Refusal | None:
-        """Why a request is not to be admitted to the engine now; None where it is.
+        """Return why a request must not be admitted to the engine now; None if it may be.
 
         Args:
-            asked: The model that it asks for, which vLLM has found; empty for the base model.
+            asked: Model that the request asks for, which vLLM has found; empty for the base model.
         """
         policy, _, number = asked.rpartition("@")
         if asked in ("", BASE_POLICY) or self._is_own_base(asked):
@@ -158,9 +162,10 @@ class ServedModels:
         return self._refused_alias(asked, asked) if asked in self._aliases else None
 
     def explain_unknown(self, name: str) -> Refusal | None:
-        """What is answered to a name that vLLM does not know; None where there is nothing to
-        add to its own words. Of an exact version, those of its policy are named that can be
-        requested."""
+        """Return the answer to a name that vLLM does not know; None to keep vLLM's own words.
+
+        For an exact version the answer lists the versions of its policy that can be requested.
+        """
         policy, _, number = name.rpartition("@")
         if not policy:
             return self._refused_alias(name, name) or self._absent_policy(name, name)
@@ -188,7 +193,7 @@ class ServedModels:
         return Refusal(404, f"The model `{name}` does not exist: {gone.reason}", reason)
 
     def _there(self, policy: str) -> str:
-        """The versions of a policy that can be requested, in words; empty for none."""
+        """List the versions of a policy that can be requested, for messages; empty for none."""
         known = [self.base, *(v for v in self._served if self._can_be_requested(v))]
         numbers = sorted(v.version for v in known if v.policy == policy)
         names = ", ".join(f"{policy}@{number}" for number in numbers[-_MAX_LISTED:])
@@ -200,7 +205,7 @@ class ServedModels:
         return name in self.own_names and name not in self._serving.lora_requests
 
     def next_id(self) -> int:
-        """An integer id that no adapter had.
+        """Return an integer id that no adapter had.
 
         Raises:
             UnsupportedError: All 2**31 - 2**20 are used; restart the replica.
@@ -230,11 +235,11 @@ class ServedModels:
                 )
 
     def find(self, version: PolicyVersion) -> ServedAdapter | None:
-        """What is known of a version, removed or not."""
+        """Return the record of a version, removed or not; None if there is none."""
         return self._served.get(version)
 
     def is_served(self, version: PolicyVersion, content_digest: bytes) -> bool:
-        """Whether this very adapter can be requested already.
+        """Return whether an adapter of this version and content can be requested already.
 
         Raises:
             DigestMismatchError: The version is served with other content.
@@ -255,8 +260,10 @@ class ServedModels:
     def add(
         self, version: PolicyVersion, request: Any, content_digest: bytes, alias: int = 0
     ) -> None:
-        """Make a version requestable, and let the alias stand for it, or for the
-        version ``alias`` if that can be requested."""
+        """Make a version requestable, and set its alias.
+
+        The alias stands for the version ``alias`` if that can be requested, else for this one.
+        """
         self._served[version] = ServedAdapter(request, content_digest)
         self._serving.lora_requests[str(version)] = request
         wanted = PolicyVersion(version.policy, alias)
@@ -279,8 +286,10 @@ class ServedModels:
             self._serving.lora_requests.pop(policy, None)
 
     def refuse_aliases(self, refused: AliasRefusals) -> None:
-        """Refuse bare names as told, the base model's own among them, and take the others;
-        exact versions answer throughout, and adapters from files."""
+        """Refuse aliases as told, the base model's own name among them, and accept the others.
+
+        Exact versions, and adapters from files, are answered throughout.
+        """
         self._refused = refused
 
     def _can_be_requested(self, version: PolicyVersion) -> bool:
@@ -311,7 +320,7 @@ class ServedModels:
         self._served.pop(version, None)
 
     async def _show_available_models(self) -> Any:
-        """vLLM's /v1/models: the base, each version once, each alias that is not refused.
+        """Answer /v1/models: the base, each version once, each alias that is not refused.
 
         vLLM would list an alias under its target's name. An alias's ``root`` says
         what it stands for.

@@ -19,10 +19,10 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that no other process can have its port; 0 takes a free one.
+    """Return a listening socket, so that no other process can take its port.
 
-    Who connects waits until it is served. One that were only bound could share its port with
-    another process's, until one of the two listened.
+    Port 0 takes a free one. A client that connects waits until it is served. A socket that is only
+    bound could share its port with another process's, until one of the two listened.
 
     Raises:
         InvalidRequestError: The address cannot be had; says why.
@@ -44,8 +44,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by mypy
-    """Uvicorn without signal handlers, which belong to the process's composer, and without
-    its looking ten times a second whether it is to end."""
+    """Uvicorn server without signal handlers, and without polling for its end.
+
+    Signal handlers belong to the process's composer. Uvicorn itself looks ten times a second
+    whether it is to end.
+    """
 
     def __init__(self, config: Any) -> None:
         self._ending = asyncio.Event()
@@ -53,7 +56,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by m
 
     @property
     def should_exit(self) -> bool:
-        """Set by whoever ends it, on its event loop; it ends at once."""
+        """True if the server is to end, which it does at once; set on its event loop."""
         return self._ending.is_set()
 
     @should_exit.setter
@@ -64,7 +67,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by m
             self._ending.clear()
 
     async def main_loop(self) -> None:
-        """Uvicorn's, once a second: it counts tenths of one."""
+        """Run Uvicorn's ticks once a second, though it counts tenths of a second."""
         tenths = 0
         while not await self.on_tick(tenths):
             with contextlib.suppress(TimeoutError):
@@ -97,11 +100,11 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port that was bound."""
+        """Port that was bound."""
         return int(self._sock.getsockname()[1])
 
     async def start(self, timeout_seconds: float = 30.0) -> None:
-        """Serve; returns once connections are taken, at once if they are already.
+        """Start to serve; return once connections are accepted, at once if they are already.
 
         Raises:
             PeerUnavailableError: The application did not start.
@@ -115,14 +118,14 @@ class HttpServer:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _why(self) -> str:
-        """What has ended it, if anything is known of that."""
+        """Return the end of an error message: what has ended the server, if that is known."""
         task = self._task
         if task is None or not task.done() or task.cancelled() or task.exception() is None:
             return "; its log says why"
         return f": {task.exception()!r}"
 
     async def stopped(self, timeout_seconds: float) -> bool:
-        """Wait for it to stop, for whatever reason; returns whether it has."""
+        """Wait for the server to stop, for whatever reason; return whether it has."""
         if self._task is None:
             return True
         done, _ = await asyncio.wait({self._task}, timeout=timeout_seconds)

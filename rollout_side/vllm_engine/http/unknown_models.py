@@ -1,4 +1,4 @@
-"""What vLLM's server says of a model that it does not know, in words of versions.
+"""Answers of vLLM's server for unknown models, put in words of versions.
 
 A version that was retired, or is not here yet, gets vLLM's 404, which names only the base
 model. The answer's text is replaced, and its form stays. An alias that is refused, since the
@@ -27,11 +27,11 @@ Explain = Callable[[str], Refusal | None]
 
 
 def explain_unknown_models(app: App, explain: Explain) -> App:
-    """An ASGI application whose 404 of an unknown model is ``explain(name)``.
+    """Return an ASGI application that replaces the 404 of an unknown model by ``explain(name)``.
 
     Args:
-        app: vLLM's.
-        explain: What is answered instead, and why.
+        app: vLLM's application.
+        explain: Returns what is answered instead, and why; None keeps vLLM's answer.
     """
 
     async def explaining(scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +52,7 @@ class _Answer:
         self._num_bytes = 0
 
     async def take(self, message: MutableMapping[str, Any]) -> None:
-        """vLLM's ``send``."""
+        """Take a message in place of vLLM's ``send``."""
         is_404 = message["type"] == "http.response.start" and message["status"] == 404
         if not (is_404 or self._held):
             await self._send(message)
@@ -69,7 +69,7 @@ class _Answer:
 def _explained(
     held: list[MutableMapping[str, Any]], explain: Explain
 ) -> list[MutableMapping[str, Any]]:
-    """A whole answer's messages, the text replaced if it is of an unknown model."""
+    """Return a whole answer's messages, with the text replaced if a model is unknown."""
     start = held[0]
     body = b"".join(message.get("body", b"") for message in held[1:])
     try:

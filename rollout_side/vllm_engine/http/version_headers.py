@@ -1,15 +1,15 @@
-"""The versions behind an answer of the OpenAI server: ``weft-base`` and ``weft-adapter``, as of
-when the engine admitted the request; ``weft-last-base`` where the base has changed since, and
-``weft-older-cache`` where the cache was kept over that; ``weft-reason`` of a failure that Weft
-has a word for.
+"""Versions behind an answer of the OpenAI server, named in headers.
 
-They are headers. An answer that is not streamed has them as of its end; of a stream the head is
-held until the first tokens are there, and its last chunk has what has become of them as fields
-of the same names.
+``weft-base`` and ``weft-adapter`` are those of the moment when the engine admitted the request.
+``weft-last-base`` is set where the base has changed since, and ``weft-older-cache`` where the cache
+was kept over that. ``weft-reason`` names a failure that Weft has a word for.
 
-vLLM looks the model up by the name in a request's body, in one place, so what it looked for and
-found is noted there: reading the body here would parse each request twice. The engine admits it
-later: what the name stands for is checked then, see ``RequestsAtSwitch``.
+An answer that is not streamed has the headers as of its end. The head of a stream is held until the
+first tokens are there. Its last chunk has the final values, as fields of the same names.
+
+vLLM looks the model up by the name in a request's body, in one place. What it looked for and found
+is noted there: reading the body here would parse each request twice. The engine admits the request
+later, and what the name stands for is checked then; see ``RequestsAtSwitch``.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _EVENT_END = b"}\n\n"
 
 @dataclass
 class Notes:
-    """What is noted of one request."""
+    """Notes on one request: the model that it asks for, the versions behind its answer."""
 
     models: ServedModels | None
-    """None of what is no request: all of it is admitted."""
+    """None outside a request: everything is admitted then."""
     base: PolicyVersion
-    """Of its first tokens; until there are any, the one that they would be of."""
+    """Base of the first tokens; until there are any, the base that they would be of."""
     asked: str = ""
-    """The model that it asks for; empty for none."""
+    """Name of the model that it asks for; empty for none."""
     adapters: list[str] = field(default_factory=list)
     reason: str = ""
     refusal: Refusal | None = None
-    """Why it is not answered after all."""
+    """Reason why it is not answered after all; None if it is."""
     has_begun: bool = False
-    """Whether it has tokens."""
+    """True if it has tokens."""
 
     def admit(self) -> Refusal | None:
-        """Take in that the engine is about to admit it; returns why it must not."""
+        """Note that the engine is about to admit the request; return why it must not."""
         if self.models is not None:
             self.refusal = self.models.refusal(self.asked)
             if not self.has_begun:
@@ -60,8 +60,10 @@ class Notes:
         return self.refusal
 
     def switch(self) -> Refusal | None:
-        """Take in that the base has changed; returns why it must end, which may be so where it
-        asks for an exact version and has no tokens."""
+        """Note that the base has changed; return why the request must end, None if it goes on.
+
+        It may have to end where it asks for an exact version and has no tokens.
+        """
         if self.models is not None and not self.has_begun:
             self.base = self.models.base
             if "@" in self.asked:
@@ -69,7 +71,7 @@ class Notes:
         return self.refusal
 
     def versions(self, *, kept: bool) -> dict[str, str]:
-        """What has made its answer until now."""
+        """Return the versions behind the answer so far, by header name."""
         named = {"weft-base": str(self.base)}
         if self.adapters:
             named["weft-adapter"] = self.adapters[-1]
@@ -85,7 +87,7 @@ _notes: ContextVar[Notes] = ContextVar("notes")
 
 
 class NotedAdapters(dict[str, Any]):
-    """``OpenAIServingModels.lora_requests``, which notes for whom an adapter is taken out."""
+    """``OpenAIServingModels.lora_requests`` that notes each look-up at the current request."""
 
     def __getitem__(self, name: str) -> Any:
         request = super().__getitem__(name)
@@ -96,12 +98,12 @@ class NotedAdapters(dict[str, Any]):
 
 
 def current_notes() -> Notes:
-    """Those of the request that runs in this context; of none, they say nothing to anybody."""
+    """Return the notes of the request in this context; outside one, notes without effect."""
     return _notes.get(None) or Notes(None, PolicyVersion(BASE_POLICY, 0))
 
 
 def note_reason(reason: str) -> None:
-    """Say, in the request that runs in this context, why it fails."""
+    """Note why the request that runs in this context fails."""
     if (notes := _notes.get(None)) is not None:
         notes.reason = reason
 
@@ -112,10 +114,10 @@ def _note_base(name: str) -> None:
 
 
 def name_versions(app: App, models: ServedModels, *, kept: bool = False) -> App:
-    """An ASGI application whose answers to POST name the versions behind them.
+    """Return an ASGI application whose answers to POST name the versions behind them.
 
     Args:
-        app: vLLM's.
+        app: vLLM's application.
         models: Its models; the lookup of them is replaced.
         kept: Whether running requests keep their cache when the base changes.
     """
@@ -144,7 +146,7 @@ class _Answer:
         self._is_stream = self._is_refused = False
 
     async def take(self, message: MutableMapping[str, Any]) -> None:
-        """vLLM's ``send``."""
+        """Take a message in place of vLLM's ``send``."""
         if message["type"] == "http.response.start":
             self._head = message
             return
@@ -177,7 +179,7 @@ class _Answer:
         return headers + [(name.encode(), text.encode()) for name, text in versions.items()]
 
     def _with_versions(self, body: bytes) -> bytes:
-        """A part of a stream; its last chunks name the versions behind them."""
+        """Return a part of a stream, with the versions added if it ends with a last chunk."""
         if not (_LAST_CHUNK.search(body) and body.endswith(_EVENT_END)):
             return body
         versions = json.dumps(self._notes.versions(kept=self._kept)).encode()

@@ -3,7 +3,7 @@
 vLLM's layerwise reload costs Python and launches for every parameter, on every push.
 What it does for unquantised weights are copies: from a tensor, or a slice of it, to a
 slice of a parameter. So they are learnt once, by watching the model's own ``load_weights``
-with every copy held back, and repeated from then on, whatever layout a base comes in: over a
+with every copy held back. From then on they are repeated, whatever layout a base comes in: over a
 whole segment, or bucket by bucket as they arrive.
 
 A plan is believed only when it is proven: a base was loaded by vLLM itself, the copies cover every
@@ -40,12 +40,13 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyPlan:
-    """The copies that load one layout into one model, or one rank's part of it; proven by
-    ``learn``, a ``PlanProof`` or ``learn_from_files``.
+    """Copies that load one layout into one model, or one rank's part of it.
+
+    Proven by ``learn``, a ``PlanProof`` or ``learn_from_files``.
 
     Args:
         manifest: The layout.
-        pieces: Of each bucket.
+        pieces: Copies of each bucket.
     """
 
     def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
@@ -53,17 +54,18 @@ class CopyPlan:
         self._manifest = manifest
         self.num_copies = sum(map(len, pieces))
         self.is_readable = _is_whole(manifest, pieces)
-        """Whether ``read_bucket`` can be called: every element has a place of its own here."""
+        """True if ``read_bucket`` can be called: every element has a place of its own here."""
         self._pieces = pieces
         self._starts = bucket_starts(manifest)
         self.device = next(piece.target.device for part in pieces for piece in part)
 
     def for_layout(self, manifest: Manifest) -> CopyPlan | None:
-        """The same copies of the same tensors, where they lie in another layout; None where one
-        comes in another dtype, which is more than to copy it.
+        """Return the same copies for another layout of the tensors; None if a dtype differs.
+
+        Another dtype takes more than a copy.
 
         Args:
-            manifest: Of the same tensors.
+            manifest: Layout of the same tensors.
         """
         if manifest.layout_digest == self.layout_digest:
             return self
@@ -81,8 +83,8 @@ class CopyPlan:
         """Copy a segment of this layout into the model's parameters; returns when done.
 
         Args:
-            data: uint8, the segment; of this device, or of one that it can read.
-            speak: Called with each bucket.
+            data: uint8, the segment; on this device, or on one that it can read.
+            speak: Called at each bucket.
         """
         with torch.no_grad():
             _launch(self._segment_pairs(data, speak))
@@ -95,8 +97,8 @@ class CopyPlan:
         alone), so the bucket's memory may be reused at once.
 
         Args:
-            wire: uint8, at least the bucket's ``wire_bytes``; of any device. Begins on a
-                multiple of the largest element's size.
+            wire: uint8, at least the bucket's ``wire_bytes``; on any device. Begins on a multiple
+                of the largest element's size.
         """
         with torch.no_grad():
             _launch(self._pairs(index, self._payload(index, wire)))
@@ -105,8 +107,8 @@ class CopyPlan:
     def read_bucket(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """Fill a buffer with one bucket's payload, from the model's parameters.
 
-        What no parameter came from is zero: the gaps between tensors are so on the wire.
-        On CUDA it is a matter of the calling thread's current stream and is not waited for.
+        Bytes that no parameter came from are zero, as gaps between tensors are on the wire. On CUDA
+        the copies run on the calling thread's current stream and are not waited for.
 
         Args:
             out: uint8, at least the bucket's ``payload_bytes``; overwritten.
@@ -127,24 +129,25 @@ class CopyPlan:
         return payload
 
     def holds(self, data: torch.Tensor) -> bool:
-        """Whether the model's parameters are, bit for bit, what ``load`` would make them."""
+        """Return whether the model's parameters are, bit for bit, what ``load`` would make them."""
         return self._equal(self._segment_pairs(data))
 
     def source_digests(self, index: int, wire: torch.Tensor) -> list[int]:
-        """Digests of what ``load_bucket`` would copy, piece by piece; blocks for them."""
+        """Return the digests of what ``load_bucket`` would copy, by piece; blocks for them."""
         pairs = self._pairs(index, self._payload(index, wire))
         return [self._digest(source) for _, source in pairs]
 
     def target_digests(self, index: int) -> list[int]:
-        """Digests of what the parameters hold in the places that ``load_bucket`` fills."""
+        """Return the digests of what the parameters hold where ``load_bucket`` writes."""
         return [self._digest(piece.target) for piece in self._pieces[index]]
 
     def first_unlike(self, digests: Sequence[int]) -> str:
-        """The name of a tensor of which the parameters hold something else in a place that it is
-        copied to; empty where there is none. Blocks.
+        """Return the name of a tensor that the parameters do not hold as digested; empty if none.
+
+        Every place that a tensor is copied to is compared. Blocks.
 
         Args:
-            digests: Of the layout's tensors, in the manifest's order.
+            digests: Expected digests of the layout's tensors, in the manifest's order.
         """
         lying: list[torch.Tensor] = []
         expected: list[tuple[str, int]] = []
@@ -161,14 +164,14 @@ class CopyPlan:
         return next((name for own, (name, digest) in found if own != digest), "")
 
     def _read_digest(self, slot: TensorSlot, pieces: Sequence[Piece]) -> int:
-        """Of a tensor that lies in pieces here, put together for it."""
+        """Return the digest of a tensor that lies in pieces here, put together for it."""
         out = torch.empty(slot.meta.num_bytes, dtype=torch.uint8, device=self.device)
         for piece in pieces:
             piece.source(out).copy_(piece.target)
         return tensor_digest(out)
 
     def _by_tensor(self) -> Iterator[tuple[TensorSlot, list[Piece]]]:
-        """Each tensor, in the manifest's order, and its pieces, from its own beginning on."""
+        """Yield each tensor, in the manifest's order, and its pieces, offset from its start."""
         for index, slot in enumerate(self._manifest.tensors):
             first = slot.offset_bytes // slot.meta.dtype.itemsize_bytes
             yield slot, [replace(p, offset=p.offset - first) for p in self._of_tensor[index]]
@@ -211,7 +214,7 @@ class CopyPlan:
 
 
 def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> bool:
-    """Whether every byte of every tensor goes to a place of its own."""
+    """Return whether every byte of every tensor goes to a place of its own."""
     for index, part in enumerate(pieces):
         if any(piece.is_expanded for piece in part):
             return False
@@ -224,7 +227,7 @@ def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> bool:
 
 
 def _launch(pairs: Iterable[_Pair]) -> None:
-    """Begin to copy: what is large by itself, all else in one go."""
+    """Launch the copies: large ones one by one, all others in one go."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for target, source in pairs:
@@ -238,7 +241,7 @@ def _launch(pairs: Iterable[_Pair]) -> None:
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Block until what the calling thread's current stream was given is done."""
+    """Block until the work on the calling thread's current CUDA stream is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -246,13 +249,14 @@ def wait_for_copies(device: torch.device) -> None:
 def learn(
     model: torch.nn.Module, staged: StagedVersion, rename: Callable[[str], str]
 ) -> CopyPlan | None:
-    """The plan of a version that the model has just loaded; None if it cannot be loaded so.
+    """Return the plan of a version that the model has just loaded; None if copies do not suffice.
+
     Nothing that the model computes with changes.
 
     Args:
-        model: vLLM's, as it serves.
-        staged: Of the base that it serves now.
-        rename: From the manifest's names to those its ``load_weights`` knows.
+        model: vLLM's model, as it serves.
+        staged: Copy of the base that the model serves now.
+        rename: Maps the manifest's names to those that the model's ``load_weights`` knows.
     """
     plan, why = make_plan(model, staged.manifest, staged.segment.data, rename)
     if plan is not None and not plan.holds(staged.segment.data):
@@ -266,7 +270,7 @@ def make_plan(
     segment: torch.Tensor,
     rename: Callable[[str], str],
 ) -> tuple[CopyPlan | None, str]:
-    """A plan that nobody has proven, or why there is none.
+    """Make a plan that is not proven yet; or say why there is none.
 
     Args:
         segment: Stands for the wire; see ``watch``.
@@ -280,7 +284,7 @@ def make_plan(
 
 
 def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
-    """The plan, and a line in the log; None if there is a reason against it."""
+    """Return the plan, or None if there is a reason against it; log which."""
     if plan is None or why:
         _log.info("bases are loaded layer by layer: %s", why)
         return None
@@ -289,7 +293,7 @@ def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
 
 
 def why_not_plain(model: torch.nn.Module) -> str:
-    """A layer that makes something of its weights after they were loaded; empty if none."""
+    """Return why a layer does not keep its weights as they were loaded; empty if all do."""
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:

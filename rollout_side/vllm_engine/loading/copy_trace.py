@@ -27,23 +27,23 @@ class Piece:
 
     target: torch.Tensor
     offset: int
-    """Where the source begins in its bucket, in elements of its dtype."""
+    """Start of the source in its bucket, in elements of its dtype."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def source(self, wire: torch.Tensor) -> torch.Tensor:
-        """The view of a bucket's bytes that is copied from (or, to read it back, to)."""
+        """Return the view of a bucket's bytes that is copied from (or, to read it back, to)."""
         typed = wire.view(self.target.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
 
     def is_all_of(self, shape: Sequence[int]) -> bool:
-        """Whether it is a whole tensor of that shape, element by element in its order."""
+        """Return whether the source is a whole tensor of that shape, its elements in order."""
         is_first = self.offset == 0 and prod(self.shape) == prod(shape)
         return is_first and self.stride == tuple(_row_major(self.shape))
 
     @property
     def is_expanded(self) -> bool:
-        """Whether several elements of the parameter come from one of the wire."""
+        """True if several elements of the parameter come from one of the wire."""
         return any(s == 0 and n > 1 for n, s in zip(self.shape, self.stride, strict=True))
 
 
@@ -54,15 +54,14 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 def watch(
     model: torch.nn.Module, manifest: Manifest, data: torch.Tensor, rename: Callable[[str], str]
 ) -> list[list[Piece]]:
-    """What ``load_weights`` would copy, by bucket.
+    """Return the copies that ``load_weights`` would make, by bucket.
 
     Args:
-        data: uint8, a segment of this layout. Neither read nor written: may be of the
-            meta device.
-        rename: From the manifest's names to those that ``load_weights`` knows.
+        data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
+        rename: Maps the manifest's names to those that ``load_weights`` knows.
 
     Raises:
-        ValueError: It would do more than copy, or not fill every parameter once.
+        ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
     """
     watcher = _Watcher(manifest, data, model.parameters())
     with torch.no_grad(), watcher:
@@ -74,7 +73,7 @@ def watch(
 
 
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Holds back writes to parameters and notes where their values come from."""
+    """Dispatch mode that holds back writes to parameters, and notes their sources."""
 
     def __init__(
         self, manifest: Manifest, data: torch.Tensor, parameters: Iterable[torch.Tensor]
@@ -90,8 +89,10 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let views through, note copies from the wire, refuse all else that would change a
-        parameter or make something of a tensor."""
+        """Let views through, and note copies from the wire.
+
+        Refuse all else that would change a parameter, or compute something from a tensor.
+        """
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         storages = [storage_of(x) for x in given]
@@ -116,7 +117,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def check_covered(self) -> None:
-        """Refuse unless every parameter is filled once."""
+        """Refuse a trace that does not fill every parameter once."""
         if wrong := [size for size in self._left.values() if size]:
             raise ValueError(f"{len(wrong)} parameters are not filled exactly once by copies")
 
@@ -146,15 +147,15 @@ def _is_zeroing(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What names a tensor's storage, while that lives: views of it share that.
+    """Return an identifier of a tensor's storage, valid while that lives; views share it.
 
-    Not its address: storages of the meta device have none.
+    It is not the address: storages of the meta device have none.
     """
     return int(tensor.untyped_storage()._cdata)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor's elements as integers of their size: a NaN equals itself there."""
+    """Return a view of a tensor's elements as integers of their size: a NaN equals itself there."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
         tensor.element_size()
     ])  # fmt: skip

@@ -27,8 +27,10 @@ _log = logging.getLogger(__name__)
 def learn_from(
     worker: Any, reference: Reference, stored: Iterable[StoredTensor]
 ) -> CopyPlan | None:
-    """As ``learn_from_files``, of a worker's model; None where it holds weights packed, as on a
-    CPU."""
+    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed.
+
+    A CPU holds them so.
+    """
     if not can_learn(worker):
         return None
     model = worker.model_runner.get_model()
@@ -42,15 +44,16 @@ def learn_from_files(
     stored: Iterable[StoredTensor],
     rename: Callable[[str], str],
 ) -> CopyPlan | None:
-    """The plan of a model that holds what it was started with; None, and a line in the log, if
-    that does not bear it out. Never raises; nothing that the model computes with changes. Blocks
-    for one reading of the parameters.
+    """Return the plan of a model that holds what it was started with; None if that fails the proof.
+
+    Logs the reason then. Never raises; nothing that the model computes with changes. Blocks for one
+    reading of the parameters.
 
     Args:
-        model: vLLM's, as it serves.
-        reference: What it consists of.
+        model: vLLM's model, as it serves.
+        reference: Tensors that the model consists of.
         stored: The tensors of its files, those that it does not consist of included.
-        rename: From the reference's names to those its ``load_weights`` knows.
+        rename: Maps the reference's names to those that the model's ``load_weights`` knows.
     """
     why: str
     try:
@@ -74,7 +77,7 @@ def learn_from_files(
 def _served_as_stored(
     reference: Reference, stored: Iterable[StoredTensor]
 ) -> tuple[list[int], str]:
-    """Digests of the reference's tensors; or why they are not known."""
+    """Return the digests of the reference's tensors; or why they are not known."""
     found = {tensor.name: tensor for tensor in stored}
     digests = []
     for meta in reference.tensors:

@@ -1,4 +1,4 @@
-"""What lies among a model's weights and no base brings, kept while all of that is discarded.
+"""Tensors among a model's weights that no base brings, kept while the weights are discarded.
 
 vLLM's sleep level 2 keeps buffers. The slots of adapters, what maps requests to them, constants
 that layers hold as plain attributes, scales of attention that a checkpoint may lack: these are
@@ -61,7 +61,7 @@ def _loaded_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows of, but for those without memory of their own."""
+    """Yield every tensor that Python knows of, but for those without memory of their own."""
     is_frozen = gc.get_freeze_count() > 0  # by vLLM, once it has started: those are not listed
     if is_frozen:
         gc.unfreeze()

@@ -1,14 +1,14 @@
-"""Putting an adapter into its slot by plain copies, as ``direct_load`` does for a base.
+"""Putting an adapter into its slot by plain copies, as ``copy_plan`` does for a base.
 
 vLLM makes hundreds of small objects of an adapter and copies them one by one from host
-memory, while nothing is generated: 50 ms for 504 tensors. What it does, for a LoRA of
-linear layers, is to clear a slot of each stacked tensor, to scale every B, and to copy
-every A and B into its place. So that is learnt once for a layout and configuration, by
-watching vLLM do it, and repeated from then on, from the device's memory if the adapter
-was received there.
+memory, while nothing is generated: 50 ms for 504 tensors. For a LoRA of linear layers
+it clears a slot of each stacked tensor, scales every B, and copies all A and B into
+place. So that is learnt once for a layout and configuration, by watching vLLM do
+it. From then on it is repeated, from the device's memory if the adapter was received
+there.
 
-vLLM's managers work as always: they hold an adapter whose tensors are made, by vLLM's
-own code, only if it must be put into a slot again after it lost its own.
+vLLM's managers work as always. They hold an adapter without tensors. vLLM's own code
+makes these only if the adapter must be put into a slot again after it lost its own.
 """
 
 from __future__ import annotations
@@ -47,39 +47,43 @@ class _Piece:
     stacked: torch.Tensor
     """All slots of one A or B; the first dimension is the slot's number."""
     within: int
-    """Where the target begins in its slot, in elements; likewise ``offset`` of the source in
-    the adapter's bytes."""
+    """Start of the target in its slot, in elements; ``offset`` is that of the source in the
+    adapter's bytes."""
     offset: int
     shape: tuple[int, ...]
     target_stride: tuple[int, ...]
     source_stride: tuple[int, ...]
     is_flat: bool
-    """Whether elements follow one another in source and target."""
+    """True if elements follow one another in source and target."""
     scale: float
 
     def target(self, slot: int) -> torch.Tensor:
-        """The view that is copied to."""
+        """Return the view that is copied to."""
         begin = self.stacked.storage_offset() + slot * self.stacked.stride(0) + self.within
         return self.stacked.as_strided(self.shape, self.target_stride, begin)
 
     def source(self, typed: torch.Tensor) -> torch.Tensor:
-        """The view that is copied from; of the adapter's bytes as elements of its dtype."""
+        """Return the view that is copied from.
+
+        Args:
+            typed: The adapter's bytes as elements of the piece's dtype.
+        """
         begin = typed.storage_offset() + self.offset
         return typed.as_strided(self.shape, self.source_stride, begin)
 
     @property
     def num_elements(self) -> int:
-        """That are copied."""
+        """Number of elements that are copied."""
         return prod(self.shape)
 
     @property
     def fills_slot(self) -> bool:
-        """Whether nothing else is in its slot."""
+        """True if the piece is all that is in its slot."""
         return self.num_elements == self.stacked[0].numel()
 
 
 class _Cuts:
-    """Where flat pieces lie in an adapter's elements of their dtype: one call views them all."""
+    """Places of flat pieces in an adapter's elements of their dtype: one call views them all."""
 
     def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
         self.sizes: list[int] = []
@@ -96,13 +100,13 @@ class _Cuts:
             self.end = offset + size
 
     def views(self, typed: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each piece's elements, and its number."""
+        """Return each piece's number, and the view of its elements."""
         views = typed[: self.end].split_with_sizes(self.sizes) if self.sizes else ()
         return ((index, views[at]) for index, at in self.places)
 
 
 class SlotPlan:
-    """What fills a slot with an adapter of one layout and configuration."""
+    """Copies that fill a slot with an adapter of one layout and configuration."""
 
     def __init__(self, pieces: list[_Piece], cleared: list[torch.Tensor]) -> None:
         self._pieces, self._cleared = pieces, cleared
@@ -120,7 +124,7 @@ class SlotPlan:
 
     @property
     def num_copies(self) -> int:
-        """Copies that fill a slot."""
+        """Number of copies that fill a slot."""
         return len(self._pieces)
 
     def fill(self, slot: int, data: torch.Tensor) -> None:
@@ -166,8 +170,10 @@ class SlotPlan:
             yield index, piece.source(typed[piece.stacked.dtype])
 
     def proves(self, slot: int, data: torch.Tensor) -> bool:
-        """Whether ``fill`` makes of a slot, bit for bit, what it holds already; if not, the
-        slot is left as it was."""
+        """Return whether ``fill`` makes of a slot, bit for bit, what the slot holds already.
+
+        If not, the slot is left as it was.
+        """
         before = [stacked[slot].clone() for stacked in self._cleared]
         self.fill(slot, data)
         pairs = [(s[slot], was) for s, was in zip(self._cleared, before, strict=True)]
@@ -179,13 +185,13 @@ class SlotPlan:
 
 
 class AdapterLoader:
-    """Loads adapters into one worker's engine; used by the engine's thread."""
+    """Loader of adapters into one worker's engine; used by the engine's thread."""
 
     def __init__(self) -> None:
         self._plans: Lru[tuple[bytes, str], SlotPlan | None] = Lru(_MAX_PLANS)
 
     def load(self, worker: Any, entry: AdapterEntry, request: Any) -> None:
-        """``worker.add_lora(request)``, by copies where that is known to be the same.
+        """Do ``worker.add_lora(request)``, by copies where they are known to do the same.
 
         Raises:
             Exception: vLLM's own, when it refuses the adapter.
@@ -225,7 +231,7 @@ def _quickly(
 
 
 def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
-    """A ``LoRAModel`` whose tensors are made when they are asked for."""
+    """Return a ``LoRAModel`` whose tensors are made when they are asked for."""
     base = importlib.import_module("vllm.lora.lora_model").LoRAModel
 
     class Deferred(base):  # type: ignore[misc, valid-type]
@@ -263,7 +269,7 @@ def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
 
 
 def _learn(worker: Any, entry: AdapterEntry, request: Any, data: torch.Tensor) -> SlotPlan | None:
-    """Let vLLM load an adapter, and watch; returns a plan if it is proven."""
+    """Watch vLLM load an adapter; return a plan if it is proven."""
     adapters = worker.model_runner.lora_manager._adapter_manager
     staged = entry.staged
     own = staged.own_bytes()
@@ -293,7 +299,7 @@ def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_Watcher]:
 
 
 def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
-    """All that holds the slots of adapters."""
+    """Return all tensors that hold the slots of adapters."""
     found: dict[int, torch.Tensor] = {}
     for module in adapters.modules.values():
         for name, value in vars(module).items():
@@ -304,7 +310,7 @@ def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
 
 
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets everything happen, and notes what is done to slots and to the adapter's bytes."""
+    """Dispatch mode that lets all happen, and notes writes to slots and to the adapter's bytes."""
 
     def __init__(self, stacked: list[torch.Tensor], own: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -344,7 +350,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.data_ptr() - self._own.data_ptr()
 
     def plan(self, slot: int, staged: StagedVersion) -> SlotPlan:
-        """What was seen, for any slot.
+        """Return a plan that repeats, for any slot, what was seen.
 
         Raises:
             ValueError: More was done than copying every tensor, scaled, once.
@@ -385,6 +391,6 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensor_starts(staged: StagedVersion) -> dict[int, Any]:
-    """Manifest slots by their first byte in the segment."""
+    """Return the manifest's tensor slots by their first byte in the segment."""
     begins = bucket_starts(staged.manifest)
     return {begins[s.bucket] + s.offset_bytes: s for s in staged.manifest.tensors}

@@ -39,12 +39,12 @@ def set_store(store: WorkerStore) -> None:
 
 
 def adapter_path(version: PolicyVersion) -> str:
-    """The path that stands for an adapter in memory."""
+    """Return the path that stands for an adapter in memory."""
     return f"{SCHEME}{version}"
 
 
 def lora_request(version: PolicyVersion, lora_int_id: int) -> Any:
-    """vLLM's ``LoRARequest`` for an adapter in memory."""
+    """Make vLLM's ``LoRARequest`` for an adapter in memory."""
     return importlib.import_module("vllm.lora.request").LoRARequest(
         lora_name=str(version), lora_int_id=lora_int_id, lora_path=adapter_path(version)
     )
@@ -79,11 +79,11 @@ def instead(path: str, model: Any) -> Iterator[None]:
 
 
 def load_from_store(manager: Any, lora_request: Any) -> Any:
-    """What ``_load_adapter`` does for a directory, from the store.
+    """Load an adapter from the store, as ``_load_adapter`` does from a directory.
 
     Args:
         manager: A ``WorkerLoRAManager``.
-        lora_request: With a path of our scheme.
+        lora_request: Request with a path of our scheme.
 
     Returns:
         A ``LoRAModel`` that owns its tensors.
@@ -136,7 +136,7 @@ def _find(lora_request: Any) -> AdapterEntry:
 
 
 def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a copy of its own: vLLM multiplies ``lora_b`` by the scaling in place.
+    """Return the tensors of a new copy: vLLM multiplies ``lora_b`` by the scaling in place.
 
     Experts of other expert-parallel ranks are left out, as vLLM does for files.
     """
@@ -155,7 +155,7 @@ def _check_ranks(config: Mapping[str, Any], max_lora_rank: int) -> None:
 
 
 def expected_modules(adapters: Any) -> set[str]:
-    """Names, as vLLM's loader expects them, of modules that can carry a LoRA.
+    """Return the names, as vLLM's loader expects them, of modules that can carry a LoRA.
 
     Source: vllm.lora.worker_manager.WorkerLoRAManager._load_adapter.
     """
@@ -168,8 +168,10 @@ def expected_modules(adapters: Any) -> set[str]:
 
 
 def applied_modules(adapters: Any) -> set[str]:
-    """Names, as vLLM has them, of the modules that it applies a LoRA to: of these alone, and
-    without a word of others, which may have the same last component (in an encoder).
+    """Return the names, as vLLM has them, of the modules that it applies a LoRA to.
+
+    vLLM ignores a LoRA of any other module silently, even of one with the same last name component
+    (in an encoder).
 
     Source: vllm.lora.model_manager.LoRAModelManager.activate_adapter.
     """
@@ -182,8 +184,10 @@ def applied_modules(adapters: Any) -> set[str]:
 
 
 def lora_targets(adapters: Any, modules: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The modules of a base that can carry a LoRA by their last component, by the checkpoint's
-    names: those that vLLM applies one to, and those that it does not. Experts are left out.
+    """Split modules of a base into those that vLLM applies a LoRA to, and those that it does not.
+
+    Only modules whose last name component can carry a LoRA are listed. Names are the checkpoint's.
+    Experts are left out.
     """
     parse = importlib.import_module("vllm.lora.utils").parse_fine_tuned_lora_name
     mapper = bridges.rename_mapper(adapters.model)
@@ -199,7 +203,10 @@ def lora_targets(adapters: Any, modules: Iterable[str]) -> tuple[list[str], list
 
 
 def shortest_prefixes(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Sorted beginnings, of whole components, that all of these names have and no other has."""
+    """Return the shortest prefixes, of whole parts, that cover ``names`` and none of ``others``.
+
+    Parts are what dots separate. The result is sorted.
+    """
     taken: set[str] = set()
     for name in others:
         parts = name.split(".")

@@ -17,12 +17,12 @@ from weft_rl.contract.layout.manifest import Manifest
 
 
 class PlanProof:
-    """A plan that is believed once the reload that is about to begin has borne it out.
+    """Plan that is believed once the reload that is about to begin has proven it.
 
     Args:
-        model: vLLM's, as it serves before the reload.
-        manifest: Of what is reloaded.
-        rename: From the manifest's names to those its ``load_weights`` knows.
+        model: vLLM's model, as it serves before the reload.
+        manifest: Layout of what is reloaded.
+        rename: Maps the manifest's names to those that the model's ``load_weights`` knows.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PlanProof:
             self._why = f"{type(error).__name__}: {error}"
 
     def plan(self) -> CopyPlan | None:
-        """The plan, after the reload; None if it was not borne out. Never raises."""
+        """Return the plan, after the reload; None if that did not prove it. Never raises."""
         if self._plan is not None and not self._why:
             try:
                 self._why = self._unproven(self._plan)

@@ -1,10 +1,10 @@
-"""Rehearsing vLLM's reload of a model, which stays as it is: would every parameter get a value?
+"""Rehearsal of vLLM's reload on a model that stays as it is: would every parameter get a value?
 
-A reload that leaves one without is found behind the commit, when the weights are mixed. So
-each worker goes through one at its start: the model's own ``load_weights``, over vLLM's own
-bookkeeping of what each layer has got, with tensors of the right names, shapes and dtypes that
-hold zeros. Whatever would change a tensor of the model is held back, what would process
-a layer is left out, and each module is put back as it was.
+A reload that leaves a parameter without is found after the commit, when the weights are mixed.
+So each worker goes through one at its start: the model's own ``load_weights``, over vLLM's own
+bookkeeping of what each layer has got. It is given zeros of the right names, shapes and dtypes.
+Whatever would change a tensor of the model is held back, and what would process a layer is left
+out. Each module is put back as it was.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MAX_CHARS = 480
 
 
 def why_not_reloaded(worker: Any, reference: Reference) -> str:
-    """Why no base can be loaded into a worker's running model, a sentence without its end; empty
-    where one can. Never raises; nothing that the model computes with changes.
+    """Return why no base can be loaded into a worker's running model; empty if one can.
 
-    Blocks for one pass over the model's tensors, on the thread of the engine.
+    The reason is a sentence without its full stop. Never raises; nothing that the model computes
+    with changes. Blocks for one pass over the model's tensors, on the thread of the engine.
     """
     begin = time.perf_counter()
     model = worker.model_runner.get_model()
@@ -59,7 +59,10 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
 def _rehearse(
     model: torch.nn.Module, reference: Reference, *, quantised: bool
 ) -> tuple[object, str]:
-    """What ``load_weights`` says that it has loaded; and which layers it has passed by."""
+    """Run ``load_weights`` without effect; return what it reports as loaded, and what got nothing.
+
+    The second value is a sentence for error messages; empty if every layer got weights.
+    """
     layerwise = importlib.import_module(_LAYERWISE)
     rename = bridges.base_names(model)
     try:
@@ -79,8 +82,10 @@ def _rehearse(
 
 
 def _filled_in_part(model: torch.nn.Module, layerwise: Any) -> list[str]:
-    """Parameters that nothing came for, of layers that something came for: vLLM would make
-    memory for them, and leave it as it is."""
+    """Return the parameters that got no value, of layers that got some weights.
+
+    vLLM would make memory for them, and leave it as it is.
+    """
     skipped = importlib.import_module("vllm.model_executor.model_loader.reload.meta").SKIP_TENSORS
     found = []
     for name, layer in model.named_modules():
@@ -93,15 +98,17 @@ def _filled_in_part(model: torch.nn.Module, layerwise: Any) -> list[str]:
 
 
 def _zeros(meta: TensorMeta) -> torch.Tensor:
-    """Zeros that take no memory until they are read."""
+    """Return zeros that take no memory until they are read."""
     data = torch.from_numpy(np.zeros(meta.num_bytes, np.uint8))
     return data.view(getattr(torch, meta.dtype.torch_name)).reshape(meta.shape)
 
 
 @contextlib.contextmanager
 def _unprocessed(layerwise: Any) -> Iterator[None]:
-    """Leave out what vLLM does with a layer once it is complete; what it has kept of the
-    layer's weights until then goes."""
+    """Leave out what vLLM does with a layer once it is complete.
+
+    What vLLM has kept of the layer's weights until then is dropped.
+    """
 
     def let_go(_: torch.nn.Module, info: Any) -> None:
         info.loaded_weights[:] = [(name, None) for name, _ in info.loaded_weights]
@@ -115,7 +122,10 @@ def _unprocessed(layerwise: Any) -> Iterator[None]:
 
 
 def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors that a model has, whatever it keeps them as; those on meta have no values."""
+    """Return the tensors that a model has, whatever it keeps them as.
+
+    Those on meta are left out: they have no values.
+    """
     found: list[torch.Tensor] = []
     for layer in model.modules():
         info = importlib.import_module(_LAYERWISE).get_layerwise_info(layer)
@@ -128,7 +138,7 @@ def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class HoldingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations go on, but none writes to these tensors, or to views of them."""
+    """Dispatch mode in which no operation writes to these tensors, or to views of them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,7 +148,7 @@ class HoldingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Return what would be written to as it is."""
+        """Return a held tensor as it is in place of writing to it; let all else happen."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             for i, argument in enumerate(func._schema.arguments):
@@ -153,8 +163,10 @@ class HoldingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Put every module, and every tensor of it, back as it was: which tensors it has, what these
-    refer to, and what is noted at either."""
+    """Put every module of a model, and every tensor of a module, back as it was.
+
+    That is which tensors it has, what these refer to, and the attributes of either.
+    """
     modules = [
         (
             module,

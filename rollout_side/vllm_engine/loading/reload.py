@@ -1,7 +1,7 @@
-"""Loading a base into a running model, in a worker: one that is staged, here.
+"""Loading of a staged base into a running model, in a worker.
 
-vLLM's layerwise reload: parameters go to the meta device, each layer is rebuilt
-when its last weight has come, and its values are copied into the old storage (so
+vLLM's layerwise reload moves parameters to the meta device. It rebuilds each layer
+when its last weight has come, and copies the values into the old storage (so
 captured graphs stay valid). Nothing of it is atomic: once it is open, a failure
 leaves mixed weights, which is reported as *dirty*.
 """
@@ -42,7 +42,7 @@ def apply_base(
 
     Args:
         plan: The copies that loading amounts to, of whatever layout, where they are known.
-        speak: Called with each tensor, or bucket, that is loaded.
+        speak: Called at each tensor, or bucket, that is loaded.
 
     Returns:
         The plan for the next one, if there is any.
@@ -86,20 +86,20 @@ def reload_files(worker: Any, speak: Callable[[], None] = lambda: None) -> None:
 def _spoken(
     tensors: Iterable[tuple[str, torch.Tensor]], speak: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on; speaks once the model has taken each."""
+    """Yield the tensors; call ``speak`` once the model has taken each."""
     for named in tensors:
         yield named
         speak()
 
 
 def can_learn(worker: Any) -> bool:
-    """Whether there may be a plan at all: a CPU holds its weights packed."""
+    """Return whether there may be a copy plan at all: a CPU holds its weights packed."""
     return bool(worker.device.type == "cuda")
 
 
 @contextlib.contextmanager
 def mixing(version: PolicyVersion, verb: str = "loading") -> Iterator[None]:
-    """Report what fails in it as having left mixed weights."""
+    """Report any failure inside the ``with`` as one that has left mixed weights."""
     try:
         yield
     except BaseException as error:
@@ -116,14 +116,14 @@ def reload_layers(
     tensors: Iterable[tuple[str, torch.Tensor]],
     num_tensors: int | None,
 ) -> None:
-    """Load a base by vLLM's layerwise reload, in vLLM's config context.
+    """Load a base by vLLM's layerwise reload; call it in vLLM's config context.
 
     Returns when it is done (on CUDA, what the calling thread's current stream was given).
 
     Args:
-        tensors: Checkpoint names and full tensors, of any device; asked for one after
-            the other. vLLM refers to a tensor until its layer is complete.
-        num_tensors: How many there must be, where that is known.
+        tensors: Checkpoint names and full tensors, on any device; asked for one after the other.
+            vLLM refers to a tensor until its layer is complete.
+        num_tensors: Number of tensors that there must be, where that is known.
 
     Raises:
         LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
@@ -174,8 +174,11 @@ def _reload(
 
 @contextlib.contextmanager
 def quiet_about_idle_layers() -> Iterator[None]:
-    """Keep vLLM's "Failed to load weights" from the log: it is said of every layer that
-    has no weights of its own, and those that should have got some are refused before."""
+    """Keep vLLM's "Failed to load weights" out of the log.
+
+    vLLM says so of every layer without weights of its own. Layers that should have got weights are
+    refused before.
+    """
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).endswith("Failed to load weights")
@@ -189,13 +192,13 @@ def quiet_about_idle_layers() -> Iterator[None]:
 
 
 def layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """Layers with parameters of their own that no weight has come for.
+    """Find layers with parameters of their own that no weight has come for.
 
     vLLM will put their old values back.
 
     Returns:
-        Names of those that should have got some, and of those that share every
-        parameter with a layer that did (a tied lm_head).
+        Names of the layers that should have got weights; and of those that share every parameter
+        with a layer that did (a tied lm_head).
     """
     layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
     waiting: dict[str, set[int]] = {}
@@ -218,12 +221,12 @@ def layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]
 
 
 def is_attention(layer: torch.nn.Module) -> bool:
-    """Whether its parameters are scales that a checkpoint need not hold."""
+    """Return whether a layer's parameters are scales that a checkpoint need not hold."""
     return hasattr(layer, "kv_cache") or hasattr(layer, "kv_cache_dtype")
 
 
 def why_incomplete(model: torch.nn.Module, loaded: object, *, quantised: bool) -> str:
-    """Which parameters nobody reported as loaded, or stayed on meta; empty if none.
+    """Return which parameters were not reported as loaded, or stayed on meta; empty if none.
 
     As vLLM's own loader does: models that report nothing, and quantised ones (whose
     processing adds parameters), are only checked for meta.
@@ -237,7 +240,7 @@ def why_incomplete(model: torch.nn.Module, loaded: object, *, quantised: bool) -
 
 
 def _reported_name(name: str) -> str:
-    """A parameter's name without the modules that a loader does not mention."""
+    """Return a parameter's name without the modules that a loader does not mention."""
     return ".".join(part for part in name.split(".") if part not in _UNMENTIONED)
 
 

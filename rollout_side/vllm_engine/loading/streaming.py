@@ -28,18 +28,18 @@ _Bucket = tuple[int, torch.Tensor]
 
 
 class Arriving(Protocol):
-    """A base that is being received, bucket by bucket."""
+    """Base that is being received, bucket by bucket."""
 
     @property
     def version(self) -> PolicyVersion:
-        """The layout of what arrives."""
+        """Version of the base."""
 
     @property
     def manifest(self) -> Manifest:
-        """Its layout; known before its first bucket."""
+        """Layout of the base; known before its first bucket."""
 
     def buckets(self) -> Iterator[_Bucket]:
-        """Index and wire bytes of every bucket, in order, each once, verified.
+        """Yield index and wire bytes of every bucket, in order, each once, verified.
 
         The bytes are uint8, the bucket's ``wire_bytes``, on the device that they were
         received on; their memory is reused once the next bucket is asked for. Blocks.
@@ -49,7 +49,7 @@ class Arriving(Protocol):
         """
 
     def speak(self) -> None:
-        """Say that the calling thread works."""
+        """Report that the calling thread makes progress."""
 
 
 def load_in_place(
@@ -71,7 +71,7 @@ def load_in_place(
     Raises:
         InvalidManifestError: It is not exactly what the model consists of; nothing
             changed, and no bucket was asked for.
-        WeftError: Of ``arriving.buckets()``, before the first bucket; nothing changed.
+        WeftError: From ``arriving.buckets()``, before the first bucket; nothing changed.
         LoadFailedError: If metadata ``dirty`` is "true", the weights are mixed, and the
             next base that loads repairs it; else nothing changed.
     """
@@ -104,7 +104,7 @@ def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
 
 
 def _begun(arriving: Arriving) -> Iterator[_Bucket]:
-    """Wait for the first bucket: until then a failure costs nothing."""
+    """Wait for the first bucket, and return all; until then a failure costs nothing."""
     buckets = arriving.buckets()
     first = next(buckets, None)
     if first is None:
@@ -113,7 +113,7 @@ def _begun(arriving: Arriving) -> Iterator[_Bucket]:
 
 
 def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
-    """Pass buckets on; fails where one is missing, since old weights would pass for new ones."""
+    """Yield the buckets; fail where one is missing, since old weights would pass for new ones."""
     due = 0
     for index, wire in buckets:
         if index != due:
@@ -130,11 +130,11 @@ def _tensors(
     speak: Callable[[], None],
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and copy of every tensor, by bucket; speaks once the model has taken each.
+    """Yield name and copy of every tensor, by bucket; call ``speak`` once the model has taken each.
 
-    Copies, since vLLM keeps what it is given until a layer is complete, and a layer may
-    continue in the next bucket, which comes into the memory of this one. Each is freed with
-    its layer, so what is held at a time is about a layer: on this rank's own accelerator, if
+    They are copies since vLLM keeps what it is given until a layer is complete. A layer may
+    continue in the next bucket, which comes into the memory of this one. Each copy is freed with
+    its layer, so about one layer is held at a time. Copies lie on this rank's own accelerator, if
     the bucket lies on another's.
     """
     for index, wire in arrived:

@@ -1,1 +1,1 @@
-"""vLLM's process that serves: how it starts, what it answers, and how it switches."""
+"""Serving process of vLLM: its start, its answers, its switches."""

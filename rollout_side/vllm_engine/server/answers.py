@@ -1,4 +1,4 @@
-"""Answers to GenerateService, as vLLM makes them: which versions are behind their tokens."""
+"""Answers to GenerateService, made by vLLM, with the versions behind their tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class Answers:
-    """The answers that one engine is making; on its event loop.
+    """Answers that one engine is making; used on its event loop.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
         generate: Its method, which raises nothing where an answer is aborted.
         tracker: Refuses new requests, and counts those that run, as over HTTP.
-        models: What can be asked.
+        models: Models that can be asked.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Answers:
         self._aborts: set[asyncio.Future[None]] = set()
 
     def begin(self, order: GenerateOrder) -> VllmAnswer:
-        """See ``Engine.generate``.
+        """Begin to answer an order, as ``Engine.generate``.
 
         Raises:
-            InvalidRequestError: vLLM refuses how it is to be sampled.
+            InvalidRequestError: vLLM refuses the sampling settings.
         """
         if self._tracker.refuse_reason:
             raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
@@ -77,22 +77,24 @@ class Answers:
             abort.exception()  # of an engine that has died, which ends the process elsewhere
 
     def expect_aborts(self, version: PolicyVersion, aborted: Set[str]) -> None:
-        """Know of the answers that are about to be ended because the base changes.
+        """Mark the answers that are about to be ended because the base changes.
 
         Args:
-            version: To this one.
-            aborted: Their requests.
+            version: The base that it changes to.
+            aborted: Ids of their requests.
         """
         for answer in self._running:
             if answer.request_id in aborted:
                 answer.changed_to = version.version
 
     async def switch_base(self, version: PolicyVersion, *, kept: bool) -> None:
-        """Note, while generation is paused, that tokens are of another base from now on, and
-        end the answers that insist on the one before.
+        """Note that tokens are of another base from now on; call it while generation is paused.
+
+        Answers that insist on the base before are ended.
 
         Args:
-            kept: Whether the others go on over the cache that they have.
+            version: The new base.
+            kept: Whether the other answers go on over the cache that they have.
         """
         before = await requests.tokens_before(self._engine)
         is_other = version != self._models.base
@@ -108,11 +110,11 @@ class Answers:
 
 
 class VllmAnswer:
-    """See ``rollout_side.generation.Answer``.
+    """Answer of a vLLM engine, as ``rollout_side.generation.Answer``.
 
     Args:
         outputs: vLLM's ``RequestOutput``s, each with what is new.
-        ended: Called back once when it ends.
+        ended: Stack that is closed when the answer ends.
     """
 
     def __init__(
@@ -139,11 +141,11 @@ class VllmAnswer:
         self._is_void = self._was_aborted = self._is_kept = False
 
     def note_base(self, version: int, before: Mapping[tuple[str, int], int], *, kept: bool) -> bool:
-        """Take in that tokens are of another base from now on; returns whether it must end.
+        """Note that tokens are of another base from now on; return whether the answer must end.
 
         Args:
             before: See ``requests.tokens_before``.
-            kept: Whether what has tokens goes on over the cache of those.
+            kept: Whether samples that have tokens go on over their cache.
         """
         self._is_kept |= kept
         for index, starts in enumerate(self._starts):
@@ -159,7 +161,7 @@ class VllmAnswer:
 
     @property
     def _must_end(self) -> bool:
-        """Whether another base would make tokens that it must not have."""
+        """True if the answer must not have tokens of another base."""
         return self._strict or (self._is_exact and not self._has_begun)
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
@@ -203,7 +205,7 @@ class VllmAnswer:
         )
 
     def _spans(self, completion: Any) -> tuple[BaseSpan, ...]:
-        """Of a sample that has ended: as vLLM says, or as was noted at each switch."""
+        """Return the base spans of an ended sample: from vLLM, or as noted at each switch."""
         starts = [
             (version, start, end) for version, start, end in self._named(completion) if end > start
         ]

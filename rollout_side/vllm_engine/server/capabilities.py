@@ -1,4 +1,4 @@
-"""What a vLLM engine can take, read from its config and its workers."""
+"""Capabilities of a vLLM engine, read from its config and its workers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from weft_rl.contract.tensors import DataType, Reference
 
 
 def data_type(torch_dtype: object) -> DataType:
-    """The contract's name for a torch dtype (``torch.bfloat16``).
+    """Return the contract's name for a torch dtype (``torch.bfloat16``).
 
     Raises:
-        KeyError: One that no manifest can hold.
+        KeyError: No manifest can hold that dtype.
     """
     return DataType[str(torch_dtype).removeprefix("torch.").upper()]
 
 
 def lora_modules(expected: Iterable[str]) -> tuple[str, ...]:
-    """Last name components, sorted, of modules that can carry a LoRA.
+    """Return the last name components, sorted, of modules that can carry a LoRA.
 
     Args:
-        expected: As vLLM's loader names them (``q_proj``, ``experts.0.up_proj``).
-            Those of experts are left out: ``lora_on_experts`` stands for them.
+        expected: Modules as vLLM's loader names them (``q_proj``, ``experts.0.up_proj``). Those of
+            experts are left out: ``lora_on_experts`` stands for them.
     """
     return tuple(sorted({name for name in expected if not is_expert(name)}))
 
 
 def is_expert(module: str) -> bool:
-    """Whether a module named by vLLM's loader is one of experts."""
+    """Return whether a module, named by vLLM's loader, is one of experts."""
     return module.partition(".")[0] == "experts"
 
 
@@ -50,23 +50,23 @@ def make_capabilities(
     running_requests: RunningRequests = "recompute",
     served_names: Iterable[str] = (),
 ) -> Capabilities:
-    """Gather what a replica declares.
+    """Make the capabilities that a replica declares.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        reference: Of the served model.
-        engine_version: vLLM's.
-        expected_modules: From the workers (``weft_open``).
-        lora_unapplied: What names of modules begin with that none is applied to; likewise.
-        base_refusal: Why one of them cannot load a base, if so.
-        backends: Of side groups, from the workers.
-        trial_name: Where the receiving one answers trials.
-        gpu_uuids: Of the workers' GPUs.
+        reference: Reference of the served model.
+        engine_version: vLLM's version.
+        expected_modules: Modules that can carry a LoRA, from the workers (``weft_open``).
+        lora_unapplied: Name prefixes of modules that no LoRA is applied to; from the workers.
+        base_refusal: Reason why one of the workers cannot load a base; empty if all can.
+        backends: Backends of side groups, from the workers.
+        trial_name: Name under which the receiving worker answers trials.
+        gpu_uuids: UUIDs of the workers' GPUs.
         staging_capacity_bytes: Bound of staged base weights.
         adapter_capacity_bytes: Bound of the adapter store.
         loads_in_place: Whether bases are loaded as they arrive.
-        running_requests: What becomes of them when the base changes.
-        served_names: That vLLM's OpenAI server has by its arguments.
+        running_requests: What becomes of running requests when the base changes.
+        served_names: Names that vLLM's OpenAI server has by its arguments.
     """
     model, lora = vllm_config.model_config, vllm_config.lora_config
     base_dtype = data_type(model.dtype)

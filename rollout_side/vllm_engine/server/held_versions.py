@@ -1,4 +1,4 @@
-"""What an engine's workers hold: received, sent, pinned, spilled, beside what is served."""
+"""Versions that an engine's workers receive, hold, send and spill, beside what is served."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ _DIGEST_LOOK_SECONDS = (0.01, 0.25)
 
 @dataclasses.dataclass(frozen=True)
 class HeldCopy:
-    """What the receiving rank tells of a copy that it holds."""
+    """Description of a copy that the receiving rank holds."""
 
     transfer_id: str
     content_digest: bytes
     pickled_manifest: bytes
 
     def manifest(self) -> Manifest:
-        """The manifest, unpickled only here: a switch does without it."""
+        """Unpickle the manifest, only here: a switch does without it."""
         manifest: Manifest = pickle.loads(self.pickled_manifest)
         return manifest
 
 
 class HeldVersions:
-    """The methods of ``Engine`` that change nothing of what is served: they need no turn among
-    the switches, and call the workers' methods straight.
+    """Methods of ``Engine`` that change nothing of what is served.
+
+    They need no turn among the switches, and call the workers' methods directly.
 
     Args:
-        workers: Which hold.
-        holdings: What they say that they hold.
-        spill_folder: Where versions are spilled to, if they are.
-        restore_seconds: How long a version may take to be read from there.
-        started_with: What base@0 is.
+        workers: Calls to the workers, which hold the versions.
+        holdings: Page on which the workers report what they hold.
+        spill_folder: Folder that versions are spilled to, if they are.
+        restore_seconds: Bound of reading a version from there.
+        started_with: Checkpoint of base@0.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class HeldVersions:
         return (await self.held(version)).manifest()
 
     async def held(self, version: PolicyVersion) -> HeldCopy:
-        """What the receiving rank tells of a held copy.
+        """Return the receiving rank's description of the copy that it holds of a version.
 
         Raises:
-            NotFoundError: None is held.
+            NotFoundError: No copy is held.
         """
         values = await self._workers.call("weft_held", version.policy, version.version)
         value = next(value for value in values if value["manifest"])
@@ -183,6 +184,6 @@ class HeldVersions:
 
 
 def _ticket_and_rest(order: JoinOrder | SendOrder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An order as plain values, which is what travels to workers."""
+    """Split an order into its ticket and its other fields, as plain values for workers."""
     fields = dataclasses.asdict(order)
     return fields.pop("ticket"), fields

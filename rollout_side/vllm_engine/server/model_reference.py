@@ -1,8 +1,8 @@
-"""What the served base model consists of, by checkpoint name.
+"""Tensors of the served base model, by checkpoint name.
 
-From the headers of its safetensors files, since a checkpoint's names are what
-vLLM's loaders take. Without such files, from a model built without memory.
-No engine is needed for either.
+They are read from the headers of its safetensors files, since a checkpoint's names are what vLLM's
+loaders take. Without such files they come from a model built without memory. Neither way needs an
+engine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
     """Describe the served model.
 
     Args:
-        model_dir: Where its files lie; None or without safetensors files: the names
-            are those that transformers would save.
+        model_dir: Directory of its files. If None, or without safetensors files, the names are
+            those that transformers would save.
         hf_config: transformers' config of the model.
-        served_dtype: What the engine serves floats in.
+        served_dtype: Dtype that the engine serves floats in.
 
     Returns:
         Every tensor a push must hold, in order of name, with the dtype that a sender
@@ -68,7 +68,7 @@ def _is_skipped(name: str, *, tied: bool) -> bool:
 
 
 def _from_files(model_dir: Path) -> list[TensorMeta]:
-    """Names, shapes and dtypes from headers; no tensor is read."""
+    """Read names, shapes and dtypes from the headers; no tensor is read."""
     from safetensors import safe_open
 
     metas: dict[str, TensorMeta] = {}
@@ -86,7 +86,7 @@ def _from_files(model_dir: Path) -> list[TensorMeta]:
 
 
 def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
-    """Names that transformers saves the model under, from a model without memory."""
+    """Return the tensors as transformers would save them, from a model without memory."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What a replica refuses before its engine starts, and which of vLLM's ways it closes.
+"""Refusals of a replica before its engine starts, and the vLLM endpoints that it closes.
 
 Each would make answers that no version vouches for, or fail minutes later.
 """
@@ -42,8 +42,8 @@ def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
     """Refuse an environment in which vLLM's server takes weights from others than Weft.
 
     Args:
-        environ: Of this process; vLLM reads the same.
-        allow: Warn instead.
+        environ: Environment of this process; vLLM reads the same.
+        allow: Whether to warn instead.
 
     Raises:
         UnsupportedError: Names the variables and the way out.
@@ -93,7 +93,7 @@ def refuse_backend(choice: BackendChoice) -> None:
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Refuse what would make a replica wrong.
+    """Refuse arguments of vLLM that a replica cannot honour.
 
     Raises:
         UnsupportedError: Names the argument and the way out.
@@ -121,7 +121,7 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def refuse_missing_model(model: str) -> None:
-    """Refuse a model by a path where nothing is, or no model.
+    """Refuse a model path at which there is nothing, or no model.
 
     Raises:
         InvalidRequestError: Names the path.
@@ -140,11 +140,12 @@ def refuse_missing_model(model: str) -> None:
 
 @contextlib.contextmanager
 def sentences(model: str) -> Iterator[None]:
-    """Say in a sentence what vLLM raises for a model or arguments that it cannot take, before
-    it starts its engine's processes.
+    """Turn vLLM's errors about the model or its arguments into errors of one sentence.
+
+    vLLM raises them before it starts its engine's processes. Any other error passes.
 
     Raises:
-        InvalidRequestError: In the first words of who found out.
+        InvalidRequestError: Quotes the first words of the error.
     """
     try:
         yield
@@ -164,7 +165,10 @@ def sentences(model: str) -> Iterator[None]:
 
 
 def _says_missing(error: BaseException) -> bool:
-    """Whether an error of the hub's client, or of transformers, is of a model that is not there."""
+    """Return whether an error says that a model is missing.
+
+    Known are errors of the hub's client and of transformers.
+    """
     if type(error).__module__.startswith("huggingface_hub"):
         return True
     return isinstance(error, OSError) and "model identifier" in str(error)
@@ -177,7 +181,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _first_words(error: BaseException) -> str:
-    """What an error says first."""
+    """Return the first line of an error's message, shortened."""
     errors = getattr(error, "errors", None)  # of pydantic's
     found = errors() if callable(errors) else []
     said = str(found[0].get("msg", "")) if found else str(error)
@@ -186,8 +190,9 @@ def _first_words(error: BaseException) -> str:
 
 
 def refuse_keep(args: Namespace) -> None:
-    """Refuse to keep running requests where their blocks could be found elsewhere, or where
-    another scheduler is asked for than vLLM's.
+    """Refuse arguments that contradict ``--running-requests keep``.
+
+    They let the requests' blocks be found elsewhere, or ask for another scheduler than vLLM's.
 
     Raises:
         UnsupportedError: Names the argument and the way out.
@@ -202,12 +207,13 @@ def refuse_keep(args: Namespace) -> None:
 
 
 def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> None:
-    """Refuse to keep what a base has computed where no switch can empty it, and where it is
-    found again by tokens or by an image alone: answers would be of a former base.
+    """Refuse caches of what a base has computed that no switch can empty.
+
+    They find it again by tokens or by an image alone: answers would be of a former base.
 
     Args:
-        args: vLLM's.
-        environ: Of this process; vLLM reads the same.
+        args: vLLM's arguments.
+        environ: Environment of this process; vLLM reads the same.
 
     Raises:
         UnsupportedError: Names the argument and the way out.
@@ -234,7 +240,7 @@ def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> N
 
 
 def _connector(args: Namespace, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Names of the connector that vLLM will take, if any, and of the argument that says so.
+    """Return the names of the KV connector that vLLM will take, if any, and of its argument.
 
     Source: vllm.config.VllmConfig._post_init_kv_transfer_config.
     """
@@ -249,7 +255,7 @@ def _connector(args: Namespace, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _why_beyond_reach(name: str, args: Namespace) -> str:
-    """Why a switch cannot make sure that no block is left in a connector; empty if it can."""
+    """Return why a switch cannot empty a connector of every block; empty if it can."""
     if not name:
         return ""
     if name != _RESETTABLE:
@@ -270,8 +276,10 @@ def _why_beyond_reach(name: str, args: Namespace) -> str:
 
 
 def refuse_experts_without_triton(args: Namespace) -> None:
-    """Refuse LoRA on a mixture of experts where vLLM's engine would fail minutes later:
-    its layers for that need Triton, which CPU builds lack. Reads the model's config.
+    """Refuse LoRA on a mixture of experts where vLLM lacks Triton, as CPU builds do.
+
+    vLLM's LoRA layers for experts need it: the engine would fail minutes later. Reads the model's
+    config.
 
     Raises:
         UnsupportedError: Names the model and the way out.
@@ -288,7 +296,7 @@ def refuse_experts_without_triton(args: Namespace) -> None:
 
 
 def num_experts(hf_config: Any) -> int:
-    """How many experts a layer of the model has at most; 0 for a dense one, or for None."""
+    """Return the largest number of experts in a layer; 0 for a dense model, or for None."""
     if hf_config is None:
         return 0
     config = hf_config.get_text_config()
@@ -309,7 +317,7 @@ def _lacks_triton() -> bool:
 
 
 def _model_config(args: Namespace) -> Any:
-    """transformers' config of the model; None if it cannot be read: vLLM says why."""
+    """Return transformers' config of the model; None if it cannot be read: vLLM says why."""
     get_config = importlib.import_module("vllm.transformers_utils.config").get_config
     try:
         return get_config(args.model, args.trust_remote_code, args.revision)

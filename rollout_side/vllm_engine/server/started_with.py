@@ -1,4 +1,4 @@
-"""The checkpoint that an engine was started with, read while the engine warms up."""
+"""Checkpoint that an engine was started with, read while the engine warms up."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _FILES_SECONDS = 600.0
 
 
 class StartedWith:
-    """What is known of an engine's checkpoint; never of what is in its memory.
+    """Checkpoint of an engine, as far as it is known; never what is in the engine's memory.
 
     Args:
         load_format: vLLM's ``--load-format``.
-        cache: Of digests; by default the user's own.
+        cache: Cache of digests; by default the user's own.
     """
 
     def __init__(self, load_format: str, cache: DigestCache | None = None) -> None:
@@ -59,17 +59,17 @@ class StartedWith:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is known now; does not block."""
+        """Checkpoint as it is known now; does not block."""
         if self._known is not None:
             return self._known
         return self._reader.checkpoint if self._reader else READING
 
     def read(self, model: str, revision: str | None, *, is_loaded: bool = False) -> None:
-        """Begin to read where a model lies, if it is there and is not read already.
+        """Begin to read a model's files, if they are there and are not read already.
 
         Args:
             model: Directory or name, as vLLM was told, or as it resolved it.
-            revision: Of a name.
+            revision: Revision, where the model is given by name.
             is_loaded: Whether the engine has it: files that are not here now are nowhere.
         """
         if self._known is not None:
@@ -87,12 +87,13 @@ class StartedWith:
             self._reader = CheckpointReader(lambda: _files(found), self._cache)
 
     def tensors(self) -> list[StoredTensor]:
-        """What its files hold, whose digests are remembered; blocks for the disk where they
-        are not.
+        """Return the tensors of its files, with remembered digests.
+
+        Blocks for the disk where digests are not remembered.
 
         Raises:
-            NotReadyError: ``NOT_RETAINED``: there are none that could be read, or they are
-                being read for the first time.
+            NotReadyError: ``NOT_RETAINED``: no files could be read, or they are being read for the
+                first time.
         """
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED or self._dir is None:
@@ -112,23 +113,28 @@ class StartedWith:
 
     @property
     def known_tensors(self) -> tuple[StoredTensor, ...]:
-        """The tensors that its files held when they were read; none until then, or where
-        they cannot be compared. Does not block."""
+        """Tensors that its files held when they were read; none until then. Does not block.
+
+        There are none, either, where they cannot be compared.
+        """
         return self._reader.tensors if self._reader is not None else ()
 
     async def read_tensors(self) -> tuple[StoredTensor, ...]:
-        """Return the tensors that its files held when they were read, once that is known;
-        none where they cannot be compared."""
+        """Wait until its files are read; return the tensors that they held then.
+
+        There are none where they cannot be compared.
+        """
         while self.checkpoint.state is CheckpointState.READING:
             await asyncio.sleep(_LOOK_SECONDS)
         return self.known_tensors
 
     async def check_unchanged(self) -> None:
-        """Make sure that the files are still what the engine was started with, before they
-        are loaded again, where that can be compared.
+        """Check that the files are still what the engine was started with.
+
+        Called before they are loaded again. Succeeds where they cannot be compared.
 
         Raises:
-            NotReadyError: ``NOT_RETAINED``: they are not, or cannot be read.
+            NotReadyError: ``NOT_RETAINED``: the files are not the same, or cannot be read.
         """
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED:

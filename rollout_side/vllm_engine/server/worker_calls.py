@@ -22,32 +22,34 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Bounds of the engine's own work; see ``WorkerCalls.bounded`` for what is later."""
+    """Bounds of the engine's own work; ``WorkerCalls.bounded`` says what becomes of late work."""
 
     load_seconds: float = 600.0
-    """Loading an adapter or a base in the workers, and each step of a switch."""
+    """Seconds for loading an adapter or a base in the workers, and for each step of a switch."""
     restore_seconds: float = 3600.0
-    """Reading a version from the spill directory."""
+    """Seconds for reading a version from the spill directory."""
     call_seconds: float = 120.0
-    """Any other call to the workers: it waits for the engine's step."""
+    """Seconds for any other call to the workers, which waits for the engine's step."""
     quiet_seconds: float = 60.0
-    """How long an engine may say nothing where it moves all its weights in one call of vLLM's:
-    to sleep, to wake, or to learn how they are loaded. Elsewhere it says as it loads that it
-    gets on."""
+    """Seconds that an engine may say nothing while it moves all its weights in one call of vLLM's.
+
+    That is to sleep, to wake, or to learn how they are loaded. Elsewhere it reports progress as it
+    loads.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadEnd:
-    """What the end of a load in place leaves."""
+    """State of the weights after the end of an in-place load."""
 
     changed: bool
-    """Whether the weights are not what they were."""
+    """True if the weights are not what they were."""
     kept: bool
-    """Whether they are whole, and can still be committed."""
+    """True if they are whole, and can still be committed."""
 
 
 class WorkerCalls:
-    """Calls worker methods on all ranks of one engine, on its event loop.
+    """Caller of worker methods on all ranks of one engine; used on its event loop.
 
     Every method raises the WeftError of the first rank that failed; TransferTimeoutError if
     the engine is too slow; LoadFailedError, dirty, if it is gone, or too slow at what changes
@@ -56,8 +58,8 @@ class WorkerCalls:
     Args:
         engine: vLLM's ``AsyncLLM``.
         deadlines: How long the calls may take.
-        num_ranks: Of the engine.
-        spoken_at: When a worker last said that it gets on, as ``time.monotonic()``.
+        num_ranks: Number of ranks of the engine.
+        spoken_at: Returns when a worker last reported progress, as ``time.monotonic()``.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class WorkerCalls:
         mixed_is_dirty: bool = False,
         is_quiet: bool = False,
     ) -> list[dict[str, Any]]:
-        """Call a worker method on all ranks; see ``bounded`` for ``changes_weights`` and
-        ``is_quiet``.
+        """Call a worker method on all ranks; return the values of all.
+
+        ``changes_weights`` and ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at
+        ``check_answers``.
 
         Raises:
-            WeftError: Of the first rank that failed, or as ``bounded``.
+            WeftError: From the first rank that failed, or as ``bounded``.
         """
         # Never pass vLLM's own timeout: its expiry would leave replies queued.
         answers = await self.bounded(
@@ -108,21 +112,23 @@ class WorkerCalls:
         changes_weights: bool = True,
         is_quiet: bool = False,
     ) -> T:
-        """Await without ever cancelling: the engine would finish it anyhow.
+        """Await the engine's work until a deadline, without ever cancelling it.
+
+        The engine would finish it anyhow.
 
         Args:
             work: What the engine is to do.
-            what: In words.
+            what: Description of the work, for error messages.
             timeout_seconds: By default ``Deadlines.call_seconds``.
-            changes_weights: Whether they are unknown while it has not ended. Workers that
-                were only away for a while (stopped, swapped out) do the rest when they
-                are back, and nothing needs repair.
-            is_quiet: Whether it may take ``Deadlines.quiet_seconds`` without a word.
+            changes_weights: Whether the weights are unknown while the work has not ended. Workers
+                that were only away for a while (stopped, swapped out) do the rest when they are
+                back, and nothing needs repair.
+            is_quiet: Whether the work may take ``Deadlines.quiet_seconds`` without a word.
 
         Raises:
             TransferTimeoutError: The deadline passed (the work continues unattended).
-            LoadFailedError: Metadata ``dirty`` "true"; the same where it changes weights,
-                or the engine is gone.
+            LoadFailedError: Metadata ``dirty`` is "true": the deadline passed at work that changes
+                weights, or the engine is gone.
         """
         timeout_seconds = timeout_seconds or self._deadlines.call_seconds
         task = asyncio.ensure_future(work)
@@ -152,7 +158,7 @@ class WorkerCalls:
     # -- calls that change weights, or share them ---------------------------------
 
     async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadEnd:
-        """End what is loaded in place, unless it is loaded whole and to be kept."""
+        """End an in-place load, unless it is complete and to be kept."""
         values = await self.call("weft_discard", transfer_id, keep_loaded, changes_weights=True)
         kept = [value["kept"] for value in values]
         if any(kept) and not all(kept):  # a rank was done before the others
@@ -192,7 +198,7 @@ class WorkerCalls:
         await self.call("weft_drop_adapter", version.policy, version.version, number)
 
     async def apply_base(self, transfer_id: str, content_digest: bytes) -> None:
-        """Load a staged base; ranks that did beside ranks that did not are dirty."""
+        """Load a staged base; the engine is dirty if only some of the ranks did."""
         await self.call(
             "weft_apply_base",
             transfer_id,
@@ -218,8 +224,7 @@ class WorkerCalls:
             raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
 
     async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
-        """Make sure of a base that was loaded in place, for its commit; returns how long that
-        took.
+        """Confirm an in-place load for its commit; return the seconds that it took.
 
         Raises:
             NotReadyError: It was not loaded whole; nothing changed.

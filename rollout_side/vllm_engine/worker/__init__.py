@@ -1,1 +1,1 @@
-"""What runs inside vLLM's worker processes, and what it says to the server's."""
+"""Code inside vLLM's worker processes, and its messages to the server's process."""

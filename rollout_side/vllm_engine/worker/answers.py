@@ -1,4 +1,4 @@
-"""What a worker method answers, so that none ever raises.
+"""Answers of worker methods, so that none ever raises.
 
 vLLM's ``collective_rpc`` raises on the first rank that fails and leaves the other
 ranks' replies queued: at a tensor-parallel size above 1 the next call then gets
@@ -34,7 +34,7 @@ class Answer(TypedDict):
     metadata: dict[str, str]
     """The error's metadata."""
     value: dict[str, Any]
-    """What the method returned."""
+    """Values that the method returned."""
 
 
 def guarded(
@@ -89,7 +89,7 @@ def guarded(
 
 
 def _text(error: BaseException) -> str:
-    """Type and text: vLLM raises bare AssertionErrors that say nothing alone."""
+    """Return type and text of an error: vLLM raises bare AssertionErrors that say nothing alone."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -97,10 +97,10 @@ def _text(error: BaseException) -> str:
 def check_answers(
     answers: Sequence[Answer], *, mixed_is_dirty: bool = False
 ) -> list[dict[str, Any]]:
-    """The values of all ranks, in order of rank.
+    """Return the values of all ranks, in order of rank; raise if any rank failed.
 
     Args:
-        answers: One a rank.
+        answers: One answer per rank.
         mixed_is_dirty: Whether ranks that succeeded beside ranks that failed leave
             the engine with mixed weights.
 

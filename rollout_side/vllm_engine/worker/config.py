@@ -1,4 +1,4 @@
-"""How a worker begins: what it is told, and what it decides by that."""
+"""Configuration of a worker at its start, and what the worker decides by it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft_rl.transport.backends import available_backends
 
 @dataclass(frozen=True, kw_only=True)
 class OpenConfig:
-    """How a worker begins; sent as a plain dict."""
+    """Configuration that a worker starts with; sent as a plain dict."""
 
     staging_memory_bytes: int
     adapter_memory_bytes: int
@@ -29,22 +29,24 @@ class OpenConfig:
     staging: Staging
     backend: BackendChoice
     replica_pid: int
-    """The process that the engine belongs to and ends with."""
+    """Pid of the process that the engine belongs to and ends with."""
     holdings_path: str
-    """Where that process reads what the receiving rank holds: ``HoldingsPage.path``."""
+    """Path at which that process reads what the receiving rank holds: ``HoldingsPage.path``."""
     ranks_secret: str
-    """By which the replica's ranks find the receiving one, and know each other, where they load
-    in place."""
+    """Secret by which the replica's ranks find the receiving one, and know each other.
+
+    Used where they load in place.
+    """
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""
     spill: Mapping[str, Any] | None = None
     """``SpillSettings`` of the replica's spill directory, which exists."""
     traced_as: str = ""
-    """The replica that this worker's spans are said to be of; empty where it makes none."""
+    """Replica that this worker's spans are said to be of; empty where it makes none."""
 
     def reference(self) -> Reference:
-        """The tensors as contract values."""
+        """Return the tensors as contract values."""
         metas = (TensorMeta(n, DataType(d), tuple(s)) for n, d, s in self.tensors)
         return Reference(self.architecture, tuple(metas))
 
@@ -52,7 +54,7 @@ class OpenConfig:
 def decide_memory(
     device: torch.device, reference: Reference, settings: OpenConfig
 ) -> tuple[Memory, int]:
-    """Where versions are put, and the bound of staged bases there in bytes."""
+    """Decide where versions are put, and the bound of staged bases there in bytes."""
     bound = settings.staging_memory_bytes
     in_place = settings.staging == "in-place"
     if device.type != "cuda":
@@ -66,7 +68,7 @@ def decide_memory(
 
 
 def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, ...]:
-    """Backends that this worker offers, best first.
+    """Return the backends that this worker offers, best first.
 
     Raises:
         UnsupportedError: It cannot use the one that was chosen.

@@ -1,4 +1,4 @@
-"""What Weft adds to vLLM's workers: their ``worker_extension_cls``.
+"""Additions of Weft to vLLM's workers: their ``worker_extension_cls``.
 
 vLLM mixes ``WeftWorker`` into its worker class; ``collective_rpc`` calls the
 methods on the engine's thread, between steps. They return at once (loading
@@ -58,8 +58,10 @@ class WeftWorker:
 
     @guarded
     def weft_open(self: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Create the store and, on the receiving rank, the receiver. Once a process; see
-        ``open_worker``."""
+        """Create the store and, on the receiving rank, the receiver; once a process.
+
+        Done by ``open_worker``.
+        """
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
         state, told = open_worker(self, OpenConfig(**config))
@@ -76,7 +78,10 @@ class WeftWorker:
 
     @guarded
     def weft_handle(self: Any, transfer_id: str) -> dict[str, Any]:
-        """A staged version for the other ranks; empty from those that do not receive."""
+        """Return a staged version's handle for the other ranks.
+
+        Empty from ranks that do not receive.
+        """
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
@@ -129,12 +134,14 @@ class WeftWorker:
 
     @guarded
     def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Load a staged base; call it while paused. It stays staged. One that the engine has
-        whole since it was loaded in place is left as it is. ``FROM_FILES`` names none: it is
-        loaded from the files that the engine was started with.
+        """Load a staged base, which stays staged; call it while paused.
 
-        Ranks share the receiving rank's copy, so it must not be discarded before
-        every rank has answered.
+        A base that the engine has whole, since it was loaded in place, is left as it is.
+        ``FROM_FILES`` names no transfer: the base is loaded from the files that the engine was
+        started with.
+
+        Ranks share the receiving rank's copy, so it must not be discarded before every rank has
+        answered.
         """
         state = state_of(self)
         state.check_takes_bases()
@@ -155,9 +162,13 @@ class WeftWorker:
 
     @guarded
     def weft_learn_copies(self: Any, stored: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Learn how bases are loaded by copies, from base@0, which the engine must still have:
-        from its files' tensors, each a name, a dtype, a shape and a digest. Nothing changes; the
-        engine's step waits for one reading of the parameters."""
+        """Learn how bases are loaded by copies from base@0, which the engine must still have.
+
+        Nothing changes; the engine's step waits for one reading of the parameters.
+
+        Args:
+            stored: Tensors of base@0's files, each a name, a dtype, a shape and a digest.
+        """
         state = state_of(self)
         state.check_idle()
         if state.copy_plan is None:
@@ -168,9 +179,11 @@ class WeftWorker:
 
     @guarded
     def weft_load_arriving(self: Any, transfer_id: str, version: str) -> None:
-        """Begin to load a base as it arrives; call it while paused. Returns at once, and
-        succeeds if it has begun before. On a rank that does not receive always: it is given
-        nothing unless the receiving one has begun."""
+        """Begin to load a base as it arrives; call it while paused.
+
+        Returns at once, and succeeds if it has begun before. A rank that does not receive needs no
+        prepared transfer: it is given nothing unless the receiving one has begun.
+        """
         state = state_of(self)
         load, receives = state.load, state.receiver is not None
         if load is not None and load.transfer_id == transfer_id and (receives or not load.is_void):
@@ -189,8 +202,10 @@ class WeftWorker:
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Make sure, for its commit, that a base was loaded in place whole, as it was sent.
-        Then nothing of it is held here any more."""
+        """Confirm, for its commit, that a base was loaded in place whole, as it was sent.
+
+        Afterwards nothing of it is held here any more.
+        """
         state = state_of(self)
         load = state.load
         if load is None or load.transfer_id != transfer_id:
@@ -205,8 +220,10 @@ class WeftWorker:
 
     @guarded
     def weft_keep_base(self: Any, transfer_id: str) -> None:
-        """Retain a base that every rank has loaded, on the receiving rank; the others
-        let go of their mapping."""
+        """Retain, on the receiving rank, a base that every rank has loaded.
+
+        The other ranks let go of their mapping.
+        """
         state = state_of(self)
         if state.receiver is None:
             state.store.discard(transfer_id)
@@ -220,8 +237,10 @@ class WeftWorker:
 
     @guarded
     def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
-        """What is held of a version, for ``weft_apply_base`` and its manifest; empty from
-        those ranks that do not receive."""
+        """Return what is held of a version: what ``weft_apply_base`` takes, and its manifest.
+
+        Empty from ranks that do not receive.
+        """
         state = state_of(self)
         if state.receiver is None:
             return {"transfer_id": "", "content_digest": b"", "manifest": b""}
@@ -234,8 +253,10 @@ class WeftWorker:
 
     @guarded
     def weft_digest(self: Any, policy: str, version: int) -> None:
-        """Begin to digest the tensors of a held version, on the receiving rank, in place of
-        what was digested before; returns at once."""
+        """Begin to digest the tensors of a held version, on the receiving rank; returns at once.
+
+        It takes the place of what was digested before.
+        """
         state = state_of(self)
         if state.receiver is not None:
             state.end_reading()
@@ -243,8 +264,10 @@ class WeftWorker:
 
     @guarded
     def weft_digested(self: Any) -> dict[str, Any]:
-        """What was digested since the last call, and whether that is all; empty from those
-        ranks that do not receive."""
+        """Return what was digested since the last call, and whether that is all.
+
+        Empty from ranks that do not receive.
+        """
         reading = state_of(self).reading
         if reading is None:
             return {"tensors": b"", "is_all": False}
@@ -285,19 +308,22 @@ class WeftWorker:
 
     @guarded
     def weft_restored(self: Any, transfer_id: str) -> None:
-        """A spilled version was read and is staged; fails as the reading did. To be asked
-        once what is held says that the reading has ended."""
+        """Confirm that a spilled version was read and is staged; fails as the reading did.
+
+        To be called once the holdings say that the reading has ended.
+        """
         spiller = state_of(self).spiller
         if spiller is not None and not spiller.restored(transfer_id):
             raise NotReadyError(f"{transfer_id} is still being read", reason="NOT_RETAINED")
 
     @guarded
     def weft_discard(self: Any, transfer_id: str, keep_loaded: bool = False) -> dict[str, Any]:
-        """Forget a staged version; its memory may be reused at once. End its loading in
-        place, and say whether it has changed the weights.
+        """Forget a staged version; its memory may be reused at once.
+
+        If it is being loaded in place, end that, and return whether it has changed the weights.
 
         Args:
-            keep_loaded: What was loaded in place whole waits on for its commit.
+            keep_loaded: Whether a base that was loaded in place whole waits on for its commit.
         """
         state = state_of(self)
         load = state.load
@@ -314,9 +340,11 @@ class WeftWorker:
 
     @guarded
     def weft_sleep(self: Any, level: int) -> dict[str, Any]:
-        """Let go of what lies on the accelerator for Weft, before the engine sleeps; says
-        whether nothing reads the engine's weights any more. Call it until so. Where weights
-        are to be discarded, keep what no base brings."""
+        """Free what lies on the accelerator for Weft, before the engine sleeps.
+
+        Returns whether nothing reads the engine's weights any more; call it until so. Where weights
+        are to be discarded, it keeps what no base brings.
+        """
         state = state_of(self)
         is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
         if is_free:
@@ -327,7 +355,10 @@ class WeftWorker:
 
     @guarded
     def weft_wake(self: Any, discarded: bool) -> None:
-        """The engine's weights are there again, or memory for them alone."""
+        """Note that the engine's weights are there again, or memory for them alone (``discarded``).
+
+        In that case, what no base brings is restored.
+        """
         state = state_of(self)
         if discarded:
             state.copy_plan = None  # which leaves be what was not in the last base
@@ -339,7 +370,7 @@ class WeftWorker:
 
     @guarded
     def weft_awake(self: Any) -> None:
-        """The engine's KV cache is there again, too, or the engine has not slept after all."""
+        """Note that the KV cache is there again, or that the engine did not sleep after all."""
         state_of(self).store.memory.wake_up()
 
     @guarded

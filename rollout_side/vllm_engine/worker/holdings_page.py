@@ -1,4 +1,4 @@
-"""A page of memory in which a worker says what it holds, and the replica's process reads it.
+"""Page of memory in which a worker says what it holds, and the replica's process reads it.
 
 vLLM's workers spin for a second after each ``collective_rpc``: asked every second, an idle
 replica kept a core a worker busy. So nobody asks; the worker writes when something has
@@ -43,7 +43,7 @@ _HEX = "hex"
 
 
 class HoldingsPage:
-    """The reader's end, which makes the page; usable from any thread."""
+    """Reader's end of the page, which it creates; usable from any thread."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("weft_holdings", os.MFD_CLOEXEC)
@@ -56,12 +56,14 @@ class HoldingsPage:
 
     @property
     def path(self) -> str:
-        """Where a process of the same user opens it, while this one lives."""
+        """Path at which a process of the same user opens the page, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def read(self) -> MemoryUse:
-        """What was written last; nothing is held before anything was. Costs next to nothing
-        where nothing has changed."""
+        """Return what was written last; nothing is held before anything was written.
+
+        Costs next to nothing where nothing has changed.
+        """
         with self._lock:
             if self._fd < 0:
                 return self._held
@@ -77,12 +79,12 @@ class HoldingsPage:
             return self._held
 
     def has_ended(self, transfer_id: str) -> bool:
-        """Whether the last restore was of this transfer, and has ended, well or not."""
+        """Return whether the last restore was of this transfer, and has ended, well or not."""
         self.read()
         return self._ended_restore == transfer_id
 
     def spoken_at(self) -> float:
-        """``time.monotonic()`` when a rank last got on; 0 where none has yet."""
+        """Return when a rank last made progress, as ``time.monotonic()``; 0 if none has yet."""
         with self._lock:
             if self._fd < 0:
                 return 0.0
@@ -101,7 +103,7 @@ class HoldingsPage:
         return int(_HEADER.unpack_from(self._map, slot * SLOT_BYTES)[0])
 
     def _valid(self, slot: int, number: int) -> bytes | None:
-        """A slot's text, if it is whole and of that number."""
+        """Return a slot's text if it is whole and of that number, else None."""
         found, length, checksum = _HEADER.unpack_from(self._map, slot * SLOT_BYTES)
         if found != number or length > _MOST_BYTES:
             return None
@@ -111,8 +113,10 @@ class HoldingsPage:
 
 
 def memory_use(value: Mapping[str, Any]) -> MemoryUse:
-    """What a worker has written, as ``worker_state.memory_of`` made it; of a page that
-    nobody has written to, nothing."""
+    """Make a ``MemoryUse`` of what a worker has written, which ``state.memory_of`` made.
+
+    A page that nobody has written to holds nothing.
+    """
     if not value:
         return MemoryUse(adapter_bytes=0, staging_bytes=0)
     return MemoryUse(
@@ -130,11 +134,11 @@ def memory_use(value: Mapping[str, Any]) -> MemoryUse:
 
 
 class ProgressWriter:
-    """Where one rank says that it gets on; any of its threads may.
+    """Writer of one rank's times of progress; used by any of its threads.
 
     Args:
         path: ``HoldingsPage.path``.
-        rank: Of the replica's.
+        rank: Rank within the replica.
 
     Raises:
         OSError: The page's process is gone.
@@ -145,12 +149,12 @@ class ProgressWriter:
         self._at = _TIMES_AT + rank % _MAX_RANKS * _TIME.size
 
     def speak(self) -> None:
-        """Say that the calling thread gets on; as often as one likes."""
+        """Report that the calling thread makes progress; as often as one likes."""
         _TIME.pack_into(self._map, self._at, time.monotonic())
 
 
 class HoldingsWriter:
-    """The writer's end; one a page, used by one thread at a time.
+    """Writer's end of the page; one per page, used by one thread at a time.
 
     Args:
         path: ``HoldingsPage.path``.
@@ -164,7 +168,7 @@ class HoldingsWriter:
         self._number = 0
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Replace what can be read.
+        """Replace the value that can be read.
 
         Raises:
             ValueError: It is too long; what was written before stays.
@@ -188,7 +192,7 @@ def _opened(path: str) -> mmap.mmap:
 
 
 def _checksum(number: int, text: bytes) -> int:
-    """The checksum of a text under a number: an old header does not fit a new text."""
+    """Return the checksum of a text under a number: an old header does not fit a new text."""
     return zlib.crc32(text, number & 0xFFFFFFFF)
 
 

@@ -1,4 +1,4 @@
-"""A worker's reports of what it holds, to the page that the replica's process reads."""
+"""Reports of a worker on what it holds, to the page that the replica's process reads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _STOP_SECONDS = 2.0
 
 
 class HoldingsReport:
-    """Writes what is held when it has changed: at once where ``notify`` is called, else by a
-    thread that looks. Usable from any thread.
+    """Reporter of what is held, whenever that has changed; usable from any thread.
+
+    It writes at once where ``notify`` is called, else by a thread that looks.
 
     Args:
-        writer: The page; this object's alone.
-        look: What is held, in a form that is cheap to make and compare.
-        describe: What is held as plain values; called where ``look`` has changed.
+        writer: Writer of the page, used by this object alone.
+        look: Returns what is held, in a form that is cheap to make and compare.
+        describe: Returns what is held as plain values; called where ``look`` has changed.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class HoldingsReport:
         self._thread.start()
 
     def notify(self) -> None:
-        """Write what is held unless it was written, and look often for a while: what calls
-        this may have begun something. Never raises."""
+        """Write what is held if it has changed, and look often for a while. Never raises.
+
+        What calls this may have begun something.
+        """
         self._write_change()
         self._active_at = time.monotonic()
         self._wake.set()

@@ -1,4 +1,4 @@
-"""What a worker process starts for Weft, once, and what it tells of itself then."""
+"""Start of Weft's part in a worker process, once, and what the worker then tells of itself."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 
 def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[str, Any]]:
-    """Start what receives, sends and spills, on the receiving rank; a store on every one.
+    """Start a store on every rank, and on the receiving one what receives, sends and spills.
 
     Args:
-        worker: vLLM's.
+        worker: vLLM's worker.
 
     Returns:
-        What the worker keeps, to be closed with it; and what it answers, plain values.
+        State of the worker, to be closed with it; and the worker's answer, as plain values.
 
     Raises:
-        WeftError: Memory, spill directory or backend cannot be as they are to be.
+        WeftError: Memory, spill directory or backend cannot be as configured.
     """
     logs.configure_as_parent()
     orphans.end_with(settings.replica_pid)
@@ -78,7 +78,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
 
 
 def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[str]]:
-    """``Capabilities.lora_modules``, as vLLM's loader names them, and ``lora_unapplied``."""
+    """Return ``Capabilities.lora_modules``, as vLLM's loader names them, and ``lora_unapplied``."""
     names = [m.name.removesuffix(".weight") for m in reference.tensors if len(m.shape) == 2]
     carry, ignored = lora_hook.lora_targets(adapters, names)
     kinds = {name.rpartition(".")[2] for name in carry}

@@ -1,4 +1,4 @@
-"""What a replica's process and its engine's workers mean by the values between them."""
+"""Special values in messages between a replica's process and its engine's workers."""
 
 from __future__ import annotations
 

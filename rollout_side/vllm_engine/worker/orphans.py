@@ -1,9 +1,9 @@
-"""End the engine's processes when the replica's own process has been killed.
+"""Watch that ends the engine's processes when the replica's own process has been killed.
 
 vLLM's engine process does not notice that the process which serves its API is gone,
-and its workers only watch the engine's: killed by SIGKILL (or for memory), a replica
-would leave both behind, with all their device memory, and the next one could not
-start beside them. So each worker watches the replica's process.
+and its workers only watch the engine's. Killed by SIGKILL (or for memory), a replica
+would leave both behind, with all their device memory. The next one could not start
+beside them. So each worker watches the replica's process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def end_with(replica_pid: int) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The pid of a process's parent.
+    """Return the pid of a process's parent.
 
     Raises:
         OSError: There is no such process.

@@ -1,4 +1,4 @@
-"""What a worker process keeps for Weft between two calls."""
+"""State that a worker process keeps for Weft between two calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 
 class ReceiverLike(Protocol):
-    """What a worker needs of ``rollout_side.receive.receiver.Receiver``."""
+    """Part of ``rollout_side.receive.receiver.Receiver`` that a worker needs."""
 
     def join(self, order: JoinOrder) -> None:
         """Join a side group in a thread of its own; returns at once."""
@@ -42,51 +42,51 @@ class ReceiverLike(Protocol):
 
 @dataclass
 class WorkerState:
-    """What a worker process keeps for Weft."""
+    """State that a worker process keeps for Weft."""
 
     store: WorkerStore
     reference: Reference
     ranks_secret: str = ""
     """``OpenConfig.ranks_secret``."""
     base_refusal: str = ""
-    """Why no base can be loaded into the running model, on whatever way; empty where one can."""
+    """Reason why no base can be loaded into the running model in any way; empty where one can."""
     receiver: ReceiverLike | None = None
     cloner: Cloner | None = None
-    """Sends clones, on the receiving rank, which holds every copy."""
+    """Sender of clones, on the receiving rank, which holds every copy."""
     ranks: RankServer | None = None
-    """There, too: gives the other ranks what is loaded in place."""
+    """Server on the receiving rank that gives the other ranks what is loaded in place."""
     trials: TrialAnswerer | None = None
-    """There, too: answers trainers that try whether this host is theirs."""
+    """Answerer on the receiving rank for trainers that try whether this host is theirs."""
     spiller: Spiller | None = None
-    """There, too, if the replica has a spill directory."""
+    """Spiller on the receiving rank, if the replica has a spill directory."""
     report: HoldingsReport | None = None
-    """There, too: tells the replica's process what is held."""
+    """Reporter on the receiving rank that tells the replica's process what is held."""
     progress: ProgressWriter | None = None
-    """On every rank: tells the replica's process that this one gets on."""
+    """Writer on every rank that tells the replica's process of this rank's progress."""
     reading: DigestReading | None = None
-    """There, too: the version whose tensors are digested, or were last."""
+    """Reading, on the receiving rank, of the version whose tensors are digested, or were last."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
     copy_plan: CopyPlan | None = None
-    """How the base that was loaded last can be loaded by copies alone."""
+    """Plan by which the base that was loaded last can be loaded by copies alone."""
     kept: KeptTensors | None = None
-    """Of a sleep that discards weights: what no base brings."""
+    """Tensors that no base brings, kept over a sleep that discards weights."""
     load: InPlaceLoad | None = None
-    """The base that is loaded in place, or was and waits for its commit."""
+    """In-place load that runs, or is complete and waits for its commit."""
     tracer: Tracer = NO_TRACER
-    """Of what is received here; closed with the worker."""
+    """Tracer of what is received here; closed with the worker."""
 
     def notify_holdings(self) -> None:
-        """Have the replica's process know what is held now; never raises."""
+        """Tell the replica's process what is held now; never raises."""
         if self.report is not None:
             self.report.notify()
 
     def speak(self) -> None:
-        """Say that the calling thread gets on with what was asked of this worker."""
+        """Report that the calling thread makes progress with what was asked of this worker."""
         if self.progress is not None:
             self.progress.speak()
 
     def end_reading(self) -> None:
-        """Digest no more of what is being digested."""
+        """Stop the digesting that is under way."""
         if self.reading is not None:
             self.reading.close()
 
@@ -132,7 +132,7 @@ def state_of(worker: Any) -> WorkerState:
 
 
 def look_at(state: WorkerState) -> tuple[object, ...]:
-    """What ``memory_of`` would tell, in a form that is cheap to compare."""
+    """Return what ``memory_of`` would tell, in a form that is cheap to compare."""
     loading = state.load.transfer_id if state.load is not None else ""
     spiller = state.spiller
     spilled = (spiller.listed, spiller.digests, spiller.ended_restore) if spiller else ()
@@ -140,7 +140,7 @@ def look_at(state: WorkerState) -> tuple[object, ...]:
 
 
 def memory_of(state: WorkerState) -> dict[str, Any]:
-    """``MemoryUse`` as plain values, of the receiving rank, which holds for all."""
+    """Return ``MemoryUse`` as plain values, of the receiving rank, which holds for all."""
     usage = state.store.usage()
     loading = {state.load.transfer_id} if state.load is not None else set()
     return {
@@ -158,8 +158,10 @@ def memory_of(state: WorkerState) -> dict[str, Any]:
 
 
 def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
-    """What loads what is handed over on a thread of its own, after all that the engine's
-    thread, which calls this, has given to the device."""
+    """Return a function that loads a hand-off on a thread of its own.
+
+    The load begins after all that the engine's thread, which calls this, has given to the device.
+    """
     device: torch.device = worker.device
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -182,8 +184,10 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
 
 
 def served_base(state: WorkerState, handoff: Handoff, content_digest: bytes) -> ServedBase | None:
-    """What was loaded in place, as others may clone it from the engine's parameters; None
-    where these do not hold the bytes as they came, or not all of them."""
+    """Return a base that was loaded in place, for others to clone from the engine's parameters.
+
+    None where these do not hold the bytes as they came, or not all of them.
+    """
     plan, manifest = state.copy_plan, handoff.manifest
     if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
         return None

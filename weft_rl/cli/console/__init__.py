@@ -1,1 +1,1 @@
-"""What commands share: the connection, options, tables."""
+"""Parts that commands share: the connection, options, tables."""

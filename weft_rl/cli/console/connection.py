@@ -16,7 +16,7 @@ CALL_SECONDS = 10.0
 
 @contextmanager
 def connect(coordinator: str) -> Iterator[grpc.Channel]:
-    """A channel for one command; what fails in its calls is raised as a typed error."""
+    """Open a channel for one command; what fails in its calls is raised as a typed error."""
     with open_channel(coordinator) as channel:
         try:
             yield channel

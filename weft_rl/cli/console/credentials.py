@@ -12,7 +12,7 @@ from weft_rl.rpc.security.credentials import VARIABLES
 
 
 def _keep(parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """Let what was said win over the environment, here and in child processes."""
+    """Let a given option win over the environment, here and in child processes."""
     if value is not None:
         os.environ[VARIABLES[str(parameter.name)]] = value
     return value
@@ -36,7 +36,7 @@ def _options(
         str | None, _file("WEFT_TOKEN_FILE", "File that holds the bearer token to send.")
     ] = None,
 ) -> None:
-    """Only its options are used."""
+    """Declare the options; the function itself is never called."""
 
 
 class CommandsWithCredentials(TyperGroup):

@@ -40,7 +40,8 @@ MAX_VERSION: Final = 2**63 - 1
 
 
 def _name_of(what: str) -> Callable[[str], str]:
-    """What refuses a word that cannot name a policy or a replica, before anybody is asked."""
+    """Return a callback that refuses a word that cannot name a policy or a replica, before anybody
+    is asked."""
 
     def checked(value: str) -> str:
         try:

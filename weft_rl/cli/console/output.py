@@ -1,4 +1,4 @@
-"""What commands print, for people or for programs, and the codes that they end with."""
+"""Output of commands, for people or for programs, and their exit codes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def print_error(error: WeftError, *, json_output: bool) -> None:
 
 
 def exit_code(error: WeftError) -> int:
-    """The code that a command ends with that failed so."""
+    """Return the code that a command ends with that failed with ``error``."""
     if error.reason in _AWAY:
         return NO_ANSWER
     if isinstance(error, InvalidRequestError) and not _was_answered(error):
@@ -67,7 +67,7 @@ def exit_code(error: WeftError) -> int:
 
 
 def _was_answered(error: BaseException | None) -> bool:
-    """Whether a failure is what a server said."""
+    """Return whether a failure is what a server said."""
     while error is not None:
         if isinstance(error, grpc.RpcError):
             return True
@@ -76,12 +76,12 @@ def _was_answered(error: BaseException | None) -> bool:
 
 
 def plural(number: int, noun: str) -> str:
-    """``1 replica``, ``2 replicas``."""
+    """Format a number with its noun: ``1 replica``, ``2 replicas``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def rate(num_bytes: int, seconds: float) -> str:
-    """Bytes a second for people, in the unit that has digits to show; empty if none can be told."""
+    """Format bytes a second in the unit that has digits to show; empty if none can be told."""
     if num_bytes <= 0 or seconds <= 0:
         return ""
     a_second = num_bytes / seconds

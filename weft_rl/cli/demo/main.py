@@ -61,7 +61,7 @@ class _Demo:
     coordinator: str = ""
     page: str = ""
     metrics: dict[str, str] = field(default_factory=dict)
-    """By process, where its metrics are."""
+    """URLs of metrics, by process."""
     largest_difference: float = 0.0
     checks: int = 0
 
@@ -71,7 +71,7 @@ class _Demo:
         return process
 
     def note_metrics(self, process: Process) -> None:
-        """Learn from a process that listens where its metrics are."""
+        """Learn where a process's metrics are, from what it prints once it listens."""
         line = process.line(lambda text: text.startswith("metrics on "), 10)
         self.metrics[process.name] = line.removeprefix("metrics on ")
 
@@ -80,7 +80,7 @@ class _Demo:
 
 
 def run_demo(*, keep: bool) -> int:
-    """Run it; returns the exit code: 0 only if every difference is within bounds.
+    """Run the demo; return the exit code: 0 only if every difference is within bounds.
 
     Call it on the main thread: SIGTERM ends it as Ctrl-C does, with all its processes.
     """
@@ -151,7 +151,7 @@ def _run(demo: _Demo, began: float) -> None:
 
 
 def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
-    """Coordinator, replicas and trainers; they find each other in any order."""
+    """Start coordinator, replicas and trainers; they find each other in any order."""
     coordinator = demo.start(
         "coordinator", "-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
         "--catalog", str(demo.work / "weft.db"), "--metrics", "127.0.0.1:0",
@@ -217,7 +217,8 @@ def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
 
 
 def _wait_until_ready(coordinator: str) -> None:
-    """Wait until every replica is: one that has not heard of the pool yet refuses bare names."""
+    """Wait until every replica is ready: one that has not heard of the pool yet refuses bare
+    names."""
     until = time.monotonic() + _READY_SECONDS
     with connect(coordinator) as channel:
         stub = InspectServiceStub(channel)
@@ -233,7 +234,7 @@ def _wait_until_ready(coordinator: str) -> None:
 
 
 class _Reference:
-    """Hugging Face on the weights that the trainers saved."""
+    """Hugging Face models of the weights that the trainers saved."""
 
     def __init__(self, model_path: Path, saved: Path) -> None:
         self._paths = {"base@0": model_path}
@@ -311,7 +312,7 @@ def _show_grpcurl(demo: _Demo) -> None:
 
 
 def _push_until_interrupted(demo: _Demo) -> None:
-    """Keep it all running and moving, until Ctrl-C."""
+    """Keep the demo running and pushing, until Ctrl-C."""
     demo.say("\nstill running:")
     demo.say(f"  a page to look at       [bold]{demo.page}[/]")
     for name, url in demo.metrics.items():

@@ -19,7 +19,7 @@ class Answer:
 
 
 def complete(url: str, model: str, prompt: list[int], max_tokens: int = 12) -> Answer:
-    """Greedy completion of token ids through ``/v1/completions``; blocks at most 60 s."""
+    """Complete token ids greedily through ``/v1/completions``; blocks at most 60 s."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
         "logprobs": 0, "ignore_eos": True, "return_token_ids": True,
@@ -30,7 +30,7 @@ def complete(url: str, model: str, prompt: list[int], max_tokens: int = 12) -> A
 
 
 def list_models(url: str) -> list[str]:
-    """Names that can be asked for."""
+    """List the names that can be asked for."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
         return [card["id"] for card in json.load(response)["data"]]
 

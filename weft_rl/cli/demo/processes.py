@@ -29,9 +29,9 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def interrupt_once(signum: int, frame: object) -> None:
-    """Handle a signal as Ctrl-C, and ignore it from then on: Linux sends that of a parent's end
-    once for each of the parent's threads that ends, and the second would cut the stopping of
-    children short."""
+    """Handle a signal as Ctrl-C, and ignore it from then on. Linux sends that of a parent's end
+    once for each of the parent's threads that ends; the second would cut the stopping of children
+    short."""
     signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -57,7 +57,7 @@ class Process:
         self._process.stdin.flush()
 
     def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
-        """The next line of its output that is wanted.
+        """Return the next line of its output that is wanted.
 
         Raises:
             WeftError: It ended first; shows the end of its log.
@@ -78,13 +78,13 @@ class Process:
         )
 
     def answer(self, timeout_seconds: float) -> dict[str, Any]:
-        """Its next line of JSON."""
+        """Return the object in its next line of JSON."""
         line = self.line(lambda text: text.startswith("{"), timeout_seconds)
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def tail(self, num_lines: int = 15) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         self._log.flush()
         return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
 

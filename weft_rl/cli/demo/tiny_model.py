@@ -42,16 +42,16 @@ def make_model(path: Path, seed: int = 0, **sizes: int) -> None:
 
 
 def load_model(path: Path) -> Any:
-    """The model in fp32, on CPU, in evaluation mode."""
+    """Load the model in fp32, on CPU, in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def _make_tokenizer() -> Any:
-    """One byte a token, so that any text has a tokenisation and back.
+    """Make a tokenizer of one byte a token, so that any text has a tokenisation and back.
 
-    Of the class that AutoTokenizer takes for a Qwen2, whatever was saved.
+    It is of the class that AutoTokenizer takes for a Qwen2, whatever was saved.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
@@ -65,7 +65,7 @@ def _make_tokenizer() -> Any:
 
 @torch.no_grad()
 def log_probs(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Log-probability of each of ``tokens`` after ``prompt``, by Hugging Face."""
+    """Compute the log-probability of each of ``tokens`` after ``prompt``, by Hugging Face."""
     logits = model(torch.tensor([prompt + tokens])).logits[0].double()
     rows = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
     return [float(rows[i, token]) for i, token in enumerate(tokens)]

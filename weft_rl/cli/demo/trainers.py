@@ -24,7 +24,7 @@ _LEARNING_RATE = 3e-2
 
 
 def train(model: Any, seed: int) -> None:
-    """A few optimiser steps on made-up sequences, so that the weights really move."""
+    """Take a few optimiser steps on made-up sequences, so that the weights really move."""
     generator = torch.Generator().manual_seed(seed)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=_LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""When certificates expire: read from their DER, for which the standard library has nothing."""
+"""Expiry of certificates: read from their DER, for which the standard library has nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SOON = timedelta(days=14)
 
 @dataclass(frozen=True)
 class Validity:
-    """From when to when a certificate is valid."""
+    """Time from when to when a certificate is valid."""
 
     begin: datetime
     end: datetime
 
 
 def first_of(path: str) -> bytes:
-    """The DER of the first certificate of a PEM file.
+    """Return the DER of the first certificate of a PEM file.
 
     Raises:
         OSError: It cannot be read.
@@ -38,7 +38,7 @@ def first_of(path: str) -> bytes:
 
 
 def validity_of(der: bytes) -> Validity:
-    """The validity of an X.509 certificate.
+    """Read the validity of an X.509 certificate.
 
     Raises:
         ValueError: It is none.
@@ -59,7 +59,7 @@ def validity_of(der: bytes) -> Validity:
 
 
 def _element(der: bytes) -> tuple[int, bytes, bytes]:
-    """The tag and content of the first element, and what follows it."""
+    """Return the tag and content of the first element, and what follows it."""
     if len(der) < 2:
         raise ValueError("it ends too early")
     length, begin = der[1], 2
@@ -73,7 +73,7 @@ def _element(der: bytes) -> tuple[int, bytes, bytes]:
 
 
 def _time(tag: int, content: bytes) -> datetime:
-    """A UTCTime (years 1950 to 2049) or a GeneralizedTime, both in UTC."""
+    """Parse a UTCTime (years 1950 to 2049) or a GeneralizedTime, both in UTC."""
     text = content.decode("ascii")
     if tag == _UTC_TIME:
         text = ("19" if text >= "50" else "20") + text
@@ -81,7 +81,7 @@ def _time(tag: int, content: bytes) -> datetime:
 
 
 def expiry(check: str, what: str, der: bytes, *, now: datetime | None = None) -> Finding:
-    """Whether a certificate is valid now, and for how long."""
+    """Check whether a certificate is valid now, and for how long."""
     now = now or datetime.now(UTC)
     renew = "renew it: its file is read again at the next handshake, nothing is restarted"
     try:

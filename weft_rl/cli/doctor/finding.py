@@ -1,4 +1,4 @@
-"""One line of what the doctor says."""
+"""Findings: the lines of what the doctor says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -16,26 +16,26 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what was found."""
+    """Subject of a check, and its result."""
 
     check: str
     """Stable name, for programs."""
     level: Level
     says: str
     advice: str = ""
-    """What to do about it; empty where all is well."""
+    """Remedy; empty where all is well."""
 
 
 def ok(check: str, says: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding about which there is nothing to do."""
     return Finding(check, Level.OK, says)
 
 
 def warn(check: str, says: str, advice: str) -> Finding:
-    """It works, and should be looked at."""
+    """Return a finding of something that works, and should be looked at."""
     return Finding(check, Level.WARN, says, advice)
 
 
 def fail(check: str, says: str, advice: str) -> Finding:
-    """Something does not work because of it."""
+    """Return a finding because of which something does not work."""
     return Finding(check, Level.FAIL, says, advice)

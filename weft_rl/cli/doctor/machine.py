@@ -1,4 +1,4 @@
-"""What this machine has for a trainer or a replica: addresses, backends, GPUs, vLLM, room."""
+"""Resources of this machine for a trainer or a replica: addresses, backends, GPUs, vLLM, room."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEMORY_BYTES = (_GIB, 8 * _GIB)
 
 
 def check_addresses(target: str, data_host: str) -> Iterator[Finding]:
-    """The address that peers would reach this machine by."""
+    """Check the address that peers would reach this machine by."""
     known = _interfaces()
     if data_host:
         yield _check_data_host(data_host)
@@ -86,7 +86,7 @@ def _found_data_host(target: str, known: dict[str, str]) -> Finding:
 
 
 def _interfaces() -> dict[str, str]:
-    """Interfaces by name, with their first IPv4 address."""
+    """List the interfaces by name, with their first IPv4 address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -101,7 +101,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def check_engine() -> Iterator[Finding]:
-    """Backends, GPUs and vLLM, as far as they are installed here."""
+    """Check backends, GPUs and vLLM, as far as they are installed here."""
     if not _is_installed("torch"):
         says = "torch is not installed: enough for a coordinator and this command line"
         yield ok("backends", says)
@@ -155,7 +155,7 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
 
 
 def _check_sockets() -> Finding:
-    """The directory by which members on one host find each other; it is not made here."""
+    """Check the directory by which members on one host find each other; it is not made here."""
     check, advice = "one_sided_dir", (
         f"without it gloo carries what memory could: give the user of trainers and replicas a "
         f"directory of its own (chmod 700), and name it to both by {DIRECTORY_VARIABLE}"
@@ -188,7 +188,7 @@ def _check_vllm() -> Finding:
 
 
 def check_room(catalog: Path | None, spill_dir: Path | None) -> Iterator[Finding]:
-    """Disk, shared memory and memory."""
+    """Check the room on disk, in shared memory and in memory."""
     if catalog is not None:
         advice = "free some: without room nothing is committed any more"
         yield _check_disk("catalog_disk", catalog.absolute().parent, _CATALOG_BYTES, advice)
@@ -222,7 +222,8 @@ def _judge(check: str, what: str, free: int, bounds: tuple[int, int], advice: st
 
 
 def _free_memory() -> tuple[int, str]:
-    """What is available to this process: the machine's, or what its container may still have."""
+    """Return the bytes available to this process, and whose they are: the machine's, or what its
+    container may still have."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

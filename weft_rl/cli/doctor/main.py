@@ -22,7 +22,7 @@ _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 def examine(
     coordinator: str, *, data_host: str, catalog: Path | None, spill_dir: Path | None
 ) -> Iterator[Finding]:
-    """Every finding, as it is made."""
+    """Yield every finding, as it is made."""
     try:
         credentials = Credentials.from_environment()
     except WeftError as error:
@@ -43,7 +43,7 @@ def run_doctor(
     spill_dir: Path | None,
     json_output: bool,
 ) -> bool:
-    """Print what is found; returns whether nothing fails."""
+    """Print what is found; return whether nothing fails."""
     console = Console()
     found = []
     for finding in examine(coordinator, data_host=data_host, catalog=catalog, spill_dir=spill_dir):
@@ -61,7 +61,7 @@ def run_doctor(
 
 
 def show(finding: Finding, console: Console) -> None:
-    """Print one for people: a line, and a second that says what to do."""
+    """Print a finding for people: a line, and a second that says what to do."""
     name = finding.check.replace("_", " ")
     colour = _COLOURS[finding.level]
     console.print(

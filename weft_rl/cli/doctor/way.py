@@ -27,7 +27,7 @@ _CLOCK_SECONDS = 2.0
 
 
 def check_own(credentials: Credentials) -> Iterator[Finding]:
-    """What this process would show."""
+    """Check the credentials that this process would show."""
     if credentials.tls_ca:
         try:
             ssl.create_default_context(cafile=credentials.tls_ca)
@@ -47,7 +47,7 @@ def check_own(credentials: Credentials) -> Iterator[Finding]:
 
 
 def check_way(target: str, credentials: Credentials) -> Iterator[Finding]:
-    """From the name to an answer."""
+    """Check the way to the coordinator, from the name to an answer."""
     host, port = split_target(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -106,7 +106,7 @@ def _handshake_advice(credentials: Credentials, why: str) -> str:
 
 
 def _certificate_of(target: str) -> tuple[bytes, str]:
-    """What a server shows, trusted or not, and the version of TLS."""
+    """Return the certificate that a server shows, trusted or not, and the version of TLS."""
     host, port = split_target(target)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -175,7 +175,7 @@ def _compare_versions(pool: pb.GetPoolResponse) -> Finding:
 
 
 def _compare_clocks(theirs: float, began: float, ended: float) -> Finding:
-    """The coordinator's clock was read at some moment between two of ours."""
+    """Compare the coordinator's clock, read at some moment between two of ours, with ours."""
     off = theirs - min(max(theirs, began), ended)
     if abs(off) < _CLOCK_SECONDS:
         return ok(

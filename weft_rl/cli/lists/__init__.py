@@ -1,1 +1,1 @@
-"""What the coordinator remembers, and what happens: versions, transfers, events."""
+"""Lists of what the coordinator remembers, and of what happens: versions, transfers, events."""

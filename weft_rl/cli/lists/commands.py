@@ -13,7 +13,7 @@ Limit = Annotated[int, typer.Option(help="How many at most; the newest.", min=1,
 
 
 class Purpose(StrEnum):
-    """What a transfer is for."""
+    """Purpose of a transfer."""
 
     PUSH = "push"
     CLONE = "clone"

@@ -43,7 +43,7 @@ def show_events(coordinator: str, *, limit: int, json_output: bool) -> None:
 
 
 def _list(stub: InspectServiceStub, limit: int) -> tuple[list[pb.WatchEventsResponse], Timestamp]:
-    """The newest events, and since when they are kept."""
+    """List the newest events; return them with the time since when events are kept."""
     listed: list[pb.WatchEventsResponse] = []
     token = ""
     while True:
@@ -71,7 +71,7 @@ def watch_events(coordinator: str, *, json_output: bool) -> None:
 
 
 def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
-    """Events, over restarts of the coordinator; says where some may be missing."""
+    """Yield events, over restarts of the coordinator; says where some may be missing."""
     is_away = False
     while True:
         call = stub.WatchEvents(pb.WatchEventsRequest())
@@ -94,12 +94,12 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
 
 
 def _say(text: str) -> None:
-    """On standard error: what is read by programs stays events alone."""
+    """Print to standard error: what is read by programs stays events alone."""
     print(f"weft watch: {text}", file=sys.stderr, flush=True)
 
 
 def render(event: pb.WatchEventsResponse) -> Text:
-    """An event for people: when, what, whom it concerns, and more of it."""
+    """Render an event as a line: when, what, whom it concerns, and more of it."""
     kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
     colour = "red" if kind.endswith(_BAD) else "bold"
     return Text.assemble(

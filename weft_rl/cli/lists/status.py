@@ -89,7 +89,7 @@ def _get_pool(stub: InspectServiceStub, *, whole: bool) -> pb.GetPoolResponse:
 
 
 def render(pool: pb.GetPoolResponse) -> RenderableType:
-    """The pool for people: replicas, policies, transfers."""
+    """Render the pool: replicas, policies, transfers."""
     return Group(
         _headline(pool), *_over_another_base(pool), *_unused(pool), _replicas(pool),
         *_out_of_service_elsewhere(pool), _policies(pool),
@@ -100,7 +100,7 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
 
 
 def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
-    """Adapters whose answers are of a policy that no trainer holds."""
+    """List the adapters whose answers are of a policy that no trainer holds."""
     base = pool.version_vector.base
     found = [policy for policy in pool.policies if policy.over_another_base]
     more = len(found) - _MAX_NAMED
@@ -113,7 +113,7 @@ def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _unused(pool: pb.GetPoolResponse) -> list[Text]:
-    """Files of the coordinator's that somebody should mend."""
+    """List files of the coordinator's that somebody should mend."""
     said = "the coordinator does not use this file, what it said before is in force: "
     return [Text(said + line, "red") for line in pool.unused_files]
 
@@ -133,12 +133,12 @@ def _headline(pool: pb.GetPoolResponse) -> Text:
 
 
 def _num_replicas(pool: pb.GetPoolResponse) -> int:
-    """Of the whole pool, whether or not all are in the message."""
+    """Return the number of replicas of the whole pool, whether or not all are in the message."""
     return max(len(pool.replicas), sum(count.num_replicas for count in pool.replica_counts))
 
 
 def vector_text(vector: types_pb2.VersionVector, most: int | None = None) -> str:
-    """``base@3  math@2 (1,2)``: the alias behind each name, then what is retained.
+    """Format ``base@3 math@2 (1,2)``: the alias behind each name, then what is retained.
 
     Args:
         most: Name so many adapters, and say how many more there are.
@@ -157,7 +157,8 @@ def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
 
 
 def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
-    """What sets a replica apart from the pool; most replicas serve what it does."""
+    """Format the versions by which a replica differs from the pool; most replicas serve what it
+    does."""
     if replica == pool:
         return "as the pool"
     here = {entry.policy: _adapter_text(entry) for entry in replica.adapters}
@@ -178,7 +179,7 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
 
 
 def _replicas(pool: pb.GetPoolResponse) -> Table:
-    """All; of many, those first that somebody should look at."""
+    """Make the table of all replicas; of many, those first that somebody should look at."""
     replicas = list(pool.replicas)
     if more := _num_replicas(pool) - min(len(replicas), _MAX_REPLICAS):
         replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
@@ -216,7 +217,7 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
 
 
 def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
-    """Says that nobody knows whether a replica's base@0 is that of the others, and why."""
+    """Say that nobody knows whether a replica's base@0 is that of the others, and why."""
     known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
     if known or pool.version_vector.base or replica.version_vector.base:
         return ""
@@ -224,7 +225,7 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
 
 
 def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
-    """Orders for replicas that are not in the pool: they wait for them."""
+    """List the orders that wait for replicas which are not in the pool."""
     here = {replica.replica_id for replica in pool.replicas}
     more = pool.num_more_out_of_service
     return [
@@ -239,8 +240,8 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _policies(pool: pb.GetPoolResponse) -> Table:
-    """The policies that ever had a version; of many, those first that somebody should look at,
-    then those that are owned now."""
+    """Make the table of the policies that ever had a version. Of many, those come first that
+    somebody should look at, then those that are owned now."""
     policies = [policy for policy in pool.policies if policy.last_version]
     unlisted = max(0, pool.num_policies - len(pool.policies))
     if more := len(policies) + unlisted - min(len(policies), _MAX_POLICIES):
@@ -287,7 +288,7 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
 
 
 def _lost_text(policy: pb.Policy) -> str:
-    """What a lost policy is, and what ends that."""
+    """Say that a policy is lost, and what ends that."""
     name = policy.policy
     order = "weft rollback base --to 0"
     if policy.kind == types_pb2.POLICY_KIND_ADAPTER:
@@ -297,7 +298,7 @@ def _lost_text(policy: pb.Policy) -> str:
 
 
 def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:
-    """Numbers that stand for more than one content: somebody has to publish anew."""
+    """List the numbers that stand for more than one content: somebody has to publish anew."""
     return [
         Text(
             f"{policy.policy}@{conflict.version} is not served, for replicas hold other bytes "
@@ -315,7 +316,7 @@ def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
-    """One line: what, how much, how fast, how it ended."""
+    """Format a transfer as one line: what, how much, how fast, how it ended."""
     state = publish_pb2.TransferState.Name(transfer.state)
     word = state.removeprefix("TRANSFER_STATE_").lower()
     forming, staging, committing = (

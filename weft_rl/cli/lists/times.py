@@ -8,8 +8,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 
 def shown_time(time: Timestamp, *, now: datetime | None = None) -> str:
-    """``12:31:05`` of today, ``2026-11-21 12:31:05`` of another day, in this machine's time
-    zone; a dash where it is not set."""
+    """Format a time as ``12:31:05`` today, ``2026-11-21 12:31:05`` on another day, in this
+    machine's time zone; a dash where it is not set."""
     if not time.seconds:
         return "-"
     here = time.ToDatetime(tzinfo=UTC).astimezone()

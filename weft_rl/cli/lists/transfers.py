@@ -29,7 +29,7 @@ def show_transfers(coordinator: str, purpose: str, *, limit: int, json_output: b
     """Print transfers: those under way, then the newest that ended.
 
     Args:
-        purpose: As the option has it; empty for all.
+        purpose: Value of the option; empty for all.
 
     Raises:
         WeftError: The coordinator does not answer.
@@ -59,13 +59,13 @@ def _list(stub: InspectServiceStub, purpose: str, limit: int) -> Iterator[pb.Tra
 
 
 def purpose_of(transfer: pb.Transfer) -> str:
-    """``push``, ``clone``, ``restore`` or ``rollback``."""
+    """Return ``push``, ``clone``, ``restore`` or ``rollback``."""
     name = pb.TransferPurpose.Name(transfer.purpose)
     return name.removeprefix("TRANSFER_PURPOSE_").lower()
 
 
 def render(transfers: Sequence[pb.Transfer]) -> Table:
-    """Transfers for people: what, who, how it stands, and where the time went."""
+    """Render transfers as a table: what, who, how it stands, and where the time went."""
     table = Table(
         title="transfers",
         title_justify="left",
@@ -94,7 +94,7 @@ def render(transfers: Sequence[pb.Transfer]) -> Table:
 
 
 def _seconds(transfer: pb.Transfer) -> str:
-    """Where the time went, and how long generation was paused."""
+    """Format where the time went, and how long generation was paused."""
     parts = (transfer.forming, transfer.staging, transfer.committing)
     text = " + ".join(f"{duration_from_proto(part):.2f}" for part in parts)
     pause = duration_from_proto(transfer.pause)
@@ -102,7 +102,7 @@ def _seconds(transfer: pb.Transfer) -> str:
 
 
 def _replicas(transfer: pb.Transfer) -> str:
-    """How many of how many switched; of one, its name."""
+    """Format how many of how many replicas switched; of one, its name."""
     asked = len(transfer.replica_ids)
     if asked == 1:
         return transfer.replica_ids[0]

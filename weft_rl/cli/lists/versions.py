@@ -61,7 +61,7 @@ def _newest(stub: InspectServiceStub, policy: str, limit: int) -> Iterator[pb.Ve
 
 
 def render(versions: list[tuple[pb.Policy, pb.Version]]) -> Table:
-    """Versions for people, each with its policy."""
+    """Render versions as a table, each with its policy."""
     table = Table(title="versions", title_justify="left")
     for column in ("version", "state", "pushed by", "begun", "content", "remarks"):
         table.add_column(column, overflow="fold")

@@ -1,4 +1,4 @@
-"""``weft base``: which base model the pool is bound to."""
+"""``weft base``: the base model that the pool is bound to."""
 
 from __future__ import annotations
 

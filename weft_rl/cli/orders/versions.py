@@ -43,10 +43,10 @@ def roll_back(
 
 
 def parse_version(name: str, number: int | None) -> PolicyVersion:
-    """``math@3``, or ``math`` and 3.
+    """Parse ``math@3``, or ``math`` and 3.
 
     Raises:
-        InvalidNameError: It is neither.
+        InvalidNameError: Neither form is given.
     """
     if number is not None and "@" not in name:
         return PolicyVersion(check_name(name, "policy"), number)

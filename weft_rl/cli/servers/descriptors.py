@@ -1,4 +1,4 @@
-"""How many files a server may have open."""
+"""Limit on the files that a server may have open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WANTED: Final = 65_536
 
 def allow_descriptors() -> None:
     """Raise this process's soft limit of open files, which is 1024 in most shells, as far as it
-    may; the processes that it starts inherit that."""
+    may. The processes that it starts inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -72,7 +72,7 @@ def announce(line: str, metrics_url: str) -> None:
 
 
 def configure_logging(level: str, log_format: logs.LogFormat) -> None:
-    """Log as told, here and in the processes that this one starts."""
+    """Configure logging as told, here and in the processes that this one starts."""
     try:
         logs.configure(level, log_format)
     except ValueError:

@@ -31,7 +31,7 @@ _MAX_GIB = 1e6
 
 
 def _bytes(option: str, gib: float) -> int:
-    """A size in bytes.
+    """Convert a size in GiB to bytes.
 
     Raises:
         BadParameter: No machine has so much, or it is no number.

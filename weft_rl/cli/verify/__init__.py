@@ -1,1 +1,1 @@
-"""``weft verify``: whether what a pool serves is what lies here."""
+"""``weft verify``: comparison of what a pool serves with the files on this machine."""

@@ -1,4 +1,4 @@
-"""What lies here: the tensors of a checkpoint or of a PEFT adapter, digested."""
+"""Tensors of a checkpoint or of a PEFT adapter on this machine, digested."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class LocalTensors:
     tied: frozenset[str] = frozenset()
     """The output head, where the config ties it to the embedding."""
     config: dict[str, Any] = field(default_factory=dict)
-    """PEFT's, of an adapter, with names in place of patterns."""
+    """PEFT's config of an adapter, with names in place of patterns."""
     _files: dict[str, Path] = field(default_factory=dict)
 
     def cast_digest(self, name: str, dtype: DataType) -> int:
-        """The digest of a tensor as a push would cast it; see ``tensors.Cast``."""
+        """Compute the digest of a tensor as a push would cast it; see ``tensors.Cast``."""
         from safetensors import safe_open
 
         with safe_open(self._files[name], "pt") as file:
@@ -47,7 +47,7 @@ class LocalTensors:
 
 
 def read_checkpoint(path: Path) -> LocalTensors:
-    """A checkpoint of a whole model: a directory, or one safetensors file.
+    """Read a checkpoint of a whole model: a directory, or one safetensors file.
 
     Raises:
         InvalidRequestError: There is none, or it cannot be read.
@@ -61,7 +61,7 @@ def read_checkpoint(path: Path) -> LocalTensors:
 
 
 def read_adapter(path: Path) -> LocalTensors:
-    """A PEFT adapter's directory.
+    """Read a PEFT adapter's directory.
 
     Raises:
         InvalidRequestError: It is none, or cannot be read.
@@ -75,8 +75,8 @@ def read_adapter(path: Path) -> LocalTensors:
 
 
 def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
-    """Where the base that an adapter was trained on lies here, if it does; and what its
-    config calls it."""
+    """Find where the base that an adapter was trained on lies here, None if it does not; return
+    also what its config calls it."""
     base = base_of_dir(adapter)
     return (local_model_dir(base.loaded_from, base.revision) if base.loaded_from else None), (
         base.loaded_from
@@ -107,7 +107,8 @@ _SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "f
 
 
 def differing_settings(served_json: str, local: LocalTensors) -> list[str]:
-    """Settings that change what the tensors of an adapter mean, and differ, for people."""
+    """List the settings that differ and change what the tensors of an adapter mean, for
+    messages."""
     served = json.loads(served_json)
     return [
         f"{name} is {served.get(name) or None}, here {local.config.get(name) or None}"

@@ -1,4 +1,4 @@
-"""``weft verify``: a version, as the replicas hold it, beside what lies here."""
+"""``weft verify``: a version, as the replicas hold it, beside the files on this machine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def run_verify(
     with_parity: bool,
     json_output: bool,
 ) -> bool:
-    """Compare and print; returns whether what is served is what lies here.
+    """Compare what is served with what lies here, and print; return whether it is the same.
 
     Raises:
-        BadParameter: What lies at ``path``, or ``base``, is not that; nobody was asked.
+        BadParameter: Other files lie at ``path`` or ``base``; nobody was asked.
         WeftError: The coordinator does not answer, or knows no such policy.
     """
     is_adapter = policy.partition("@")[0] != BASE_POLICY
@@ -76,7 +76,7 @@ def _compare_held(
     local: LocalTensors,
     version_of: Callable[[pb.Replica], PolicyVersion],
 ) -> Part:
-    """What each replica holds of the version that ``version_of`` says, beside what lies here."""
+    """Compare what each replica holds with what lies here; ``version_of`` says which version."""
     part, contents = Part(version, local.path), view.contents(version_of)
     verdicts: dict[bytes, dict[str, int]] = {}
     for digest, served in contents.tensors.items():
@@ -98,7 +98,7 @@ def _compare_held(
 def _add_base(
     report: Report, view: PoolView, version: PolicyVersion, local: LocalTensors | None, name: str
 ) -> None:
-    """The base below an adapter: what it was trained on, and what it is served over."""
+    """Add the base below an adapter: what it was trained on, and what it is served over."""
     record = view.record(version)
     trained_on = (
         record.trained_on_base_version if record.HasField("trained_on_base_version") else None
@@ -149,7 +149,7 @@ def _add_parity(
     adapter: Path | None,
     prompts: Sequence[str],
 ) -> None:
-    """Have replicas sample, and the model that lies here score what they sampled."""
+    """Have replicas sample, and the local model score what they sampled."""
     part, capabilities = report.parts[0], view.ready[0].capabilities
     not_compared = "log-probabilities are not compared: "
     if model_dir is None or not (model_dir / "config.json").is_file():

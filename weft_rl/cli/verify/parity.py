@@ -1,5 +1,5 @@
 """Log-probabilities of tokens that replicas sampled, beside those that transformers computes of the
-model that lies here."""
+local model."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a replica's log-probabilities are from those of the model that lies here."""
+    """Difference of a replica's log-probabilities from those of the local model."""
 
     num_tokens: int
     largest: float
     mean: float
     bound: float
-    """What ``largest`` may be; 0 where nobody can say: see ``bound_of``."""
+    """Most that ``largest`` may be; 0 where nobody can say: see ``bound_of``."""
 
     @property
     def is_fine(self) -> bool:
-        """Whether it is within the bound, or there is none."""
+        """True if it is within the bound, or there is none."""
         return not self.bound or self.largest <= self.bound
 
 
 def bound_of(dtype: DataType, rounding: float) -> float:
-    """How far log-probabilities may be apart that are computed in ``dtype`` on either side.
+    """Return how far log-probabilities may be apart that are computed in ``dtype`` on either side.
 
     Args:
-        dtype: What the replicas compute in.
+        dtype: Type that the replicas compute in.
         rounding: How far, at these very tokens, the model that lies here is in that type from
             itself in float32, with the same weights.
     """
@@ -71,7 +71,7 @@ def bound_of(dtype: DataType, rounding: float) -> float:
 
 
 def compared(sampled: Sequence[Sampled], exact: Sequence[Sequence[float]], bound: float) -> Parity:
-    """What a replica said beside the log-probabilities here, token by token."""
+    """Compare what a replica said with the log-probabilities here, token by token."""
     apart = [
         abs(theirs - ours)
         for one, of_one in zip(sampled, exact, strict=True)
@@ -81,7 +81,7 @@ def compared(sampled: Sequence[Sampled], exact: Sequence[Sequence[float]], bound
 
 
 def default_prompts(vocab_size: int) -> list[pb.TokenIds]:
-    """Prompts of token ids, spread over the vocabulary; the same at each call."""
+    """Return prompts of token ids, spread over the vocabulary; the same at each call."""
     return [
         pb.TokenIds(ids=[(7919 * k + 104_729 * i) % vocab_size for i in range(_PROMPT_TOKENS)])
         for k in range(1, _NUM_PROMPTS + 1)
@@ -129,12 +129,12 @@ def _sample(
 
 
 class LocalModel:
-    """The model that lies here, on the CPU, in the element type that replicas compute in.
+    """Local model, on the CPU, in the element type that replicas compute in.
 
     Args:
         base: Directory of the base model.
         adapter: Directory of an adapter on it.
-        dtype: Of the replicas.
+        dtype: Element type of the replicas.
 
     Raises:
         ModuleNotFoundError: transformers, or PEFT for an adapter, is not here.
@@ -164,13 +164,13 @@ class LocalModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows."""
+        """Number of tokens that it knows."""
         return int(self._model.config.get_text_config().vocab_size)
 
     def score(self, sequences: Sequence[Sampled]) -> tuple[list[list[float]], float]:
-        """Log-probabilities of the tokens of each, computed in float32 of the weights in the
-        replicas' type; and the largest difference from the same computed in that type. Once:
-        the model is in float32 afterwards."""
+        """Compute the log-probabilities of the tokens of each, in float32 of the weights in the
+        replicas' type. Return also the largest difference from the same computed in that type.
+        Called once: the model is in float32 afterwards."""
         rounded = [] if self._is_exact else self._logprobs(sequences)
         self._model.float()
         exact = self._logprobs(sequences)

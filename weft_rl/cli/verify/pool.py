@@ -1,4 +1,4 @@
-"""What the replicas of a pool hold of a version, asked through the coordinator."""
+"""Contents of a version at the replicas of a pool, asked through the coordinator."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Held:
-    """What one replica holds of a version."""
+    """Content of a version at one replica."""
 
     replica: pb.Replica
     version: PolicyVersion
     digest: bytes = b""
-    """Over all tensors; empty where they could not be had."""
+    """Digest over all tensors; empty where they could not be had."""
     config_json: str = ""
-    """PEFT's, of an adapter."""
+    """PEFT's config of an adapter."""
     error: str = ""
 
 
 @dataclass
 class Contents:
-    """What replicas hold, each content once, by its digest."""
+    """Contents that replicas hold, each once, by its digest."""
 
     held: list[Held] = field(default_factory=list)
     tensors: dict[bytes, list[StoredTensor]] = field(default_factory=dict)
@@ -64,10 +64,10 @@ class PoolView:
             raise PeerUnavailableError("no replica is ready", reason="POOL_EMPTY")
 
     def version(self, asked: str) -> PolicyVersion:
-        """What ``base``, ``math`` or ``math@17`` names in this pool.
+        """Return the version that ``base``, ``math`` or ``math@17`` names in this pool.
 
         Raises:
-            NotFoundError: Nothing that is served.
+            NotFoundError: It names nothing that is served.
         """
         policy, _, number = asked.partition("@")
         check_name(policy, "policy")
@@ -79,7 +79,7 @@ class PoolView:
         return served
 
     def record(self, version: PolicyVersion) -> pb.Version:
-        """What the catalog says of a version; empty where it says nothing."""
+        """Return what the catalog says of a version; empty where it says nothing."""
         request = pb.ListVersionsRequest(
             policy=version.policy, page_size=1, page_token=str(version.version + 1)
         )
@@ -88,7 +88,7 @@ class PoolView:
         return listed[0] if is_it else pb.Version()
 
     def contents(self, version_of: Callable[[pb.Replica], PolicyVersion]) -> Contents:
-        """What every ready replica holds, read there now."""
+        """Ask what every ready replica holds, read there now."""
         contents = Contents()
         with ThreadPoolExecutor(min(_AT_ONCE, len(self.ready))) as threads:
             asked = [(replica, version_of(replica)) for replica in self.ready]
@@ -120,7 +120,7 @@ class PoolView:
 
 
 def served_of(vector: types_pb2.VersionVector, policy: str) -> PolicyVersion | None:
-    """The version that a bare name stands for."""
+    """Return the version that a bare name stands for."""
     known = vector_from_proto(vector)
     if policy == BASE_POLICY:
         return PolicyVersion(BASE_POLICY, known.base) if known.base >= 0 else None

@@ -1,4 +1,4 @@
-"""What ``weft verify`` has found, for people and for programs."""
+"""Findings of ``weft verify``, for people and for programs."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _MAX_SHOWN = 20
 
 @dataclass
 class Row:
-    """One replica."""
+    """Findings about one replica."""
 
     replica_id: str
     digest: bytes = b""
     error: str = ""
-    """Why it is not known what it holds."""
+    """Reason why it is not known what it holds."""
     tensors: dict[str, int] = field(default_factory=dict)
-    """How many of each verdict."""
+    """Number of tensors of each verdict."""
     parity: Parity | None = None
     parity_error: str = ""
 
 
 @dataclass
 class Part:
-    """A version, as its replicas hold it, beside what lies here: what was asked for, or the base
+    """A version, as its replicas hold it, beside the local files: the one asked for, or the base
     below it."""
 
     version: PolicyVersion
     path: Path
     rows: list[Row] = field(default_factory=list)
     differences: dict[bytes, list[Compared]] = field(default_factory=dict)
-    """By the digest of those that hold them: tensors, and settings."""
+    """Differing tensors and settings, by the digest of those that hold them."""
 
     @property
     def wrong(self) -> list[str]:
-        """What is not as it lies here; empty where every replica holds that and answers like
-        it."""
+        """Differences from the local files; empty where every replica holds those and answers like
+        them."""
         is_other = any(self.differences.values()) or any(row.error for row in self.rows)
         answers_otherwise = any(
             row.parity_error or (row.parity and not row.parity.is_fine) for row in self.rows
@@ -61,21 +61,21 @@ class Part:
 
 @dataclass
 class Report:
-    """All of it."""
+    """All findings of one run."""
 
     parts: list[Part]
     failures: list[str] = field(default_factory=list)
-    """What else is not as it should be."""
+    """Other things that are not as they should be."""
     remarks: list[str] = field(default_factory=list)
-    """What was not compared, or not as it lies."""
+    """Things that were not compared, or not as they lie."""
 
     @property
     def wrong(self) -> list[str]:
-        """What is not as it should be; empty where what is served is what lies here."""
+        """Things that are not as they should be; empty where what is served is what lies here."""
         return [*(text for part in self.parts for text in part.wrong), *self.failures]
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the report as an object for programs."""
         return {
             "ok": not self.wrong,
             "wrong": self.wrong,
@@ -84,7 +84,7 @@ class Report:
         }
 
     def show(self, console: Console) -> None:
-        """For people."""
+        """Print the report for people."""
         for part in self.parts:
             console.print(_table(part))
             for text in _differences(part):

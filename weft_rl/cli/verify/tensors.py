@@ -1,4 +1,4 @@
-"""Tensors that are served beside tensors that lie here: which are the same."""
+"""Comparison of served tensors with those of the local files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weft_rl.contract.tensors import DataType, shape_text
 
 
 class Verdict(StrEnum):
-    """What became of one tensor; the first two are fine."""
+    """Result for one tensor; the first two are fine."""
 
     EQUAL = "equal"
     EQUAL_AFTER_CAST = "equal after a cast"
     DIFFERENT = "different"
     MISSING = "missing"
-    """It lies here, and is not served."""
+    """Local tensor that is not served."""
     EXTRA = "extra"
-    """It is served, and does not lie here."""
+    """Served tensor that the local files lack."""
 
 
 FINE = frozenset({Verdict.EQUAL, Verdict.EQUAL_AFTER_CAST})
@@ -28,12 +28,12 @@ FINE = frozenset({Verdict.EQUAL, Verdict.EQUAL_AFTER_CAST})
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor."""
+    """One tensor and its verdict."""
 
     name: str
     verdict: Verdict
     says: str = ""
-    """How it differs, for people."""
+    """Description of the difference, for messages."""
 
 
 #: Digests a tensor that lies here as it would be in another type of floats.
@@ -46,11 +46,11 @@ def compare(
     cast: Cast,
     tied: Collection[str] = (),
 ) -> list[Compared]:
-    """Every tensor of either side, by name.
+    """Compare every tensor of either side, by name.
 
     Args:
-        served: What a replica holds.
-        local: What lies here.
+        served: Tensors that a replica holds.
+        local: Tensors of the local files.
         cast: Asked where only the types of floats differ.
         tied: Names of tensors that are others' copies: where one side lacks them, nothing
             is missing.
@@ -88,7 +88,7 @@ def _compare_one(served: StoredTensor, local: StoredTensor, cast: Cast) -> Compa
 
 
 def counts(found: Iterable[Compared]) -> dict[str, int]:
-    """How many of each verdict there are, those that there are."""
+    """Count the tensors of each verdict, leaving out verdicts without any."""
     counted = Counter(compared.verdict for compared in found)
     return {verdict.value: counted[verdict] for verdict in Verdict if counted[verdict]}
 

@@ -1,1 +1,1 @@
-"""What a version consists of, and how it is cut: manifests, buckets, runs, send plans."""
+"""Contents of a version and their layout: manifests, buckets, runs, send plans."""

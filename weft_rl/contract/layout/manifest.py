@@ -90,7 +90,7 @@ class Manifest:
 
 
 def align_up(num_bytes: int) -> int:
-    """The next multiple of ``ALIGN_BYTES``."""
+    """Round up to the next multiple of ``ALIGN_BYTES``."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -214,7 +214,7 @@ def _check_layout(
 def _layout_digest(
     tensors: tuple[TensorSlot, ...], buckets: tuple[Bucket, ...], digest_algorithm: int
 ) -> bytes:
-    """SHA-256 of the text defined at ``weft.v1.ManifestHeader.layout_digest``."""
+    """Compute the SHA-256 of the text defined at ``weft.v1.ManifestHeader.layout_digest``."""
     lines = [f"{digest_algorithm}\n"]
     lines += [f"{b.payload_bytes} {b.num_tensors}\n" for b in buckets]
     lines += [
@@ -226,7 +226,7 @@ def _layout_digest(
 
 
 def pack_trailer(digest: int, nonce: int, bucket: int, payload_bytes: int) -> bytes:
-    """The 32 bytes that follow a bucket's payload.
+    """Pack the 32 bytes that follow a bucket's payload.
 
     Source: protos/weft/v1/types.proto, Bucket.
     """
@@ -259,7 +259,7 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 
 def layer_of(name: str) -> str:
-    """The layer a tensor belongs to: its name up to the first numeric component.
+    """Return the layer a tensor belongs to: its name up to the first numeric component.
 
     ``model.layers.3.mlp.up_proj.weight`` gives ``model.layers.3``; a name without
     a number is its own layer's module, ``lm_head.weight`` gives ``lm_head``.

@@ -1,4 +1,4 @@
-"""Runs: which elements of which tensors a bucket carries.
+"""Runs: the elements of tensors that a bucket carries.
 
 A manifest lays a version out as whole tensors, whoever sent it. A bucket whose sender holds parts
 of tensors, or chooses their order as it packs, lists its runs behind its trailer, and a receiver
@@ -52,7 +52,7 @@ class Run(NamedTuple):
         return self.first + self.stride * (self.repeats - 1) + self.count
 
     def payload_bytes(self, itemsize: int) -> int:
-        """Bytes that it occupies in a payload, a multiple of ``ALIGN_BYTES``.
+        """Return the bytes that it occupies in a payload, a multiple of ``ALIGN_BYTES``.
 
         A contiguous run keeps its place within the tensor's blocks of that size: it occupies
         those that it touches. A slice is packed row behind row.
@@ -62,27 +62,28 @@ class Run(NamedTuple):
         return align_up(self.end * itemsize) - self.begin_bytes(itemsize)
 
     def begin_bytes(self, itemsize: int) -> int:
-        """First byte in its tensor of what it occupies in a payload: its first block's, or
-        that of the slice itself."""
+        """Return the first byte in its tensor of what it occupies in a payload: its first block's,
+        or that of the slice itself."""
         first = self.first * itemsize
         return first if self.repeats > 1 else first - first % ALIGN_BYTES
 
 
 class WireSize(NamedTuple):
-    """How long a bucket that lists runs is."""
+    """Size of a bucket that lists runs."""
 
     payload_bytes: int
     wire_bytes: int
 
 
 def wire_size(payload_bytes: int, num_runs: int) -> WireSize:
-    """The size of a bucket with room for so many runs."""
+    """Compute the size of a bucket with room for ``num_runs`` runs."""
     table = _COUNT.size + _RUN.size * num_runs
     return WireSize(payload_bytes, align_up(payload_bytes + TRAILER_BYTES + table))
 
 
 def carried_sizes(manifest: Manifest) -> tuple[WireSize, ...]:
-    """The buckets of a transfer that carries whole tensors in an order of its own; O(tensors).
+    """List the sizes of the buckets of a transfer that carries whole tensors in an order of its
+    own; O(tensors).
 
     There are as many as the manifest has, of the same payloads, each with room for as many runs
     as the layout's smallest tensors would make, and one that is cut at either end.
@@ -106,20 +107,20 @@ def check_layout(manifest: Manifest) -> None:
 
 
 def pack_runs(runs: Sequence[Run]) -> bytes:
-    """The list that follows a bucket's trailer: how many, then five numbers each."""
+    """Pack the list that follows a bucket's trailer: how many, then five numbers each."""
     return _COUNT.pack(len(runs)) + b"".join([_RUN.pack(*run) for run in runs])
 
 
 def unpack_runs(
     table: bytes | memoryview, manifest: Manifest, payload_bytes: int, bucket: int
 ) -> list[Run]:
-    """The runs of a bucket that has arrived, if they can be its.
+    """Unpack the runs of a bucket that has arrived, if they can be its.
 
     Args:
-        table: What follows the trailer; may be longer than the list.
+        table: Bytes that follow the trailer; may be longer than the list.
         manifest: The layout that they belong in.
-        payload_bytes: What they must occupy.
-        bucket: Of the transfer, for what is said.
+        payload_bytes: Bytes that they must occupy.
+        bucket: Index in the transfer, for error messages.
 
     Raises:
         DigestMismatchError: They are not as long as the payload, or lie elsewhere than in
@@ -151,7 +152,7 @@ def unpack_runs(
 
 
 def why_not(run: Run, meta: TensorMeta) -> str:
-    """Why a run is none of this tensor; empty if it is one."""
+    """Say why a run is none of this tensor; empty if it is one."""
     size = meta.dtype.itemsize_bytes
     if run.count < 1 or run.repeats < 1 or run.first < 0 or run.end * size > meta.num_bytes:
         return f"{meta.name!r} has {meta.num_bytes // size} elements"
@@ -165,13 +166,13 @@ def why_not(run: Run, meta: TensorMeta) -> str:
 
 
 def check_coverage(metas: Sequence[TensorMeta], runs: Iterable[Run]) -> None:
-    """Make sure that runs cover every element of every tensor exactly once.
+    """Check that runs cover every element of every tensor exactly once.
 
     Slices are compared as they are, never row by row: O(n log n) for n runs.
 
     Args:
-        metas: Of all tensors, in the manifest's order.
-        runs: Of all buckets, in any order; each is one of its tensor (``why_not``). All
+        metas: All tensors, in the manifest's order.
+        runs: Runs of all buckets, in any order; each is one of its tensor (``why_not``). All
             slices of one tensor have one stride.
 
     Raises:
@@ -217,9 +218,9 @@ class _Rectangle(NamedTuple):
 
 
 def _check_slices(meta: TensorMeta, num_elements: int, runs: list[Run], width: int) -> None:
-    """As rectangles in a table as wide as the slices' stride: they must tile it.
+    """Check that runs, as rectangles, tile a table as wide as the slices' stride.
 
-    From row to row where any begins or ends: those that end make room for those that begin.
+    It goes from row to row where any begins or ends: those that end make room for those that begin.
     """
     last, rest = divmod(num_elements, width)
     cells = [cell for run in runs for cell in _rectangles(run, width)]
@@ -256,8 +257,8 @@ def _check_slices(meta: TensorMeta, num_elements: int, runs: list[Run], width: i
 
 
 def _rectangles(run: Run, width: int) -> Iterator[_Rectangle]:
-    """At most three: a contiguous run's first row, whole rows and last row; a slice's, whose
-    rows may each reach into the next."""
+    """Yield a run's rectangles, at most three: a contiguous run's first row, whole rows and last
+    row; a slice's, whose rows may each reach into the next."""
     row, column = divmod(run.first, width)
     if run.repeats > 1:
         end = column + run.count

@@ -1,4 +1,4 @@
-"""Send plans: who sends which part of each bucket, where a transfer has several senders.
+"""Send plans: the parts of each bucket that each of a transfer's several senders sends.
 
 A manifest lays a version out, whoever sends it. Where several senders hold it, each packs what
 it holds of a layout's bucket into a *wire bucket* of its own, which lists its runs. The plan
@@ -28,14 +28,14 @@ _MAX_LOST_BYTES: Final = 2 * ALIGN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class WireBucket:
-    """What one sender holds of one bucket of the layout."""
+    """Part of one bucket of the layout that one sender holds."""
 
     sender: int
-    """Its rank."""
+    """Rank of the sender."""
     bucket: int
-    """Of the layout."""
+    """Index of the bucket in the layout."""
     payload_bytes: int
-    """Of its runs and their padding, a multiple of ``ALIGN_BYTES``."""
+    """Bytes of its runs and their padding, a multiple of ``ALIGN_BYTES``."""
     num_runs: int
 
     @property
@@ -49,19 +49,20 @@ class SendPlan:
     """The wire buckets of a transfer in their order: by bucket of the layout, then by sender."""
 
     num_senders: int
-    """Ranks 0 and up of the side group; each sends something."""
+    """Number of senders, ranks 0 and up of the side group; each sends something."""
     buckets: tuple[WireBucket, ...]
 
     def wire_bytes(self, index: int) -> int:
-        """Bytes on the wire of a wire bucket, by its place in the order."""
+        """Return the bytes on the wire of a wire bucket, by its place in the order."""
         return self.buckets[index].wire_bytes
 
     def begin_of(self, bucket: int) -> int:
-        """The first wire bucket of a bucket of the layout; how many there are before it."""
+        """Return the index of the first wire bucket of a bucket of the layout: how many come before
+        it."""
         return bisect_left(self.buckets, bucket, key=lambda wire: wire.bucket)
 
     def sent_by(self, sender: int) -> tuple[int, ...]:
-        """The wire buckets of one sender, ascending."""
+        """List the wire buckets of one sender, ascending."""
         return self._by_sender[sender]
 
     @cached_property
@@ -73,7 +74,7 @@ class SendPlan:
 
 
 def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
-    """A plan whose wire buckets may be anybody's claim, if they can be one.
+    """Check wire buckets, which may be anybody's claim, and make a plan of them.
 
     Raises:
         InvalidRequestError: Names the first that is out of bounds or out of order.

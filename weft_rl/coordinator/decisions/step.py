@@ -63,12 +63,12 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
     """Decide what one event changes and what is to be done about it.
 
     Args:
-        state: What was known.
-        event: What happened.
-        now: When, in monotonic seconds; never less than in a former call.
+        state: State before the event.
+        event: Event that happened.
+        now: Time in monotonic seconds; never less than in a former call.
 
     Returns:
-        What is known now, and the effects in order. Effects other than saves are
+        The state after the event, and the effects in order. Effects other than saves are
         to be carried out only once the durable saves among them (and among those
         of former steps) are on disk.
     """
@@ -208,8 +208,10 @@ def _apply(change: Change, event: events.Event) -> None:
 
 
 def _schedule_after(change: Change, before: PoolState) -> None:
-    """Schedule clones once a transfer has ended, before others take its replicas; after
-    clones, of which there may be many, not every time."""
+    """Schedule clones once a transfer has ended, before others take its replicas.
+
+    After clones, of which there may be many, not every time.
+    """
     ended = [t for name, t in change.state.history.items() if name not in before.history]
     if change.now >= change.state.schedule_at or any(not t.replica_id for t in ended):
         catch_up.schedule(change)
@@ -247,7 +249,7 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
 
 
 def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:
-    """The transfer that a trainer gives up, by its name or, of its own, by the request's."""
+    """Find the transfer that a trainer gives up: by name, or by request id among its own."""
     if event.transfer_id:
         return state.transfers.get(event.transfer_id) or state.history.get(event.transfer_id)
     for known in (*state.transfers.values(), *state.history.values()):
@@ -257,32 +259,35 @@ def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:
 
 
 def _owns(transfer: Transfer, event: events.AbortTransfer) -> bool:
-    """Whether it was begun under that token of that policy: each policy counts its own."""
+    """Return whether a transfer was begun under the event's policy and fencing token.
+
+    Each policy counts its own tokens.
+    """
     given = (event.policy, event.fencing_token)
     return given == (transfer.policy, transfer.purpose.fencing_token)
 
 
 def not_its_owner(transfer_id: str, policy: str, token: int) -> LeaseFencedError:
-    """The failure of giving up what is another's."""
+    """Return the error for giving up a transfer of another owner."""
     return LeaseFencedError(
         f"token {token} of policy {policy[:80]!r} does not own transfer {transfer_id[:80]!r}"
     )
 
 
 def unknown_transfer(transfer_id: str) -> NotFoundError:
-    """The failure of a call that names no transfer we know of."""
+    """Return the error for a call that names no known transfer."""
     return NotFoundError(f"no transfer {transfer_id[:80]!r} is known", reason="TRANSFER_UNKNOWN")
 
 
 def already_committed(version: str) -> NotReadyError:
-    """The failure of aborting too late."""
+    """Return the error for an abort that comes too late."""
     return NotReadyError(
         f"{version} is committed and cannot be given up", reason="ALREADY_COMMITTED"
     )
 
 
 def _forget_caller(change: Change, ticket: int) -> None:
-    """A cancelled wait; a transfer that nobody waits to begin is not begun."""
+    """Cancel a wait; a transfer that nobody waits to begin is not begun."""
     if sleeps.forget_caller(change, ticket):
         return
     if ticket in change.state.target_tickets:
@@ -318,7 +323,7 @@ def _announce_states(change: Change) -> None:
 
 
 def _note_routes(before: PoolState, change: Change) -> None:
-    """Notify readers of what a step changed; states must have been announced."""
+    """Notify readers of the routes that a step changed; states must have been announced."""
     touched = before.replicas.keys() | change.state.replicas.keys()
     if not change.touched_all:
         touched = touched & change.touched

@@ -1,8 +1,9 @@
-"""The JSON that the page draws: the pool as InspectService tells it, and its history.
+"""JSON that the page draws: the pool as InspectService tells it, and its history.
 
-Whoever polls says with ``since`` what he has, and gets what has changed. It is answered on the
-HTTP server's thread, from what is replaced and never mutated. One answer looks at replicas and
-policies for ``LOOK_SECONDS`` each, has about ``MAX_BYTES``, and says whether there is more.
+A reader says with ``since`` what it has, and gets what has changed. Requests are answered on
+the HTTP server's thread, from values that are replaced and never mutated. One answer looks at
+replicas and policies for ``LOOK_SECONDS`` each, has about ``MAX_BYTES``, and says whether
+there is more.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ Past = PastTransfer | Mark
 
 
 class Document:
-    """Makes the answers.
+    """Answers to ``GET /v1/pool.json``, built from the state, the history and the events.
 
     Args:
-        target: Where the coordinator's services are dialled.
-        state: The state as it is now, which is replaced and never mutated.
-        now: Monotonic seconds, as the state has them.
-        num_verified: Buckets that every receiver of a group has verified, of a transfer.
+        target: HOST:PORT to dial for the coordinator's services.
+        state: Returns the state as it is now, which is replaced and never mutated.
+        now: Returns monotonic seconds, as the state has them.
+        num_verified: Returns how many buckets every receiver has verified, of a group's transfer.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Document:
         self._policies = Entries[Policy](self._seen_policy, self._policy, time.monotonic)
 
     def __call__(self, request: Request) -> Response:
-        """The answer to ``GET /v1/pool.json[?since=CURSOR]``."""
+        """Answer ``GET /v1/pool.json[?since=CURSOR]``."""
         cursor = request.query.removeprefix("since=")
         known = _CURSOR.fullmatch(cursor)
         if cursor and known is None:
@@ -134,8 +135,10 @@ class Document:
         return f"{dumps(facts)[:-1]},{listed}}}"
 
     def _known(self, state: PoolState, cursor: re.Match[str] | None) -> tuple[int, ...]:
-        """Up to which revisions a reader has history, events, replicas and policies: none if he
-        read another coordinator, or missed too much of what is gone."""
+        """Return the revisions of history, events, replicas and policies that a reader has.
+
+        All are 0 if it read from another coordinator, or missed too much of what is gone.
+        """
         if cursor is None or cursor[1] != state.coordinator_id:
             return (0, 0, 0, 0)
         known = tuple(map(int, cursor.groups()[1:]))
@@ -190,8 +193,10 @@ class Document:
     def _past(
         self, since: int, upto: int
     ) -> tuple[dict[str, list[str]], dict[int, tuple[str, ...]], int]:
-        """The entries above one revision, the members that they name first, and how far it is:
-        oldest first, about ``MAX_BYTES``."""
+        """Return entries above a revision, the members they name first, and the revision reached.
+
+        Entries are oldest first, and about ``MAX_BYTES``.
+        """
         history = self._history
         marks = history.marks.since(since)
         if not since:
@@ -226,13 +231,13 @@ class Document:
 
 
 def _shown(marks: list[Mark], now: float) -> list[Mark]:
-    """Those of the time that is shown, and of each replica the last before."""
+    """Return the marks of the time that is shown, and each replica's last before that."""
     before = {mark.replica_id: mark for mark in marks if mark.time < now - SHOWN_SECONDS}
     return [*before.values(), *(m for m in marks if m.time >= now - SHOWN_SECONDS)]
 
 
 def _fields(entry: Past) -> dict[str, Any]:
-    """An entry as the page reads it: numbers are seconds, and seconds since 1970."""
+    """Return an entry's fields for the page: durations are seconds, times seconds since 1970."""
     if isinstance(entry, Mark):
         return {**vars(entry)}
     return {

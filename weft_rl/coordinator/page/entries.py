@@ -1,4 +1,4 @@
-"""The entries of a listing as JSON, each made anew only where what it shows has changed."""
+"""Entries of a listing as JSON, each made anew only where what it shows has changed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _V = TypeVar("_V")
 
 
 def dumps(value: Any) -> str:
-    """JSON without spaces."""
+    """Encode a value as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 
 class Entries(Generic[_V]):
-    """What is shown of each value of a mapping that is replaced and never mutated.
+    """Entries for the values of a mapping that is replaced and never mutated.
 
-    Used on one thread. A look at all of them may take several calls.
+    Used on one thread. A look at all values may take several calls.
 
     Args:
-        seen: What of a value is shown, to be compared; quick.
-        make: The entry of a value, by its name.
+        seen: Returns the part of a value that is shown, to be compared; quick.
+        make: Makes the entry of a value.
         clock: Monotonic seconds.
     """
 
@@ -40,18 +40,18 @@ class Entries(Generic[_V]):
     ) -> None:
         self._seen, self._make, self._clock = seen, make, clock
         self._known: dict[str, tuple[Any, str, int]] = {}
-        """By name, in the order of their changes: what was seen, the entry, the revision."""
+        """Shown part, entry and revision, by name, in the order of their changes."""
         self._gone: dict[str, int] = {}
         self._to_see: list[str] = []
         self.revision = 0
         self.forgotten = 0
-        """Who knows less than this cannot be told what is gone."""
+        """Lowest revision whose readers can still be told what is gone."""
 
     def look(self, values: Mapping[str, _V], seconds: float) -> bool:
-        """See what has changed, for so long; the next call continues.
+        """Look for changed values, for ``seconds`` at most; the next call continues.
 
         Returns:
-            Whether there is likely more: some changes were found, and not all values seen.
+            True if there is likely more: some changes were found, and not all values seen.
         """
         until, before = self._clock() + seconds, self.revision
         for name in self._known.keys() - values.keys():
@@ -67,7 +67,7 @@ class Entries(Generic[_V]):
         return bool(self._to_see) and self.revision > before
 
     def since(self, revision: int) -> list[str]:
-        """The entries that are newer; O(these)."""
+        """Return the entries newer than ``revision``; O(these)."""
         found = []
         for _, text, changed in reversed(self._known.values()):
             if changed <= revision:
@@ -76,7 +76,7 @@ class Entries(Generic[_V]):
         return found
 
     def gone_since(self, revision: int) -> list[str]:
-        """Names that are not there any more."""
+        """Return the names that are gone since ``revision``."""
         return [name for name, gone in self._gone.items() if gone > revision]
 
     def _see(self, name: str, value: _V) -> None:

@@ -1,4 +1,4 @@
-"""What has happened in a pool, for a page that draws it: a fold over the driver's steps.
+"""History of a pool, for a page that draws it: a fold over the driver's steps.
 
 All that is kept has a bound, in number and in the length of its texts, and is forgotten with
 the process. The event loop adds, any thread reads: entries are immutable.
@@ -50,41 +50,41 @@ _KINDS: Final = {PolicyKind.BASE: "base", PolicyKind.ADAPTER: "adapter"}
 
 @dataclass(frozen=True)
 class Members:
-    """Replicas, sorted; transfers with the same ones share them."""
+    """Sorted ids of replicas; transfers with the same ones share them."""
 
     number: int
     revision: int
-    """Of the first transfer that has them."""
+    """Revision of the first transfer that has them."""
     replica_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastTransfer:
-    """A transfer that has ended."""
+    """Transfer that has ended."""
 
     revision: int
     message: publish_pb2.Transfer
-    """Without the names of replicas, and with the first reasons alone."""
+    """Transfer without the names of replicas, and with the first reasons alone."""
     kind: str
     backend: str
     commit_time: float
-    """Of its commit point, in seconds since 1970 like all times here; 0 where it came to none."""
+    """Time of its commit point, in seconds since 1970 like all times here; 0 if it came to none."""
     end_time: float
     waiting_seconds: float
-    """Of its forming, how long it waited for its turn."""
+    """Seconds that it waited for its turn."""
     replaced_version: int
-    """What its policy served before; 0 where it did not get so far."""
+    """Version that its policy served at the commit point; 0 if it came to none."""
     trained_on_base_version: int | None
     targets: Members
     served_by: Members
     pauses: Mapping[str, tuple[float, float]]
-    """By replica: when generation resumed, in seconds after the commit point, and for how long
-    it had been paused."""
+    """Seconds after the commit point at which generation resumed, and seconds that it had been
+    paused, by replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What a replica has become, or serves since, other than by a push or a rollback."""
+    """New state of a replica, or versions that it serves other than by a push or a rollback."""
 
     revision: int
     time: float
@@ -92,14 +92,14 @@ class Mark:
     state: str
     reason: str
     serves: Mapping[str, int]
-    """By policy."""
+    """Version that the replica serves, by policy."""
     switching: tuple[str, ...]
     """Policies that a push or a rollback was changing there at that time."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The fastest staging of a push that was seen."""
+    """Fastest staging of a push that was seen."""
 
     bytes_per_second: float
     version: str
@@ -107,26 +107,26 @@ class Rate:
 
 
 class History:
-    """The history of one coordinator, from its start.
+    """History of one coordinator, from its start.
 
     Args:
-        state: What is known at the start.
-        now: Monotonic seconds, as ``step`` has them.
+        state: State at the start.
+        now: Returns monotonic seconds, as ``step`` has them.
     """
 
     def __init__(self, state: PoolState, now: Callable[[], float]) -> None:
         self._now = now
         self.began_at = state.wall(now())
         self.revision = 0
-        """Of the newest entry; set once that can be read."""
+        """Revision of the newest entry; set once that can be read."""
         self.transfers = Log[PastTransfer](MAX_TRANSFERS)
         self.repairs = Log[PastTransfer](MAX_TRANSFERS)
         """Clones and restores."""
         self.marks = Log[Mark](MAX_MARKS, self._keep_last)
         self.older_marks: Mapping[str, Mark] = {}
-        """By replica of the pool, the newest mark that its log has forgotten."""
+        """Newest mark that its log has forgotten, by replica of the pool."""
         self.rates: Mapping[str, Rate] = {}
-        """By backend."""
+        """Fastest staging seen, by backend."""
         self._replicas: Mapping[str, object] = {}
         self._pauses: dict[str, dict[str, tuple[float, float]]] = {}
         self._members = Lru[tuple[str, ...], Members](_MAX_RECENT)
@@ -216,7 +216,7 @@ class History:
     def _note_served(
         self, event: events.Event, replica_id: str, before: PoolState, after: PoolState
     ) -> None:
-        """A replica was heard: does it serve something else, not by a push or a rollback?"""
+        """Add a mark if a replica serves something else, other than by a push or a rollback."""
         was, now = before.replicas.get(replica_id), after.replicas.get(replica_id)
         if was is None or now is None or was.vector is now.vector:
             return
@@ -247,8 +247,10 @@ class History:
         self.revision = mark.revision
 
     def _aliases(self, vector: VersionVector) -> Mapping[str, int]:
-        """The version of each policy that answers to its name; the same object for equal
-        vectors, while they are recent."""
+        """Return the version of each policy that answers to its name.
+
+        Equal vectors give the same object, while they are recent.
+        """
         known = self._served.get(vector.key)
         if known is None:
             known = {BASE_POLICY: vector.base}
@@ -262,7 +264,7 @@ class History:
 
 
 def without_names(transfer: Transfer) -> Transfer:
-    """A transfer without the replicas of a large pool, and the first reasons of refusals."""
+    """Copy a transfer without its replicas, and with only the first reasons of its failures."""
 
     def first(failures: Mapping[str, Failure]) -> Mapping[str, Failure]:
         return {

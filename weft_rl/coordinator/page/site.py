@@ -1,4 +1,4 @@
-"""The paths of the page: its files, and what they draw."""
+"""Paths of the page: its files, and the JSON that they draw."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADERS: Final = {
 
 
 def pages(document: Document) -> dict[str, Page]:
-    """By path; all of them are for who may inspect."""
+    """Return the pages by path; all of them are for callers who may inspect."""
     return {
         "/v1/pool.json": Page(answer=document),
         "/favicon.ico": Page(answer=_shows(_FOLDER / "icon.svg")),  # browsers ask unasked

@@ -1,1 +1,1 @@
-"""What carries out decisions: the driver, the catalog, calls to replicas, live groups."""
+"""Runtime that carries out decisions: the driver, the catalog, calls to replicas, live groups."""

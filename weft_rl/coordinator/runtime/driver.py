@@ -1,8 +1,8 @@
-"""Carries out what ``step`` decides: one task, one order of events.
+"""Driver that carries out what ``step`` decides: one task, one order of events.
 
-A batch is whatever has been posted; its saves are written in one transaction by
-one writer thread, and only once they are on disk is anything else done about it:
-nobody ever learns of a decision that a crash could undo.
+A batch is whatever has been posted. One writer thread writes its saves in one
+transaction. Only once they are on disk is anything else done about the batch: nobody
+ever learns of a decision that a crash could undo.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OnStep = Callable[[events.Event, PoolState, PoolState, Sequence[effects.Effect]]
 
 
 class Driver:
-    """Owns the state. All methods are called on the event loop."""
+    """Owner of the pool's state. All methods are called on the event loop."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class Driver:
         self._task: asyncio.Task[None] | None = None
 
     def now(self) -> float:
-        """Monotonic seconds, as ``step`` sees them."""
+        """Return the monotonic seconds that ``step`` sees."""
         return self._clock()
 
     def post(self, event: events.Event) -> None:
-        """Let an event be decided; returns at once."""
+        """Queue an event to be decided; returns at once."""
         self._queue.append(event)
         self._wake.set()
 
@@ -126,7 +126,7 @@ class Driver:
 
         Args:
             make: Builds the event from the ticket that names this call.
-            until: When the decision may change by the clock alone.
+            until: Time at which the decision may change by the clock alone.
 
         Raises:
             WeftError: The call was refused.
@@ -154,12 +154,12 @@ class Driver:
                 self.post(events.CallerGone(ticket))
 
     def start(self) -> asyncio.Task[None]:
-        """Begin to decide; the task ends with ``stop``, or fails with the catalog."""
+        """Start the deciding task, which ends with ``stop``, or fails with the catalog."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
     async def _run(self) -> None:
-        """Decide until stopped.
+        """Decide events until stopped.
 
         Raises:
             Exception: The catalog could not be written: nothing more may be
@@ -195,7 +195,7 @@ class Driver:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _watch_catalog(self) -> None:
-        """Notice that the catalog was removed also while nothing is written."""
+        """Notice a removed catalog even while nothing is written."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -253,10 +253,10 @@ class Driver:
                 _log.exception("counting %s failed; it is not counted", type(event).__name__)
 
     async def flush(self) -> None:
-        """Write what may be written late, so that a reader of the catalog sees it.
+        """Write the deferred saves, so that a reader of the catalog sees them.
 
         Raises:
-            PeerUnavailableError: It could not be written: the coordinator ends.
+            PeerUnavailableError: They could not be written: the coordinator ends.
         """
         if not self._lazy or self._stopping:
             return
@@ -388,7 +388,7 @@ class Driver:
         self.post(await describe_held(effect, self._catalog, self.replicas))
 
     async def stop(self) -> None:
-        """Refuse what waits, end streams and calls, write what is left."""
+        """Refuse waiting calls, end streams and calls to replicas, write the deferred saves."""
         self._stopping = True
         self._wake.set()
         if self._task is not None:

@@ -1,4 +1,4 @@
-"""A side group's key-value store: what ``torch.distributed.Store`` needs, bounded."""
+"""Bounded key-value store of a side group, as ``torch.distributed.Store`` needs it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MAX_COUNTER: Final = 2**63 - 1
 
 
 class KeyValueStore:
-    """Keys and values of one group, and those who wait for them.
+    """Keys and values of one group, and the calls that wait for them.
 
-    On one event loop; nothing here blocks but ``wait``.
+    Used on one event loop; nothing here blocks but ``get`` and ``wait``.
 
     Raises (every method, once closed):
         StaleEpochError: The group was dropped.
@@ -37,7 +37,7 @@ class KeyValueStore:
         self._closed: str | None = None
 
     def close(self, why: str) -> None:
-        """Refuse all further calls and wake everyone who waits."""
+        """Refuse all further calls and wake all that wait."""
         self._closed = why
         self._values.clear()
         waiters, self._waiters = self._waiters, {}
@@ -65,7 +65,7 @@ class KeyValueStore:
         self._put(dict(zip(keys, values, strict=True)))
 
     def _put(self, wanted: Mapping[str, bytes]) -> None:
-        """Set all of them, or, where there is no room, nothing."""
+        """Set all keys of ``wanted`` or, where there is no room, none."""
         grown, num_new = 0, 0
         for key, value in wanted.items():
             if len(value) > MAX_VALUE_BYTES:
@@ -93,11 +93,11 @@ class KeyValueStore:
                     future.set_result(None)
 
     async def get(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """Wait until all keys are set; answer their values.
+        """Return the values of keys, once all of them are set.
 
         Raises:
             TransferTimeoutError: As ``wait``.
-            CapacityError: ``STORE_FULL``; they are more than an answer can hold.
+            CapacityError: ``STORE_FULL``; the values are more than an answer can hold.
         """
         await self.wait(keys, timeout_seconds)
         values = [self._values[key] for key in keys]
@@ -113,7 +113,7 @@ class KeyValueStore:
         """Wait until all keys are set.
 
         Raises:
-            TransferTimeoutError: One was not set in time; names it.
+            TransferTimeoutError: A key was not set in time; names it.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
@@ -142,12 +142,12 @@ class KeyValueStore:
                 del self._waiters[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
         self._check_open()
         return all(key in self._values for key in keys)
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Delete keys; answer how many there were."""
+        """Delete keys; return how many of them were set."""
         self._check_open()
         count = 0
         for key in keys:
@@ -158,11 +158,11 @@ class KeyValueStore:
         return count
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a decimal counter; answer the sum.
+        """Add to a decimal counter; return the sum.
 
         Raises:
-            InvalidRequestError: ``PROTOCOL``: it is no counter, or the sum is none that
-                64 bits hold; the value stays.
+            InvalidRequestError: ``PROTOCOL``: the value is no counter, or the sum does not
+                fit 64 bits; the value stays.
         """
         self._check_open()
         held = self._values.get(key, b"0")
@@ -180,7 +180,7 @@ class KeyValueStore:
         return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a key if it is as expected (empty: or absent); answer its value after."""
+        """Set a key if its value is ``expected`` (empty: or absent); return the value after."""
         self._check_open()
         if self._values.get(key, b"") == expected:
             self._put({key: desired})

@@ -1,4 +1,4 @@
-"""All live side groups: who may use them, what their ranks say, and what they are told.
+"""Live side groups: access by the ranks' tokens, what ranks report, what they are told.
 
 The hot path (a report for every bucket and receiver) ends here: only what a
 decision needs becomes an event.
@@ -41,7 +41,7 @@ _MAX_LAYOUTS: Final = 8
 
 
 class RankLink:
-    """One rank's stream: what it must still be told. Bounded; releases coalesce."""
+    """Bounded queue of the messages for one rank's stream; releases coalesce."""
 
     def __init__(self, group_id: str, rank: int) -> None:
         self.group_id = group_id
@@ -67,17 +67,17 @@ class RankLink:
         self._wake.set()
 
     def end(self, error: WeftError | None) -> None:
-        """Close the stream after what is queued: with ``error``, or in peace."""
+        """Close the stream after the queued messages: with ``error``, or normally if it is None."""
         if not self._ended:
             self._ended, self._error = True, error
             self._released = None  # of no use to a stream that closes
         self._wake.set()
 
     async def next(self) -> rendezvous_pb2.AttendResponse | None:
-        """The next message; None when the stream is to be closed in peace.
+        """Return the next message; None when the stream is to be closed normally.
 
         Raises:
-            WeftError: The stream is to be closed.
+            WeftError: The stream is to be closed with this error.
         """
         while True:
             if self._queue:
@@ -94,7 +94,7 @@ class RankLink:
 
 
 class Watermark:
-    """Counts, for one transfer, the buckets that every receiver has verified."""
+    """Count of the buckets of one transfer that every receiver has verified."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class Watermark:
 
     @property
     def num_reported(self) -> Mapping[int, int]:
-        """Buckets, from the first, that each receiver has reported, of those that did."""
+        """Number of buckets, from bucket 0, that each receiver has reported, of those that did."""
         return self._next
 
     def report(self, rank: int, bucket: int) -> bool:
         """Count a report of all buckets up to one; return whether the watermark advanced.
 
         Raises:
-            InvalidRequestError: ``PROTOCOL``: the receiver has reported it, or there is none such.
+            InvalidRequestError: ``PROTOCOL``: the bucket was reported before, or does not exist.
         """
         expected = self._next.get(rank, self._first)
         if not expected <= bucket < len(self._reports) or rank < self._num_senders:
@@ -138,12 +138,12 @@ class Watermark:
         return self.num_verified > before
 
     def is_through(self, rank: int) -> bool:
-        """Whether a receiver has reported every bucket."""
+        """Return whether a receiver has reported every bucket."""
         return self._next.get(rank, self._first) == len(self._reports)
 
 
 class LiveGroup:
-    """One live group: its store, its ranks' streams, and how far its receivers are."""
+    """One live group: its store, its ranks' streams, and the progress of its receivers."""
 
     def __init__(self, group: Group) -> None:
         self.group_id = group.group_id
@@ -161,11 +161,11 @@ class LiveGroup:
 
     @property
     def senders(self) -> list[RankLink]:
-        """The streams of those senders that attend."""
+        """Streams of the senders that attend."""
         return [self.links[rank] for rank in range(self.num_senders) if rank in self.links]
 
     def take_progress(self) -> events.RanksHeard | None:
-        """What its ranks have said, and verified, since this was asked last; None if nothing."""
+        """Return what its ranks have said and verified since the last call; None if nothing."""
         words, self.words = self.words, {}
         transfer_id, new = "", dict[int, int]()
         if (mark := self.watermark) is not None:
@@ -178,16 +178,16 @@ class LiveGroup:
 
 
 def token_digest(token: str) -> bytes:
-    """What a token is looked up by."""
+    """Return the digest by which a token is looked up."""
     return hashlib.sha256(token.encode()).digest()
 
 
 class LiveGroups:
-    """All live groups. On the event loop; no method blocks.
+    """All live groups. Used on the event loop; no method blocks.
 
     Args:
         post: Takes the events that streams give rise to.
-        trace_context: The traceparent of a transfer; empty where nobody traces.
+        trace_context: Returns the traceparent of a transfer; empty where nobody traces.
     """
 
     def __init__(
@@ -201,11 +201,11 @@ class LiveGroups:
         self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
 
     def open_group(self, group: Group) -> None:
-        """Let the members in."""
+        """Open a group to its members."""
         self._live[group.group_id] = LiveGroup(group)
 
     def drop_group(self, group_id: str, why: str) -> None:
-        """Close the store and the streams with EPOCH_FENCED."""
+        """Close a group's store, and its streams with EPOCH_FENCED."""
         live = self._live.pop(group_id, None)
         if live is None:
             return
@@ -220,7 +220,7 @@ class LiveGroups:
             self.drop_group(group_id, why)
 
     def _authorised(self, group_id: str, token: str) -> tuple[LiveGroup, int]:
-        """A group, and the rank that the token is of."""
+        """Return a group, and the rank whose token this is."""
         live = self._live.get(group_id)
         if live is None:
             why = self._dropped.get(group_id) or "it is not known here (any more)"
@@ -231,7 +231,7 @@ class LiveGroups:
         return live, rank
 
     def store(self, group_id: str, token: str) -> KeyValueStore:
-        """A group's store, for any of its ranks.
+        """Return a group's store, for any of its ranks.
 
         Raises:
             NotAllowedError, StaleEpochError: Wrong token; no such group.
@@ -239,7 +239,7 @@ class LiveGroups:
         return self._authorised(group_id, token)[0].store
 
     def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
-        """The layout of a transfer of the group, for any of its ranks."""
+        """Return the layout of a transfer of the group, for any of its ranks, or None."""
         return self._authorised(group_id, token)[0].layouts.get(digest)
 
     def attend(self, group_id: str, token: str, rank: int, num_in_flight: int = 0) -> RankLink:
@@ -279,14 +279,14 @@ class LiveGroups:
         return link
 
     def leave(self, link: RankLink, why: str) -> None:
-        """A stream has ended; said twice, the second is ignored."""
+        """Remove a stream that has ended; a second call is ignored."""
         live = self._live.get(link.group_id)
         if live is not None and live.links.get(link.rank) is link:
             del live.links[link.rank]
             self._post(events.RankGone(link.group_id, link.rank, why))
 
     def receive(self, link: RankLink, message: rendezvous_pb2.AttendRequest) -> None:
-        """Take what a rank says.
+        """Handle a message from a rank.
 
         Raises:
             InvalidRequestError: ``PROTOCOL``.
@@ -339,8 +339,10 @@ class LiveGroups:
             )
 
     def take_progress(self) -> list[events.RanksHeard]:
-        """What ranks have said of their work since this was asked last, by group: one event
-        for all of them, however many buckets they have verified."""
+        """Return what ranks have said of their work since the last call, one event a group.
+
+        A group has one event, however many buckets its ranks have verified.
+        """
         told = [live.take_progress() for live in self._live.values()]
         return [heard for heard in told if heard is not None]
 
@@ -365,7 +367,7 @@ class LiveGroups:
     # -- what the driver carries out -------------------------------------------
 
     def send_prepare(self, group_id: str, transfer: Transfer, time_left: float) -> None:
-        """Notify every receiver of what comes, and make its manifest available."""
+        """Notify every receiver of a transfer, and make its manifest available."""
         live = self._live.get(group_id)
         if live is None:
             return
@@ -392,7 +394,7 @@ class LiveGroups:
         num_buckets: int,
         first_bucket: int,
     ) -> None:
-        """Notify every rank that bytes may flow, and count from here."""
+        """Notify every rank that bytes may flow, and count from ``first_bucket``."""
         live = self._live.get(group_id)
         if live is not None:
             live.watermark = Watermark(
@@ -405,7 +407,7 @@ class LiveGroups:
                 sender.release(transfer_id, first_bucket)
 
     def send_reform(self, group_id: str, transfer_id: str, renewed: Group, message: str) -> None:
-        """Notify each sender that it is to resume in another group, at the same rank."""
+        """Tell each sender to resume in another group, at the same rank."""
         live = self._live.get(group_id)
         for link in live.senders if live is not None else ():
             reform = rendezvous_pb2.Reform(
@@ -416,7 +418,7 @@ class LiveGroups:
             link.send(rendezvous_pb2.AttendResponse(reform=reform))
 
     def send_abort(self, group_id: str, transfer_id: str, failure: Failure) -> None:
-        """Notify every rank that it is to give the transfer up."""
+        """Tell every rank to give the transfer up."""
         live = self._live.get(group_id)
         if live is not None:
             abort = rendezvous_pb2.Abort(
@@ -436,7 +438,7 @@ class LiveGroups:
                 link.send(message)
 
     def num_verified(self, group_id: str, transfer_id: str) -> int:
-        """Buckets of a transfer under way that every receiver has verified."""
+        """Return how many buckets of a transfer under way every receiver has verified."""
         live = self._live.get(group_id)
         mark = live.watermark if live else None
         return mark.num_verified if mark and mark.transfer_id == transfer_id else 0

@@ -1,4 +1,4 @@
-"""A bounded list of what happened, written by one thread and read by any."""
+"""Bounded log of what happened, written by one thread and read by any."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Entry(Protocol):
-    """What a log holds: immutable, in the order of its revisions."""
+    """Immutable entry of a log; a log has them in the order of their revisions."""
 
     @property
     def revision(self) -> int:
-        """Its place among all that happened."""
+        """Place of the entry among all that happened."""
         ...
 
 
@@ -20,11 +20,11 @@ _E = TypeVar("_E", bound=Entry)
 
 
 class Log(Generic[_E]):
-    """The newest entries. Readers need no lock: a list is appended to, or replaced as a whole.
+    """Log of the newest entries. Readers need no lock: its list is appended to, or replaced whole.
 
     Args:
-        max_entries: How many there may be; twice as many are held for a while.
-        on_drop: Told of the oldest, before they are forgotten.
+        max_entries: Number of entries that readers see; twice as many are held for a while.
+        on_drop: Called with the oldest entries, before they are forgotten.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Log(Generic[_E]):
         self._entries: list[_E] = []
 
     def add(self, entry: _E) -> None:
-        """Add the newest; O(1) but for one time in ``max_entries``."""
+        """Add the newest entry; O(1) but for one time in ``max_entries``."""
         self._entries.append(entry)
         if len(self._entries) >= 2 * self._max_entries:
             if self._on_drop is not None:
@@ -42,6 +42,6 @@ class Log(Generic[_E]):
             self._entries = self._entries[-self._max_entries :]
 
     def since(self, revision: int = 0) -> list[_E]:
-        """Those that are newer than ``revision``, oldest first."""
+        """Return the entries newer than ``revision``, oldest first."""
         newest = self._entries[-self._max_entries :]
         return newest[bisect_right(newest, revision, key=lambda entry: entry.revision) :]

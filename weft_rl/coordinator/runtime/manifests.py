@@ -1,5 +1,7 @@
-"""Manifests and references that are known, by content, in memory and bounded; and what is
-looked up, or asked of a replica, of a version whose manifest is not known."""
+"""Manifests and references by content, in bounded caches; look-ups of versions in the catalog.
+
+A manifest that is not cached is asked of a replica that holds its version.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class LayoutCache:
-    """The layouts that were used last. A transfer keeps its own alive itself."""
+    """Cache of the layouts used last. A transfer keeps its own layout alive itself."""
 
     def __init__(self) -> None:
         self._layouts: Lru[bytes, Layout] = Lru(
@@ -42,7 +44,7 @@ class LayoutCache:
         self._num_chars = 0
 
     def put(self, manifest: Manifest) -> Layout:
-        """Add a manifest and drop the least recently used beyond the bounds."""
+        """Add a manifest, drop the least recently used beyond the bounds, return its layout."""
         known = self.get(manifest.layout_digest)
         if known:
             return known
@@ -62,11 +64,11 @@ class LayoutCache:
         self._num_chars += sign * sum(len(slot.meta.name) for slot in tensors)
 
     def get(self, layout_digest: bytes) -> Layout | None:
-        """A layout that is still known."""
+        """Return a layout that is still known, or None."""
         return self._layouts.get(layout_digest)
 
     async def chunks(self, layout: Layout) -> list[types_pb2.ManifestChunk]:
-        """A layout as it travels; encoded once for all receivers."""
+        """Return a layout as chunks to send; encoded once for all receivers."""
         known = self._encoded.get(layout.digest)
         if known:
             return known
@@ -80,7 +82,7 @@ class LayoutCache:
 
 
 class ReferenceCache:
-    """The base models that replicas have described."""
+    """Bounded cache of the base models that replicas have described."""
 
     def __init__(self) -> None:
         self._references: Lru[str, Reference] = Lru(_MAX_REFERENCES)
@@ -92,11 +94,11 @@ class ReferenceCache:
         self._exceptions.clear()
 
     def get(self, fingerprint: str) -> Reference | None:
-        """A reference that is known."""
+        """Return a reference that is known, or None."""
         return self._references.get(fingerprint)
 
     def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> dict[str, DataType]:
-        """Tensors of a known reference that are not of the base's element type."""
+        """Return, by name, the dtypes of a known reference that differ from the base's."""
         key = (fingerprint, base_dtype)
         if key not in self._exceptions:
             reference = self._references.get(fingerprint)
@@ -108,17 +110,17 @@ class ReferenceCache:
 
 
 class Describer(Protocol):
-    """Who can ask a replica for a manifest."""
+    """Client that can ask a replica for a manifest."""
 
     async def describe(self, address: str, version: PolicyVersion) -> Manifest:
-        """The manifest of a version that the replica at ``address`` holds.
+        """Return the manifest of a version that the replica at ``address`` holds.
 
         Raises:
             WeftError: It does not answer, or holds no copy.
         """
 
     async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
-        """What is to be recorded of a version that it holds with that digest.
+        """Return the facts to record of a version that the replica holds with ``digest``.
 
         Raises:
             WeftError: It does not answer, or does not hold it.
@@ -126,7 +128,7 @@ class Describer(Protocol):
 
 
 def fresh_ids() -> FreshIds:
-    """Unguessable names for a transfer and its group."""
+    """Return unguessable names and secrets for a transfer and its group."""
     return FreshIds(
         transfer_id=f"t-{secrets.token_hex(8)}",
         nonce=secrets.randbits(64),
@@ -139,9 +141,11 @@ def fresh_ids() -> FreshIds:
 async def look_up(
     effect: effects.LookUp, catalog: Catalog, manifests: LayoutCache, describer: Describer
 ) -> events.LookedUp:
-    """The version's record and its layout. A coordinator that was restarted has no
-    manifests: the source tells it. What a replica restores itself is not sent: of its
-    layout the digest will do."""
+    """Look up a version's record and its layout.
+
+    A coordinator that was restarted has no manifests: the source tells it. A replica that
+    restores a version itself is sent nothing: the digest of the layout is enough.
+    """
     record = catalog.find_version(effect.version)
     layout: Layout | None = None
     failure: Failure | None = None
@@ -177,7 +181,7 @@ def _failure_of(error: Exception) -> Failure:
 async def describe_held(
     effect: effects.DescribeHeld, catalog: Catalog, describer: Describer
 ) -> events.HeldDescribed:
-    """What a replica says of a version, and what the catalog has of it by then."""
+    """Ask a replica for the facts of a version, and look up what the catalog has of it by then."""
     facts: VersionFacts | None = None
     failure: Failure | None = None
     try:

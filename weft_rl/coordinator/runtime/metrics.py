@@ -1,7 +1,8 @@
-"""What the coordinator counts: each step once its saves are on disk, by comparing what was
-known with what is known; and gauges, read from the state when somebody asks.
+"""Metrics of the coordinator: counters of each step, and gauges read from the state.
 
-No label names a version, a policy or a replica, so the number of series is fixed.
+A step is counted once its saves are on disk, by comparing the states before and after it.
+Gauges are read when somebody asks. No label names a version, a policy or a replica, so the
+number of series is fixed.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _STALLED: Final = "STALLED"
 
 
 class PoolMetrics:
-    """The counters and histograms of one coordinator.
+    """Counters and histograms of one coordinator.
 
     Args:
-        registry: Where they are registered.
+        registry: Registry that takes them.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -91,7 +92,10 @@ class PoolMetrics:
         self._show_zeros()
 
     def _show_zeros(self) -> None:
-        """A counter that appears with its first event has no rate at that event."""
+        """Create every series at zero.
+
+        A counter that appears with its first event has no rate at that event.
+        """
         for kind in _KINDS.values():
             for metric in (self._started, self._stage, self._commit, self._bytes):
                 metric.labels(kind)
@@ -137,7 +141,7 @@ class PoolMetrics:
     # -- transfers -------------------------------------------------------------------
 
     def _count_course(self, was: Transfer | None, now: Transfer) -> None:
-        """What a transfer has reached that it had not reached before."""
+        """Count what a transfer has reached with this step: stalls, start, commit point."""
         for known, found in (
             (was.losses if was else {}, now.losses),
             (was.refusals if was else {}, now.refusals),
@@ -172,7 +176,7 @@ class PoolMetrics:
     # -- heartbeats --------------------------------------------------------------------
 
     def _count_late(self, replica_id: str, before: PoolState, after: PoolState) -> None:
-        """A heartbeat has come: how many should have, since the one before?"""
+        """Count the heartbeats that were missed before the one that has come."""
         was, now = before.replicas.get(replica_id), after.replicas.get(replica_id)
         if was is None or now is None or was.lost:
             return
@@ -180,7 +184,7 @@ class PoolMetrics:
         self._missed.inc(max(0, round(intervals) - 1))
 
     def _count_silent(self, replica_id: str, before: PoolState, after: PoolState) -> None:
-        """A replica was given up: how many did not come?"""
+        """Count the heartbeats that were missed from a replica that was given up."""
         was = before.replicas.get(replica_id)
         if was is not None:
             silence = after.tick_at - was.last_heard
@@ -188,11 +192,11 @@ class PoolMetrics:
 
 
 class PoolCollector(Collector):
-    """The gauges of one coordinator; read on whichever thread asks.
+    """Gauges of one coordinator; read on whichever thread asks.
 
     Args:
-        state: The state as it is now, which is replaced and never mutated.
-        now: Monotonic seconds, as the state has them.
+        state: Returns the state as it is now, which is replaced and never mutated.
+        now: Returns monotonic seconds, as the state has them.
     """
 
     def __init__(self, state: Callable[[], PoolState], now: Callable[[], float]) -> None:
@@ -200,7 +204,7 @@ class PoolCollector(Collector):
         self._now = now
 
     def collect(self) -> Iterator[Metric]:
-        """The series, for prometheus_client."""
+        """Yield the series, for prometheus_client."""
         state = self._state()
         replicas = Tally(
             (r.announced, cause(state, r, r.announced))
@@ -263,7 +267,7 @@ def _gauge(
 def pool_registry(
     state: Callable[[], PoolState], now: Callable[[], float]
 ) -> tuple[CollectorRegistry, PoolMetrics]:
-    """A coordinator's registry, and the counters in it."""
+    """Return a coordinator's registry, and the counters in it."""
     registry = process_registry()
     registry.register(PoolCollector(state, now))
     return registry, PoolMetrics(registry)

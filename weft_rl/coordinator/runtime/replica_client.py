@@ -1,4 +1,4 @@
-"""Channels to replicas, questions that change nothing, and orders.
+"""Channels to replicas, read-only calls over them, and orders.
 
 Each call has a deadline; the outcome of an order is posted as an event.
 """
@@ -61,10 +61,10 @@ _HEAD_START_SECONDS: Final = 0.005
 
 
 class ReplicaReader:
-    """The channels to replicas, and questions that change nothing.
+    """Channels to replicas, and read-only calls over them.
 
     Args:
-        credentials: What is shown to replicas.
+        credentials: Credentials shown to replicas.
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -72,7 +72,7 @@ class ReplicaReader:
         self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
 
     async def close_channel(self, address: str) -> None:
-        """Let go of an address; calls under way have a second to end."""
+        """Close the channel to an address; calls under way have a second to end."""
         entry = self._channels.pop(address, None)
         if entry is not None:
             await entry[0].close(grace=_GRACE_SECONDS)
@@ -84,7 +84,7 @@ class ReplicaReader:
         self._channels.clear()
 
     def stub(self, address: str) -> Any:
-        """For calls to the replica at ``address``."""
+        """Return the stub for calls to the replica at ``address``."""
         if address not in self._channels:
             channel = open_aio_channel(address, self._credentials)
             # The generated stub is typed for the channels of grpc alone.
@@ -93,7 +93,7 @@ class ReplicaReader:
         return self._channels[address][1]
 
     async def describe(self, address: str, version: PolicyVersion) -> Manifest:
-        """The manifest of a version that the replica at ``address`` holds.
+        """Return the manifest of a version that the replica at ``address`` holds.
 
         Raises:
             WeftError: It does not answer, or holds no copy.
@@ -109,8 +109,7 @@ class ReplicaReader:
         return await asyncio.to_thread(decoder.finish)
 
     async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
-        """What is to be recorded of a version that the replica at ``address`` holds with
-        that digest.
+        """Return the facts to record of a version that a replica holds with ``digest``.
 
         Raises:
             WeftError: It does not answer, or does not hold it.
@@ -129,7 +128,11 @@ class ReplicaReader:
     async def digests(
         self, replica_id: str, address: str, version: PolicyVersion
     ) -> AsyncGenerator[types_pb2.TensorDigestChunk, None]:
-        """Digests of a version's tensors, as the replica makes them now; raises as it does."""
+        """Yield the digests of a version's tensors, as the replica computes them now.
+
+        Raises:
+            WeftError: The replica does not answer, or refuses.
+        """
         request = replica_pb2.DigestVersionRequest(version=version_to_proto(version))
         try:
             stub = self.stub(address)
@@ -140,16 +143,16 @@ class ReplicaReader:
 
 
 class ReplicaCaller:
-    """Carries out calls concurrently.
+    """Orders to replicas, carried out concurrently.
 
     Args:
-        reader: Has the channels.
-        generation: Tells that of this coordinator, which grows as it hears of later
-            ones; repeated in every order.
-        post: Takes the outcomes.
-        commit_seconds: Longest that a replica may take to switch.
-        trace_context: The traceparent of a transfer; empty where nobody traces.
-        stall_seconds: How long a replica may say nothing.
+        reader: Owner of the channels.
+        generation: Returns the generation of this coordinator, which grows as it hears of
+            later ones; repeated in every order.
+        post: Takes the outcomes, as events.
+        commit_seconds: Longest time that a replica may take to switch.
+        trace_context: Returns the traceparent of a transfer; empty where nobody traces.
+        stall_seconds: Longest time that a replica may say nothing.
     """
 
     def __init__(
@@ -171,9 +174,9 @@ class ReplicaCaller:
         self._waiting: deque[effects.ReplicaCall] = deque()
 
     def start(self, call: effects.ReplicaCall) -> None:
-        """Begin a call soon, in the order of these calls; returns at once.
+        """Queue a call, to begin soon and in the order of these calls; returns at once.
 
-        A few begin in each turn of the loop: a thousand at once would delay the
+        A few begin in each turn of the loop. A thousand at once would delay the
         answer that their push's trainer waits for, and everybody's heartbeats. After
         the first few there is a pause, in which that answer leaves.
         """
@@ -225,11 +228,11 @@ class ReplicaCaller:
                 await self._sleep_or_wake(call)
 
     def close_channel(self, address: str) -> None:
-        """Let go of an address; calls under way have a second to end."""
+        """Close the channel to an address; calls under way have a second to end."""
         self._spawn(self._reader.close_channel(address))
 
     async def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the orders that wait or are under way."""
         self._waiting.clear()
         for task in list(self._tasks):
             task.cancel()
@@ -458,7 +461,7 @@ class ReplicaCaller:
 
 
 def _unanswered(call: effects.ReplicaCall, failure: Failure) -> events.Event | None:
-    """The outcome of a call that could not be made; None of those that are made again anyhow."""
+    """Return the outcome of a call that could not be made; None if it is made again anyhow."""
     of_transfer = getattr(call, "transfer_id", ""), call.replica_id
     match call:
         case effects.CallJoin() | effects.CallSend():
@@ -475,8 +478,10 @@ def _unanswered(call: effects.ReplicaCall, failure: Failure) -> events.Event | N
 
 
 def failure_of(error: grpc.RpcError, replica_id: str) -> Failure:
-    """The outcome of a failed call; no answer at all means that the peer is gone, and so
-    does one that nobody can make sense of."""
+    """Return the outcome of a failed call.
+
+    No answer at all means that the peer is gone, and so does one that nobody can make sense of.
+    """
     typed: WeftError = error_from_rpc(error)
     reason = typed.reason
     if reason == "COORDINATOR_AWAY" or reason not in REASONS:

@@ -1,7 +1,7 @@
-"""Traces of transfers: a span of each, with one for each phase that it passes, made as
-decisions are carried out.
+"""Traces of transfers: a span of each, with one for each phase that it passes.
 
-A push's is a child of its trainer's; a clone, a restore or a rollback is a trace of its own.
+Spans are made as decisions are carried out. The span of a push is a child of its trainer's; a
+clone, a restore or a rollback is a trace of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS: Final = {PolicyKind.BASE: "base", PolicyKind.ADAPTER: "adapter"}
 
 @dataclass
 class _Traced:
-    """A transfer that has not ended; as many as the state has."""
+    """Spans of a transfer that has not ended; as many as the state has transfers."""
 
     span: Span
     phase: Phase
@@ -33,11 +33,11 @@ class _Traced:
 
 
 class TransferTraces:
-    """The spans of one coordinator. On the event loop; no method blocks.
+    """Spans of one coordinator. Used on the event loop; no method blocks.
 
     Args:
-        tracer: Where spans are begun; its owner closes it.
-        now: Monotonic seconds, as decisions see them.
+        tracer: Tracer that begins the spans; its owner closes it.
+        now: Returns monotonic seconds, as decisions see them.
     """
 
     def __init__(self, tracer: Tracer, now: Callable[[], float]) -> None:
@@ -46,12 +46,12 @@ class TransferTraces:
         self._live: dict[str, _Traced] = {}
 
     def expect(self, transfer_id: str, traceparent: str) -> None:
-        """A transfer may begin under this id: what its span will be a child of."""
+        """Remember the parent of a transfer's span: a transfer may begin under this id."""
         if traceparent:
             self._expected.put(transfer_id, traceparent)
 
     def context_of(self, transfer_id: str) -> str:
-        """The traceparent of a transfer that has not ended."""
+        """Return the traceparent of a transfer that has not ended; else empty text."""
         traced = self._live.get(transfer_id)
         return traced.span.traceparent if traced else ""
 
@@ -62,7 +62,7 @@ class TransferTraces:
         after: PoolState,
         done: Sequence[effects.Effect],
     ) -> None:
-        """Take up what one step has changed; quick.
+        """Begin and end the spans that one step has changed; quick.
 
         Args:
             done: The step's effects.
@@ -76,7 +76,7 @@ class TransferTraces:
             self._end(self._live.pop(name), before.transfers.get(name), after, done)
 
     def _enter(self, transfer: Transfer) -> None:
-        """Begin its span, or that of the phase which it has come to."""
+        """Begin a transfer's span, or that of the phase which it has come to."""
         traced = self._live.get(transfer.transfer_id)
         if traced is None:
             began_ns = time.time_ns() - int((self._now() - transfer.begin_at) * 1e9)

@@ -1,4 +1,4 @@
-"""What happens, and where requests may be sent, to everyone who watches."""
+"""Feeds of events, and of changed routes, for everyone who watches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_REMEMBERED: Final = 10_000
 
 
 class Watcher:
-    """One reader's queue of events."""
+    """Queue of events for one reader."""
 
     def __init__(self) -> None:
         self._queue: deque[inspect_pb2.WatchEventsResponse] = deque()
@@ -47,12 +47,12 @@ class Watcher:
         self._wake.set()
 
     def close(self) -> None:
-        """The coordinator stops."""
+        """End the reader, since the coordinator stops."""
         self._closed = True
         self._wake.set()
 
     async def next(self) -> inspect_pb2.WatchEventsResponse:
-        """The next event.
+        """Return the next event.
 
         Raises:
             CapacityError: ``TOO_SLOW``.
@@ -73,14 +73,14 @@ class Watcher:
 
 @dataclass(frozen=True)
 class KeptEvent:
-    """An event, and its number from 1 on."""
+    """Event with its number, from 1 on."""
 
     revision: int
     message: inspect_pb2.WatchEventsResponse
 
 
 class Feed:
-    """All watchers, and the last events for those who come later.
+    """All watchers, and the last events for readers that come later.
 
     Args:
         clock: Seconds since 1970.
@@ -94,31 +94,31 @@ class Feed:
 
     @property
     def kept_since(self) -> Timestamp:
-        """Since when every event is kept."""
+        """Time since which every event is kept."""
         is_whole = self._num_published <= MAX_KEPT
         return self._began if is_whole else self._kept.since()[0].message.time
 
     def past(self, before: int | None = None) -> list[KeptEvent]:
-        """What is kept, newest first.
+        """Return the kept events, newest first.
 
         Args:
-            before: Only those with a smaller number.
+            before: Only events with a smaller number are returned.
         """
         newest_first = reversed(self._kept.since())
         return [kept for kept in newest_first if before is None or kept.revision < before]
 
     def since(self, number: int) -> list[KeptEvent]:
-        """What is kept with a larger number, oldest first; on any thread."""
+        """Return the kept events with a larger number, oldest first; on any thread."""
         return self._kept.since(number)
 
     def watch(self) -> Watcher:
-        """A new reader, from now on; give it back to ``unwatch``."""
+        """Return a new reader of events from now on; give it back to ``unwatch``."""
         watcher = Watcher()
         self._watchers.add(watcher)
         return watcher
 
     def unwatch(self, watcher: Watcher) -> None:
-        """A reader has gone."""
+        """Remove a reader that has gone."""
         self._watchers.discard(watcher)
 
     def publish(self, unix_seconds: float, kind: EventKind, subject: str, message: str) -> None:
@@ -141,8 +141,10 @@ class Feed:
 
 
 class RouteFeed:
-    """The revision of the routes, and which replicas changed with which. Readers ask for
-    what has changed when they can take it, so nothing is queued for a slow one."""
+    """Revisions of the routes, and the replicas that changed with each.
+
+    Readers ask for what has changed when they can take it, so nothing is queued for a slow one.
+    """
 
     def __init__(self) -> None:
         self._revision = 0
@@ -153,7 +155,7 @@ class RouteFeed:
         self._closed = asyncio.Event()
 
     def change(self, replica_ids: Iterable[str]) -> None:
-        """These replicas came, went, or are other than they were."""
+        """Count a new revision, in which these replicas came, went or changed."""
         self._revision += 1
         for replica_id in replica_ids:
             self._changed_in.pop(replica_id, None)
@@ -164,14 +166,14 @@ class RouteFeed:
         changed.set()
 
     def changed_since(self, revision: int) -> list[str] | None:
-        """Replicas that have changed since; None if that is not known any more. O(changes)."""
+        """Return the replicas changed since; None if that is not known any more. O(changes)."""
         if revision < self._forgotten:
             return None
         newest_first = reversed(self._changed_in.items())
         return [name for name, _ in takewhile(lambda item: item[1] > revision, newest_first)]
 
     async def newer(self, revision: int) -> int:
-        """The newest revision, once it is above ``revision``.
+        """Return the newest revision, once it is above ``revision``.
 
         Raises:
             PeerUnavailableError: The coordinator stops.
@@ -183,7 +185,7 @@ class RouteFeed:
         raise _stopping()
 
     async def wait(self, seconds: float) -> None:
-        """Wait for so long, or until the coordinator stops."""
+        """Wait for ``seconds``, or until the coordinator stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closed.wait()

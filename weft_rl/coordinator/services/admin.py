@@ -1,4 +1,4 @@
-"""AdminService: thin, from messages to events and back."""
+"""AdminService: a thin layer, from messages to events and back."""
 
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAIN_SECONDS: Final = 300.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """What operators may ask for and order."""
+    """Service for operators: their questions and orders."""
 
     def __init__(self, driver: Driver, catalog: Catalog) -> None:
         self._driver = driver
@@ -44,7 +44,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Rollback(
         self, request: admin_pb2.RollbackRequest, context: Context
     ) -> admin_pb2.RollbackResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         answer_by = self._answer_by(context)
         await self._driver.flush()
         recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
@@ -63,7 +63,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
 
     async def Pin(self, request: admin_pb2.PinRequest, context: Context) -> admin_pb2.PinResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         version = version_from_proto(request.version)
         await self._driver.flush()
         recorded = self._catalog.find_version(version)
@@ -77,7 +77,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Retire(
         self, request: admin_pb2.RetireRequest, context: Context
     ) -> admin_pb2.RetireResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         version = version_from_proto(request.version)
         await self._driver.flush()
         recorded = self._catalog.find_version(version)
@@ -89,7 +89,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SetRetention(
         self, request: admin_pb2.SetRetentionRequest, context: Context
     ) -> admin_pb2.SetRetentionResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         answer = await self._driver.call(
             lambda ticket: events.SetRetention(ticket, request.policy, request.num_versions)
         )
@@ -99,7 +99,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ForgetPolicy(
         self, request: admin_pb2.ForgetPolicyRequest, context: Context
     ) -> admin_pb2.ForgetPolicyResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         answer = await self._driver.call(
             lambda ticket: events.ForgetPolicy(ticket, request.policy, request.force)
         )
@@ -111,14 +111,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Cordon(
         self, request: admin_pb2.CordonRequest, context: Context
     ) -> admin_pb2.CordonResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         await self._take_out(request.replica_id, ReplicaState.CORDONED, request.reason)
         return admin_pb2.CordonResponse()
 
     async def Quarantine(
         self, request: admin_pb2.QuarantineRequest, context: Context
     ) -> admin_pb2.QuarantineResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         await self._take_out(request.replica_id, ReplicaState.QUARANTINED, request.reason)
         return admin_pb2.QuarantineResponse()
 
@@ -129,7 +129,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Uncordon(
         self, request: admin_pb2.UncordonRequest, context: Context
     ) -> admin_pb2.UncordonResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         answer = await self._driver.call(lambda ticket: events.Uncordon(ticket, request.replica_id))
         assert isinstance(answer, effects.UncordonAnswer)
         return admin_pb2.UncordonResponse(
@@ -140,7 +140,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetBase(
         self, request: admin_pb2.GetBaseRequest, context: Context
     ) -> admin_pb2.GetBaseResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         state = self._driver.state
         return admin_pb2.GetBaseResponse(
             base_fingerprint=state.fingerprint,
@@ -155,7 +155,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def RebindBase(
         self, request: admin_pb2.RebindBaseRequest, context: Context
     ) -> admin_pb2.RebindBaseResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         answer = await self._driver.call(
             lambda ticket: events.RebindBase(ticket, request.base_fingerprint)
         )
@@ -167,7 +167,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         seconds = DRAIN_SECONDS
         if request.HasField("timeout"):
             seconds = duration_from_proto(request.timeout)
@@ -179,7 +179,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SleepReplica(
         self, request: admin_pb2.SleepReplicaRequest, context: Context
     ) -> admin_pb2.SleepReplicaResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         aborts, level = aborts_from_proto(request.when_running), level_from_proto(request.level)
         seconds = DEFAULT_REQUESTS_SECONDS
         if request.HasField("timeout"):
@@ -196,7 +196,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def WakeReplica(
         self, request: admin_pb2.WakeReplicaRequest, context: Context
     ) -> admin_pb2.WakeReplicaResponse:
-        """Source: protos/weft/v1/admin.proto."""
+        """See protos/weft/v1/admin.proto."""
         answer_by = self._answer_by(context)
         await self._driver.call(
             lambda ticket: events.WakeReplica(ticket, request.replica_id, answer_by),
@@ -205,7 +205,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.WakeReplicaResponse()
 
     def _answer_by(self, context: Context) -> float:
-        """When a caller is answered at the latest: before it stops to wait."""
+        """Return the time by which a caller is answered: before it stops waiting."""
         left = context.time_remaining()
         left = MAX_WAIT_SECONDS if left is None else left - min(0.25, left * 0.2)
         return self._driver.now() + left

@@ -1,4 +1,4 @@
-"""InspectService: what is known now. Reads the last durable state; decides nothing."""
+"""InspectService: the pool as it is now, read from the last durable state; decides nothing."""
 
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
@@ -57,7 +57,7 @@ _KEPT_LISTS: Final = 8
 
 
 class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
-    """Read-only."""
+    """Read-only service about the pool."""
 
     def __init__(self, driver: Driver, catalog: Catalog, feed: Feed) -> None:
         self._driver = driver
@@ -70,7 +70,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def GetPool(
         self, request: inspect_pb2.GetPoolRequest, context: Context
     ) -> inspect_pb2.GetPoolResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         last = next(reversed([*state.history.values()]), None)
         vectors = Vectors(_MOST_ADAPTERS) if request.share_version_vectors else None
@@ -96,7 +96,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def ListReplicas(
         self, request: inspect_pb2.ListReplicasRequest, context: Context
     ) -> inspect_pb2.ListReplicasResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         check_request(request)
         names = sorted(self._driver.state.replicas)
         if request.replica_ids:
@@ -117,7 +117,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def ListPolicies(
         self, request: inspect_pb2.ListPoliciesRequest, context: Context
     ) -> inspect_pb2.ListPoliciesResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         check_request(request)
         names = _policy_names(self._driver.state)
         if request.page_token:
@@ -130,7 +130,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def ListVersions(
         self, request: inspect_pb2.ListVersionsRequest, context: Context
     ) -> inspect_pb2.ListVersionsResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         if request.policy not in state.policies and request.policy not in state.forgotten:
             raise NotFoundError(
@@ -157,7 +157,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def ListTransfers(
         self, request: inspect_pb2.ListTransfersRequest, context: Context
     ) -> inspect_pb2.ListTransfersResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         check_request(request)
         state = self._driver.state
         transfers = [*state.transfers.values(), *reversed([*state.history.values()])]
@@ -175,7 +175,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def GetTransfer(
         self, request: inspect_pb2.GetTransferRequest, context: Context
     ) -> inspect_pb2.GetTransferResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         transfer = state.transfers.get(request.transfer_id) or state.history.get(
             request.transfer_id
@@ -190,7 +190,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def WatchEvents(
         self, request: inspect_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.WatchEventsResponse]:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         watcher = self._feed.watch()
         on_call_end(context, lambda: self._feed.unwatch(watcher))
         # Headers now: a reader knows that it misses nothing from here.
@@ -201,7 +201,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def ListEvents(
         self, request: inspect_pb2.ListEventsRequest, context: Context
     ) -> inspect_pb2.ListEventsResponse:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         check_request(request)
         past = self._feed.past(number_of(request.page_token))
         page = cut(past, lambda kept: kept.message, page_size=request.page_size)
@@ -214,7 +214,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def WatchRoutes(
         self, request: inspect_pb2.WatchRoutesRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.WatchRoutesResponse]:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         feed, revision = self._driver.routes, -1
         await feed.wait(self._restart_over_at - self._driver.now())
         while True:
@@ -226,7 +226,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     async def DigestTensors(
         self, request: inspect_pb2.DigestTensorsRequest, context: Context
     ) -> AsyncIterator[inspect_pb2.DigestTensorsResponse]:
-        """Source: protos/weft/v1/inspect.proto."""
+        """See protos/weft/v1/inspect.proto."""
         check_name(request.version.policy, "policy")
         replica = self._driver.state.replicas.get(request.replica_id)
         if replica is None:
@@ -240,7 +240,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
                 yield inspect_pb2.DigestTensorsResponse(chunk=chunk)
 
     def _route_messages(self, before: int, revision: int) -> list[inspect_pb2.WatchRoutesResponse]:
-        """What those who know ``before`` are told now; made once for all of them."""
+        """Return the messages for readers who know ``before``; made once for all of them."""
         key = before, revision
         if key not in self._routes:
             if len(self._routes) >= _KEPT_LISTS or revision != self._routes_of:
@@ -307,5 +307,5 @@ def _policy_names(state: PoolState) -> list[str]:
 
 
 def _place(policy: str) -> tuple[bool, str]:
-    """The base first, then by name."""
+    """Return the sort key of a policy: the base first, then by name."""
     return policy != BASE_POLICY, policy

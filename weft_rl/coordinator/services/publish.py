@@ -1,4 +1,4 @@
-"""PublishService: thin, from messages to events and back."""
+"""PublishService: a thin layer, from messages to events and back."""
 
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_WAIT_SECONDS: Final = 3_600.0
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
-    """Trainers own policies here, push versions, and learn what became of them."""
+    """Service for trainers, which own policies, push versions, and learn what became of them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         self._traces = traces
 
     def _answer_by(self, context: Context) -> float:
-        """When a wait must end so that the caller still gets our answer."""
+        """Return the time at which a wait must end, so that the caller still gets an answer."""
         left = context.time_remaining()
         if left is None:
             return self._driver.now() + MAX_WAIT_SECONDS
@@ -78,7 +78,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def DescribeTarget(
         self, request: publish_pb2.DescribeTargetRequest, context: Context
     ) -> publish_pb2.DescribeTargetResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         deadline = self._answer_by(context)
         await self._driver.call(
             lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
@@ -107,7 +107,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def GetReference(
         self, request: publish_pb2.GetReferenceRequest, context: Context
     ) -> AsyncIterator[publish_pb2.GetReferenceResponse]:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         reference = self._references.get(request.fingerprint)
         if reference is None:
             raise NotReadyError(
@@ -120,7 +120,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def AcquirePolicy(
         self, request: publish_pb2.AcquirePolicyRequest, context: Context
     ) -> publish_pb2.AcquirePolicyResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         if int(request.kind) not in set(PolicyKind):
             raise InvalidRequestError("the kind of the policy is not set")
         answer = await self._driver.call(
@@ -147,7 +147,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def RenewLease(
         self, request: publish_pb2.RenewLeaseRequest, context: Context
     ) -> publish_pb2.RenewLeaseResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         answer = await self._driver.call(
             lambda ticket: events.RenewLease(
                 ticket, request.policy, request.fencing_token, request.session_id
@@ -162,7 +162,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def ReleasePolicy(
         self, request: publish_pb2.ReleasePolicyRequest, context: Context
     ) -> publish_pb2.ReleasePolicyResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         await self._driver.call(
             lambda ticket: events.ReleasePolicy(
                 ticket, request.policy, request.fencing_token, request.session_id
@@ -173,7 +173,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def PutManifest(
         self, request_iterator: AsyncIterator[publish_pb2.PutManifestRequest], context: Context
     ) -> publish_pb2.PutManifestResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         manifest = await self._uploads.read(request_iterator, ManifestDecoder())
         layout = self._manifests.put(manifest)
         return publish_pb2.PutManifestResponse(layout_digest=layout.digest)
@@ -181,7 +181,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def BeginTransfer(
         self, request: publish_pb2.BeginTransferRequest, context: Context
     ) -> publish_pb2.BeginTransferResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         check_revision(request.protocol_revision, "the trainer")
         check_name(request.policy, "policy")
         adapter = adapter_from_proto(request.adapter) if request.HasField("adapter") else None
@@ -223,7 +223,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         return begin_to_proto(answer)
 
     def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
-        """What the lease's owner made of this request id before, by the catalog."""
+        """Find the catalog's record of what the lease's owner made with this request id before."""
         policy = self._driver.state.policies.get(policy_name)
         if policy is None or policy.lease is None:
             return None
@@ -233,7 +233,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def AwaitTransfer(
         self, request: publish_pb2.AwaitTransferRequest, context: Context
     ) -> publish_pb2.AwaitTransferResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         record = self._forgotten(request.transfer_id)
         if record is not None:
             if record.failure:
@@ -249,7 +249,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         return publish_pb2.AwaitTransferResponse(transfer=message)
 
     def _forgotten(self, transfer_id: str) -> VersionRecord | None:
-        """The catalog's record of a transfer that the state no longer has."""
+        """Find the catalog's record of a transfer that the state no longer has."""
         state = self._driver.state
         if transfer_id in state.transfers or transfer_id in state.history:
             return None
@@ -259,7 +259,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def AbortTransfer(
         self, request: publish_pb2.AbortTransferRequest, context: Context
     ) -> publish_pb2.AbortTransferResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         record = self._forgotten(request.transfer_id) if request.transfer_id else None
         if record is not None:
             if record.version.policy != request.policy:
@@ -282,7 +282,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def SleepRollouts(
         self, request: publish_pb2.SleepRolloutsRequest, context: Context
     ) -> publish_pb2.SleepRolloutsResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         aborts, answer_by = aborts_from_proto(request.when_running), self._answer_by(context)
         level = level_from_proto(request.level)
         answer = await self._driver.call(
@@ -304,7 +304,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     async def WakeRollouts(
         self, request: publish_pb2.WakeRolloutsRequest, context: Context
     ) -> publish_pb2.WakeRolloutsResponse:
-        """Source: protos/weft/v1/publish.proto."""
+        """See protos/weft/v1/publish.proto."""
         answer_by = self._answer_by(context)
         answer = await self._driver.call(
             lambda ticket: events.WakeRollouts(

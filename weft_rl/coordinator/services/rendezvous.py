@@ -29,7 +29,7 @@ _HELLO_SECONDS: Final = 10.0
 
 
 class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
-    """Members of side groups meet here, each authorised by its rank's token."""
+    """Meeting point of the members of side groups, each authorised by its rank's token."""
 
     def __init__(self, groups: LiveGroups, manifests: LayoutCache) -> None:
         self._groups = groups
@@ -38,7 +38,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     async def CallStore(
         self, request: rendezvous_pb2.CallStoreRequest, context: Context
     ) -> rendezvous_pb2.CallStoreResponse:
-        """Source: protos/weft/v1/rendezvous.proto."""
+        """See protos/weft/v1/rendezvous.proto."""
         store = self._groups.store(request.credential.group_id, request.credential.token)
         answer = rendezvous_pb2.CallStoreResponse
         match request.WhichOneof("operation"):
@@ -73,7 +73,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     async def GetManifest(
         self, request: rendezvous_pb2.GetManifestRequest, context: Context
     ) -> AsyncIterator[rendezvous_pb2.GetManifestResponse]:
-        """Source: protos/weft/v1/rendezvous.proto."""
+        """See protos/weft/v1/rendezvous.proto."""
         credential = request.credential
         layout = self._groups.layout(credential.group_id, credential.token, request.layout_digest)
         if layout is None:
@@ -89,7 +89,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         request_iterator: AsyncIterator[rendezvous_pb2.AttendRequest],
         context: Context,
     ) -> AsyncIterator[rendezvous_pb2.AttendResponse]:
-        """Source: protos/weft/v1/rendezvous.proto."""
+        """See protos/weft/v1/rendezvous.proto."""
         hello = await _hello(request_iterator)
         credential = hello.credential
         check_revision(hello.protocol_revision, f"rank {hello.rank}")
@@ -105,7 +105,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
     async def _read(
         self, link: RankLink, requests: AsyncIterator[rendezvous_pb2.AttendRequest]
     ) -> None:
-        """Take what the rank says until it is through, breaks off or talks nonsense."""
+        """Handle a rank's messages until it ends its stream, breaks off or breaks the protocol."""
         try:
             async for message in requests:
                 self._groups.receive(link, message)

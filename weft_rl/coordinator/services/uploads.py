@@ -1,7 +1,7 @@
-"""Manifests and references on their way in: few at a time, and each within its time.
+"""Uploads of manifests and references: few at a time, and each within its time.
 
-What a stream has sent so far is held here, as Python objects of many times its size, so
-the others wait, unread, for their turn; gRPC's flow control holds their bytes back.
+What a stream has sent so far is held here, as Python objects of many times its size. So the
+other streams wait, unread, for their turn; gRPC's flow control holds their bytes back.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _Whole = TypeVar("_Whole", covariant=True)
 
 
 class Decoder(Protocol[_Whole]):
-    """What takes chunks one by one; see ``weft_rl.rpc.manifest_codec``."""
+    """Decoder that takes chunks one by one; see ``weft_rl.rpc.manifest_codec``."""
 
     def add(self, chunk: Any) -> None:
         """Take the next chunk, or refuse it."""
 
     def finish(self) -> _Whole:
-        """What they were, once all have come; slow, so on a thread."""
+        """Return the decoded value, once all chunks have come; slow, so called on a thread."""
 
 
 class Uploads:
-    """The streams of chunks that are being read. On one event loop."""
+    """Streams of chunks that are being read. Used on one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)
@@ -40,7 +40,7 @@ class Uploads:
         """Wait for a turn, then read a stream to its end.
 
         Args:
-            requests: Each with a ``chunk``.
+            requests: Messages, each with a ``chunk``.
             decoder: Refuses what is too much as soon as it comes.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Who may call: credentials of both ends, the access rules, and the guard of a server."""
+"""Access control: credentials of both ends, the access rules, and the guard of a server."""

@@ -1,4 +1,4 @@
-"""Who may call what: identities, their roles, and the file that says so.
+"""Access rules of who may call what: identities, their roles, and the file that has them.
 
 The file is TOML, and names certificates (``san``) or bearer tokens (``token_sha256``), not
 both: a server that takes tokens does not ask for certificates::
@@ -13,8 +13,8 @@ both: a server that takes tokens does not ask for certificates::
     roles = ["publish", "inspect"]
     policies = ["math", "code-*"]
 
-Rules under which nobody who calls now could call any more are taken for a mistake, and not used,
-unless the file begins with ``lock_out = true``.
+Rules that would lock out everybody who calls now are taken for a mistake, and not used, unless
+the file begins with ``lock_out = true``.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from weft_rl.contract.errors import (
 
 
 class Role(enum.StrEnum):
-    """What an identity is in a pool; each allows the calls that ``_ALLOWED`` says."""
+    """Role of an identity in a pool; ``_ALLOWED`` has the calls that each role allows."""
 
     INSPECT = "inspect"
-    """Reads; changes nothing."""
+    """Reader of the pool; changes nothing."""
     GENERATE = "generate"
-    """Asks replicas for tokens, and reads where requests may be sent."""
+    """Client that asks replicas for tokens, and reads where requests may be sent."""
     PUBLISH = "publish"
-    """Pushes the policies that its identity names, and forgets them."""
+    """Trainer that pushes the policies that its identity names, and forgets them."""
     REPLICA = "replica"
-    """Registers with the coordinator, and receives and sends versions."""
+    """Replica that registers with the coordinator, and receives and sends versions."""
     COORDINATOR = "coordinator"
-    """Gives replicas their orders."""
+    """Coordinator that gives replicas their orders."""
     OPERATOR = "operator"
-    """Gives the pool orders: rolls back, pins, cordons; reads all of it."""
+    """Operator that gives the pool orders: rolls back, pins, cordons; reads all of it."""
 
 
 _INSPECT = "weft.v1.InspectService"
@@ -86,13 +86,13 @@ class Identity:
     """One caller, as a server knows it."""
 
     name: str
-    """The subject alternative name of its certificate, or the name of its token."""
+    """Subject alternative name of its certificate, or the name of its token."""
     roles: frozenset[Role]
     policies: tuple[str, ...] = ()
     """Patterns (``*``, ``?``) of the policies that it may publish."""
 
     def may_call(self, method: str) -> bool:
-        """Whether one of its roles allows a method, as ``package.Service/Method``."""
+        """Return whether one of its roles allows a method, as ``package.Service/Method``."""
         service = method.partition("/")[0]
         if service in _OPEN or service in _DESCRIBING:
             return True
@@ -102,7 +102,7 @@ class Identity:
         return any(service in calls or method in calls for calls in allowed)
 
     def may_publish(self, policy: str) -> bool:
-        """Whether it may push a policy; asked besides ``may_call``."""
+        """Return whether it may push a policy; asked besides ``may_call``."""
         return any(fnmatchcase(policy, pattern) for pattern in self.policies)
 
 
@@ -111,13 +111,13 @@ ANYBODY: Final = Identity("anybody", frozenset(Role), ("*",))
 
 
 def is_open(method: str) -> bool:
-    """Whether a method is answered to everybody, with credentials or without."""
+    """Return whether a method is answered to everybody, with credentials or without."""
     return method.partition("/")[0] in _OPEN
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one identity may have in flight at one server."""
+    """Numbers of calls that one identity may have in flight at one server."""
 
     requests: int = 1024
     streams: int = 1024
@@ -125,16 +125,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a caller shows of itself; holds no secret."""
+    """Credentials that a caller shows; holds no secret."""
 
     names: tuple[str, ...]
-    """The subject alternative names of its certificate, in lower case."""
+    """Subject alternative names of its certificate, in lower case."""
     token_sha256: str
-    """The digest of its bearer token; empty where it sends none."""
+    """Digest of its bearer token; empty where it sends none."""
 
 
 def digest_of(token: str | None) -> str:
-    """The digest by which the rules know a token; empty where there is none."""
+    """Return the digest by which the rules know a token; empty where there is none."""
     return hashlib.sha256(token.encode()).hexdigest() if token is not None else ""
 
 
@@ -147,20 +147,20 @@ class _Rule:
 
 @dataclass(frozen=True)
 class Access:
-    """The rules of one server; immutable, made anew when the file changes."""
+    """Rules of one server; immutable, made anew when the file changes."""
 
     _rules: tuple[_Rule, ...]
     limits: Limits = field(default_factory=Limits)
     may_lock_out: bool = False
-    """Whether they are meant even if nobody who calls now could call under them."""
+    """True if the rules are meant even if nobody who calls now could call under them."""
 
     @property
     def by_certificate(self) -> bool:
-        """Whether callers are known by certificates; by tokens otherwise."""
+        """True if callers are known by certificates; false if by tokens."""
         return any(rule.san for rule in self._rules)
 
     def identify(self, names: Iterable[str], token: str | None) -> Identity:
-        """Who a caller is.
+        """Return the identity of a caller.
 
         Args:
             names: The subject alternative names of its certificate, which was verified.
@@ -176,7 +176,7 @@ class Access:
         return identity
 
     def find(self, shown: Shown) -> Identity | None:
-        """Who shows these credentials; None where no rule names them."""
+        """Find the identity with these credentials; None where no rule names them."""
         roles: set[Role] = set()
         policies: list[str] = []
         named = ""
@@ -206,7 +206,7 @@ class Access:
 
 
 def check_call(identity: Identity, method: str, policy: str | None) -> None:
-    """Refuse what an identity may not do.
+    """Refuse a call that an identity may not make.
 
     Args:
         method: As ``package.Service/Method``.
@@ -236,10 +236,10 @@ _KEYS = {"san", "name", "token_sha256", "roles", "policies"}
 
 
 def parse_access(text: str) -> Access:
-    """The rules that a file's text says.
+    """Parse the rules in a file's text.
 
     Raises:
-        InvalidRequestError: It is not such a file; names the identity and what is wrong.
+        InvalidRequestError: It is no access file; names the identity and what is wrong.
     """
     try:
         table = tomllib.loads(text)
@@ -323,7 +323,7 @@ def _limits(table: Any) -> Limits:
 
 
 def as_error(error: Exception) -> WeftError:
-    """A failure to read the file, as what a user is told."""
+    """Return a failure to read the file, as the error that a user is told."""
     if isinstance(error, WeftError):
         return error
     return InvalidRequestError(f"the access file cannot be read: {error}")

@@ -1,7 +1,7 @@
-"""What a process shows to others, and whom it trusts: files of certificates, and a token.
+"""Credentials of a process: certificates that it shows and trusts, in files, and a token.
 
-Files are named, never read ahead: each handshake of a server, and each new connection of a
-client, uses what they hold then, so certificates can be rotated under a running process.
+Files are named, never read ahead. Each handshake of a server, and each new connection of a
+client, uses what they hold then. So certificates can be rotated under a running process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Stamp = tuple[int, int, int]
 
 
 class _Pem(NamedTuple):
-    """The content of one state of the files."""
+    """Content of one state of the files."""
 
     ca: bytes
     key: bytes
@@ -46,8 +46,10 @@ class _Pem(NamedTuple):
 
 
 class _InForce:
-    """What the files of this process said when they could be used last; thread-safe. A file
-    that is removed, or spoilt, must not end what runs."""
+    """Last usable content of the files of this process; thread-safe.
+
+    A file that is removed, or spoilt, must not end what runs.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +57,7 @@ class _InForce:
         self._tokens: dict[str, tuple[_Stamp, str]] = {}
 
     def certificates(self, shown: Credentials) -> _Pem:
-        """The certificates to use now.
+        """Return the certificates to use now.
 
         Raises:
             InvalidRequestError: They cannot be used, and never could.
@@ -81,7 +83,7 @@ class _InForce:
             return pem
 
     def token(self, path: str) -> str:
-        """The token to send now; the file is read when it changes.
+        """Return the token to send now; the file is read when it changes.
 
         Raises:
             InvalidRequestError: It cannot be read, and never could.
@@ -119,11 +121,11 @@ class Credentials:
     tls_cert: str = ""
     """This process's certificate chain: a server's, and what a client shows."""
     tls_key: str = ""
-    """Its private key."""
+    """Private key of that certificate."""
     tls_ca: str = ""
-    """Whom it trusts, as a client and as a server that asks for certificates."""
+    """Authorities that it trusts, as a client and as a server that asks for certificates."""
     token_file: str = ""
-    """Holds the bearer token that it sends; read again when it changes."""
+    """File with the bearer token that it sends; read again when it changes."""
     token: str = field(default="", repr=False)
     """The token itself, for callers that have it in memory."""
 
@@ -139,31 +141,32 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Credentials:
-        """What ``VARIABLES`` say; of this process where no environment is given."""
+        """Return the credentials of an environment's ``VARIABLES``, by default this process's."""
         known = os.environ if environment is None else environment
         return cls(**{name: known.get(variable, "") for name, variable in VARIABLES.items()})
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that a child process is to be given; a token in memory is in none."""
+        """Return the variables for a child process; a token in memory is in none."""
         found = {variable: getattr(self, name) for name, variable in VARIABLES.items()}
         return {name: value for name, value in found.items() if value}
 
     @property
     def has_tls(self) -> bool:
-        """Whether channels are encrypted."""
+        """True if channels are encrypted."""
         return bool(self.tls_ca or self.tls_cert)
 
     def paths(self) -> tuple[str, ...]:
-        """The files that connections are made of; the token's is not among them."""
+        """Return the files that connections are made of; the token's is not among them."""
         return tuple(path for path in (self.tls_cert, self.tls_key, self.tls_ca) if path)
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
-        """What changes when one of ``paths`` is replaced; cheap."""
+        """Return stamps of ``paths``, which change when one is replaced; cheap."""
         return tuple(stamp_of(path) for path in self.paths())
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a new connection is made with: of the files as they are, or as they were last,
-        where they cannot be used now.
+        """Return the credentials that a new connection is made with.
+
+        They hold the files as they are, or as they were last, where these cannot be used now.
 
         Raises:
             InvalidRequestError: They cannot be used, and never could.
@@ -172,8 +175,9 @@ class Credentials:
         return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
 
     def read_certificates(self) -> _Pem:
-        """Authority, key and certificate, of one state of the files: those that are just being
-        replaced are read again, for a tenth of a second at most.
+        """Read authority, key and certificate, of one state of the files.
+
+        Files that are just being replaced are read again, for a tenth of a second at most.
 
         Raises:
             InvalidRequestError: One cannot be read, or the key is another certificate's.
@@ -203,10 +207,10 @@ class Credentials:
         return _Pem(ca, key, cert)
 
     def metadata(self, target: str) -> tuple[tuple[str, str], ...]:
-        """What each call carries: the token, where there is one.
+        """Return the metadata of each call: the token, where there is one.
 
         Raises:
-            InvalidRequestError: It would be readable on its way.
+            InvalidRequestError: The token would be readable on its way, or cannot be read.
         """
         token = self.token or _IN_FORCE.token(self.token_file)
         if not token:
@@ -219,7 +223,7 @@ class Credentials:
         return (("authorization", f"Bearer {token}"),)
 
     def server_credentials(self, *, ask: bool) -> grpc.ServerCredentials:
-        """What a server shows, and whether it asks clients for certificates.
+        """Return the credentials of a server; with ``ask`` it asks clients for certificates.
 
         Raises:
             InvalidRequestError: A file cannot be read, or nobody says whom to trust.
@@ -256,15 +260,15 @@ class Tls:
     """Paths of PEM files, as a trainer names them."""
 
     ca: str | os.PathLike[str]
-    """Certificates of who signs the coordinator's."""
+    """Certificates of the authority that signs the coordinator's."""
     cert: str | os.PathLike[str] = ""
     """The trainer's own certificate chain, where the coordinator asks for it."""
     key: str | os.PathLike[str] = ""
-    """Its private key."""
+    """Private key of that certificate."""
 
 
 def credentials_of(tls: Tls | None, token: str | None) -> Credentials:
-    """The credentials that a program names; those of the environment for what it does not.
+    """Return the credentials that a program names; the environment's for what it does not.
 
     Raises:
         InvalidRequestError: They cannot be used.
@@ -284,7 +288,7 @@ def credentials_of(tls: Tls | None, token: str | None) -> Credentials:
 
 
 def is_loopback(target: str) -> bool:
-    """Whether HOST:PORT, or a host, is this machine by its loopback interface."""
+    """Return whether HOST:PORT, or a host, is this machine by its loopback interface."""
     host = target.rpartition(":")[0] if target.rpartition(":")[2].isdigit() else target
     host = host.strip("[]")
     if host == "localhost":
@@ -296,7 +300,7 @@ def is_loopback(target: str) -> bool:
 
 
 def _read(path: str, option: str) -> bytes:
-    """A PEM file; nothing where none is named.
+    """Read a PEM file; empty where none is named.
 
     Raises:
         InvalidRequestError: It cannot be read, or is no PEM file.
@@ -313,7 +317,7 @@ def _read(path: str, option: str) -> bytes:
 
 
 def _token_of(path: str) -> str:
-    """The token that a file holds.
+    """Read the token that a file holds.
 
     Raises:
         InvalidRequestError: It cannot be read, or holds none.

@@ -1,5 +1,6 @@
-"""The guard of a server: who calls, whether they may, how much they have in flight; and a line
-in the audit log for every call that changes something.
+"""Guard of a server: identity, permission and limits of each caller, and the audit log.
+
+The audit log has a line for every call that changes something.
 """
 
 from __future__ import annotations
@@ -94,8 +95,10 @@ _CUT_OFF: Final = "TOO_SLOW"
 
 
 class AccessFile:
-    """The rules of a file, read again when it changes. A change that cannot be used, or by which
-    nobody who calls now could call any more, leaves the rules before it in force.
+    """Rules of a file, read again when it changes.
+
+    A change leaves the rules before it in force if it cannot be used, or would lock out everybody
+    who calls now.
 
     Raises:
         InvalidRequestError: The file cannot be read, or says what cannot be.
@@ -113,7 +116,7 @@ class AccessFile:
 
     @property
     def access(self) -> Access:
-        """The rules as they are now."""
+        """Rules as they are now."""
         now = time.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
@@ -129,8 +132,10 @@ class AccessFile:
         return self._access
 
     def note_caller(self, shown: Shown, method: str) -> None:
-        """Remember who was let in, and to what: rules that would refuse everybody who is
-        remembered are not used."""
+        """Remember a caller who was let in, and the method.
+
+        Rules that would refuse everybody who is remembered are not used.
+        """
         with self._lock:
             self._callers.put(shown, (time.monotonic(), method))
 
@@ -172,10 +177,10 @@ def _lets_in(access: Access) -> Callable[[tuple[Shown, str]], bool]:
 
 
 class Guard:
-    """Of one server; used on its event loop.
+    """Guard of one server; used on its event loop.
 
     Args:
-        file: The rules; None where nobody is asked who he is.
+        file: Access rules; None where nobody is asked who he is.
     """
 
     def __init__(self, file: AccessFile | None) -> None:
@@ -185,7 +190,7 @@ class Guard:
 
     @property
     def asks(self) -> bool:
-        """Whether callers are asked who they are."""
+        """True if callers are asked who they are."""
         return self._file is not None
 
     @contextmanager
@@ -234,7 +239,7 @@ class Guard:
         return self._file.access.identify(names, token), Shown(names, digest_of(token))
 
     def check_again(self, context: Any, method: str) -> None:
-        """Whether a stream may go on under the rules of now.
+        """Refuse to continue a stream that the current rules do not allow.
 
         Raises:
             NotAllowedError: Its identity or role was removed.
@@ -273,9 +278,9 @@ def audit(name: str, peer: str, call: str, facts: Mapping[str, str], result: str
     """Write a line of the audit log.
 
     Args:
-        name: Who; empty where nobody knows.
-        peer: From where.
-        facts: Of what, by name.
+        name: Name of the caller; empty where nobody knows.
+        peer: Address of the caller.
+        facts: Facts of the request, by name.
     """
     if not audit_log.isEnabledFor(logging.INFO):
         return
@@ -307,8 +312,9 @@ def _write(
 
 
 class _Refusals:
-    """How many lines of refused calls each caller may fill, so that nobody fills the disk by
-    being refused: ``BURST`` at once and one a second; those of all callers together
+    """Limit on the audit log's lines of refused calls, so that no refused caller fills the disk.
+
+    A caller may write ``BURST`` lines at once and one a second; all callers together
     ``BURST_OF_ALL`` and ten a second. What is left out is counted, and told with the caller's next
     line, or once it is silent. Usable from any thread; bounded.
     """
@@ -329,11 +335,11 @@ class _Refusals:
 
     @property
     def num_pending(self) -> int:
-        """Callers of whom lines were left out that nobody was told of yet."""
+        """Number of callers with lines left out that were not told of yet."""
         return len(self._left_out)
 
     def may_write(self, caller: tuple[str, str], now: float) -> bool:
-        """Whether a line of a refusal may be written now; counts it where it may not."""
+        """Return whether a line of a refusal may be written now; counts it where it may not."""
         with self._lock:
             own, since = self._left.get(caller) or (float(self.BURST), now)
             own = min(float(self.BURST), own + now - since)
@@ -350,12 +356,12 @@ class _Refusals:
             return may
 
     def take_left_out(self, caller: tuple[str, str]) -> int:
-        """How many lines of a caller were left out, which is told now."""
+        """Return how many lines of a caller were left out, and reset the count."""
         with self._lock:
             return self._left_out.pop(caller, (0, 0.0))[0]
 
     def tell(self, now: float) -> None:
-        """Write how many were left out of those who have been silent since."""
+        """Write how many lines were left out, for callers who have been silent since."""
         with self._lock:
             silent = [
                 (caller, number)
@@ -372,14 +378,17 @@ _REFUSALS: Final = _Refusals()
 
 
 def _is_worth_a_line(method: str, result: str, *, is_stream: bool) -> bool:
-    """Of a call that was let in: whether it changes something that outlives it, or tried to."""
+    """Return whether a call that was let in is worth a line of the audit log.
+
+    It is if it changes something that outlives it, or tried to.
+    """
     if method.startswith(("weft.v1.InspectService/", "grpc.reflection.")):
         return is_stream and result == _CUT_OFF
     return method not in _UNAUDITED or result not in _GRANTED
 
 
 def token_of(metadata: Any) -> str | None:
-    """The bearer token of a call; None where it carries none."""
+    """Return the bearer token of a call; None where it carries none."""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str):
             scheme, _, token = value.partition(" ")
@@ -398,7 +407,7 @@ def _peer(context: Any) -> str:
 
 
 def _policy_of(method: str, request: Any) -> str | None:
-    """The policy that a trainer's call changes; None of other calls."""
+    """Return the policy that a trainer's call changes; None for other calls."""
     if not method.startswith("weft.v1.PublishService/") and method != _FORGET:
         return None
     if method in _OF_BASE:

@@ -1,6 +1,6 @@
 """Files of this process that have changed and are not used: their former content stays in force.
 
-Of the whole process, as its environment is: servers and channels share these files.
+They are kept for the whole process, as its environment is: servers and channels share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_FILE_BYTES: Final = 1 << 20
 
 
 class UnusedFiles:
-    """The files that are not used, each with the reason; thread-safe."""
+    """Files that are not used, each with the reason; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class UnusedFiles:
             _log.info("%s can be used again, and is", path)
 
     def list(self) -> list[str]:
-        """Lines for people, one a file."""
+        """Return lines for messages, one a file."""
         with self._lock:
             return [f"{path}: {reason}" for path, reason in sorted(self._reasons.items())]
 
@@ -52,7 +52,7 @@ UNUSED_FILES: Final = UnusedFiles()
 
 
 def stamp_of(path: str | Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced; cheap. Zeros where there is none."""
+    """Return a stamp that changes when a file is replaced; cheap. Zeros where there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -61,11 +61,11 @@ def stamp_of(path: str | Path) -> tuple[int, int, int]:
 
 
 def read_file(path: str | Path) -> bytes:
-    """The content of a regular file of at most ``MAX_FILE_BYTES``.
+    """Read a regular file of at most ``MAX_FILE_BYTES``.
 
     Raises:
-        InvalidRequestError: It cannot be read, is no such file (a device or a pipe has no end),
-            or is larger.
+        InvalidRequestError: It cannot be read, is no regular file (a device or a pipe has no
+            end), or is larger.
     """
     try:
         # A pipe that nobody writes to would not be opened without this.

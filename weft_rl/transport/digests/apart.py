@@ -11,8 +11,8 @@ from weft_rl.transport.digests.wsum64 import tensor_digest
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Digest of each tensor where it lies, as ``tensor_digest`` of its bytes: on a GPU that has a
-    kernel for it one launch, which reads each word once. Blocks until they are known.
+    """Digest each tensor where it lies, as ``tensor_digest`` of its bytes. On a GPU with the kernel
+    for it this is one launch, which reads each word once. Blocks until all digests are known.
 
     Args:
         tensors: Contiguous, all on one device; of any dtype and shape.

@@ -1,4 +1,4 @@
-"""Copying what is digested in the same reading, on a GPU.
+"""Copies on a GPU that are digested in the same reading.
 
 Two processes that share a GPU take turns on it, and each has the whole of its memory's bandwidth
 in its turn: what reads memory once less there is faster by as much.
@@ -17,23 +17,23 @@ from weft_rl.transport.digests.wsum64 import Digests, Part
 
 
 class Place(NamedTuple):
-    """Where bytes of a tensor are copied to, or lie; in bytes."""
+    """Place that bytes of a tensor are copied to, or lie at; in bytes."""
 
     at: int
-    """Of the tensor's first byte, were it there."""
+    """Position of the tensor's first byte, were it there."""
     begin: int
-    """The first byte of the tensor that is."""
+    """First byte of the tensor that is there."""
     end: int
-    """The byte behind the last that is."""
+    """Byte of the tensor behind the last that is there."""
 
 
 def copied_words(parts: Sequence[Part], places: Sequence[Place]) -> tuple[kernel.Words, ...] | None:
-    """What ``copy_words`` is to copy; None where it cannot, for it copies whole words that follow
-    one another.
+    """Return the words that ``copy_words`` is to copy; None where it cannot, for it copies whole
+    words that follow one another.
 
     Args:
-        parts: Of a payload.
-        places: Of each part.
+        parts: Parts of a payload.
+        places: Place of each part.
     """
     if any(part.row_bytes for part in parts) or _is_odd(places):
         return None
@@ -48,11 +48,11 @@ def copied_words(parts: Sequence[Part], places: Sequence[Place]) -> tuple[kernel
 def copy_words(
     payload: torch.Tensor, words: tuple[kernel.Words, ...] | None, target: torch.Tensor
 ) -> Digests | None:
-    """As ``start_digests``, and copies the parts on in the same reading; None, and nothing was
-    done, where that cannot be had.
+    """Copy parts to their places and begin to digest them in the same reading, as
+    ``start_digests``. Return None, with nothing done, where that is not possible.
 
     Args:
-        words: Of ``copied_words``.
+        words: Result of ``copied_words``.
         target: uint8, 1-D, contiguous.
     """
     if words is None or target.device != payload.device or not _has_kernel(payload.device):
@@ -63,15 +63,15 @@ def copy_words(
 def pack_tensors(
     tensors: Sequence[torch.Tensor], places: Sequence[Place], payload: torch.Tensor
 ) -> Digests | None:
-    """Copy tensors, or runs of tensors, into a payload, and begin to digest each at its place in
-    its tensor, in the same reading; None, and nothing was done, where that cannot be had.
+    """Copy tensors, or runs of tensors, into a payload, and begin to digest each in the same
+    reading, at its place in its tensor. Return None, with nothing done, where that is not possible.
 
     Does not block: it runs on the calling thread's current stream. The zeros that fill up the last
     block of a part add nothing to its digest, and are for the caller to write.
 
     Args:
-        tensors: As they travel, by reference; contiguous.
-        places: Of each, in the payload.
+        tensors: Tensors as they travel, by reference; contiguous.
+        places: Place of each in the payload.
         payload: uint8, 1-D, contiguous.
     """
     device = payload.device
@@ -87,8 +87,8 @@ def pack_tensors(
 def _packed_words(
     addresses: tuple[int, ...], places: tuple[Place, ...], base: int
 ) -> tuple[kernel.Words, ...] | None:
-    """As ``copied_words``, of tensors that begin there; from a payload's first word on, for all of
-    a GPU's memory has one address space."""
+    """Return the words to copy of tensors at these addresses, as ``copied_words``. They count from
+    a payload's first word on, for all of a GPU's memory has one address space."""
     if any(address % 8 for address in addresses) or _is_odd(places):
         return None
     return tuple(

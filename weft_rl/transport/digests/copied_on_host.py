@@ -1,4 +1,4 @@
-"""Copying what is digested in the same reading, on the host.
+"""Copies on the host that are digested in the same reading.
 
 A copy is digested piece by piece, while each piece is still in the core's cache: memory is read
 once and written once, where copying all and then digesting reads it twice.
@@ -26,7 +26,7 @@ def copy_digesting(payload: torch.Tensor, parts: Sequence[Part], target: torch.T
         payload: uint8, 1-D, contiguous; read once, so that whoever may still write to it changes
             the copy and its digest alike.
         parts: Ascending; contiguous ones, which cover the payload.
-        target: As large, and as aligned.
+        target: Memory of the same size and alignment.
     """
     source, copy, size = payload.numpy(), target.numpy(), payload.numel()
     copied = 0
@@ -50,14 +50,14 @@ def pack_digesting(
     payload: torch.Tensor,
     parts: Sequence[Part],
 ) -> list[int] | None:
-    """Copy tensors, or runs of tensors, into a payload, and digest each part of it at its place
-    in its tensor; None, and nothing was done, where they do not lie on the host, in a row.
+    """Copy tensors, or runs of tensors, into a payload, and digest each part of it at its place in
+    its tensor. Return None, with nothing done, where not all are contiguous on the host.
 
     Args:
-        tensors: As they travel, by reference.
-        views: Of the payload: where each is copied to.
+        tensors: Tensors as they travel, by reference.
+        views: Views of the payload that the tensors are copied to.
         payload: uint8, 1-D, contiguous; what lies in its parts beside the views is there already.
-        parts: Of each tensor, a contiguous one.
+        parts: Part of each tensor, a contiguous one.
     """
     if not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
         return None

@@ -36,37 +36,38 @@ _WARPS: Final = 4
 
 
 class Words(NamedTuple):
-    """Contiguous words of a tensor, in a payload; and which of them go where else."""
+    """Contiguous words of a tensor in a payload, and those of them that are copied elsewhere."""
 
     at: int
-    """The first in the payload."""
+    """First word in the payload."""
     num: int
     first: int
-    """In the tensor."""
+    """First word in the tensor."""
     place: int = 0
-    """Where in the target the tensor begins."""
+    """Place in the target where the tensor begins."""
     begin: int = 0
-    """The first word of the tensor that goes there."""
+    """First word of the tensor that is copied there."""
     end: int = 0
-    """The word behind the last that does."""
+    """Word behind the last that is copied there."""
 
 
 def works(device: torch.device) -> bool:
-    """Whether there is such a kernel; blocks for seconds the first time, while it is compiled."""
+    """Return whether a device can run the kernel; blocks for seconds the first time, while it is
+    compiled."""
     return triton is not None and _is_right(device)
 
 
 def sums(
     words: torch.Tensor, parts: tuple[Words, ...], target: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The digest of each part, int64, on the GPU, for which each word is read once.
+    """Return the digest of each part, int64, on the GPU; each word is read once for it.
 
     Does not block: it runs on the calling thread's current stream.
 
     Args:
         words: int64, 1-D, contiguous, on a GPU where the kernel ``works``.
-        parts: In it.
-        target: int64, on that GPU: where words of the parts are copied to, if they are.
+        parts: Parts of ``words``.
+        target: int64, on that GPU: receives the words of the parts that are copied.
     """
     table = _table(words.device, parts)
     out = torch.zeros(len(parts), dtype=torch.int64, device=words.device)
@@ -83,9 +84,12 @@ def sums(
 
 @lru_cache(maxsize=256)
 def _table(device: torch.device, parts: tuple[Words, ...]) -> torch.Tensor:
-    """For each program: a part's place in the payload less its place in its tensor, the words of
-    the tensor that it sums (first, end), where the tensor is copied to and of which words, its
-    first row, and which part; 64 bytes for each 512 KiB."""
+    """Build the kernel's arguments: a row of eight words for each program.
+
+    A part's place in the payload less its place in its tensor; the words of the tensor that the
+    program sums (first, end); where the tensor is copied to, and of which words (first, end); the
+    first row of the digest; and which part. 64 bytes for each 512 KiB.
+    """
     rows = []
     for index, (at, num, first, place, begin, end) in enumerate(parts):
         for row in range(first // WIDTH, -(-(first + num) // WIDTH), _ROWS):
@@ -95,8 +99,8 @@ def _table(device: torch.device, parts: tuple[Words, ...]) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _is_right(device: torch.device) -> bool:
-    """Whether the kernel can be compiled, as it copies and as it does not, and says what it
-    should: a first push that had to compile one of the two would wait for that."""
+    """Return whether the kernel compiles and gives the right sums, with copying and without. A
+    first push that had to compile one of the two would wait for that."""
     # Two allocations: what is compiled depends on how pointers are aligned, too.
     words, copy = (make(1, dtype=torch.int64, device=device) for make in (torch.ones, torch.zeros))
     try:

@@ -1,4 +1,4 @@
-"""Bringing a little of a GPU's memory to the host, while the GPU goes on."""
+"""Fetching of a little of a GPU's memory to the host, while the GPU goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Fetched:
 
     Args:
         tensor: Not written to before it is there.
-        arrived: Whether its content is there already, whatever the calling thread's current
+        arrived: True if its content is there already, whatever the calling thread's current
             stream was given before: then nothing of that is waited for.
     """
 
@@ -31,7 +31,7 @@ class Fetched:
         self._event.record(stream)
 
     def wait(self) -> torch.Tensor:
-        """Block until it is there."""
+        """Block until the tensor is on the host, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor

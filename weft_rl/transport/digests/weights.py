@@ -1,4 +1,4 @@
-"""The weights of WSUM64: of each word, its row's and its column's together.
+"""Weights of WSUM64: a word's weight is the sum of its row's and its column's.
 
 Source: protos/weft/v1/types.proto, DIGEST_ALGORITHM_WSUM64.
 """
@@ -20,12 +20,13 @@ NUM_WRITTEN_ROWS: Final = 16
 
 
 def rows_from(device: torch.device, row: int) -> torch.Tensor:
-    """Weights of ``row`` and of what follows it in its block of weights; a view."""
+    """Return the weights of ``row`` and of the rows that follow it in its block of weights; a
+    view."""
     return _row_weights(device, row - row % NUM_ROWS)[row % NUM_ROWS :]
 
 
 def rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
-    """Weights of any rows up to ``last``."""
+    """Return the weights of any rows up to ``last``."""
     if last < NUM_ROWS:
         return _row_weights(rows.device, 0)[rows]
     return _split_mix(rows) << 1
@@ -33,25 +34,25 @@ def rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def first_weights(device: torch.device) -> torch.Tensor:
-    """Of each word of the first rows."""
+    """Return the weight of each word of the first ``NUM_WRITTEN_ROWS`` rows."""
     rows = rows_from(device, 0)[:NUM_WRITTEN_ROWS].unsqueeze(1)
     return (rows + column_weights(device)).view(-1)
 
 
 @lru_cache(maxsize=256)
 def _row_weights(device: torch.device, first: int) -> torch.Tensor:
-    """Even weights of rows ``first`` to ``first + NUM_ROWS``; 256 KiB each."""
+    """Compute the even weights of rows ``first`` to ``first + NUM_ROWS``; 256 KiB each."""
     return (_split_mix(torch.arange(first, first + NUM_ROWS)) << 1).to(device)
 
 
 @lru_cache(maxsize=64)
 def column_weights(device: torch.device) -> torch.Tensor:
-    """Odd weights of the columns."""
+    """Compute the odd weights of the columns."""
     return ((_split_mix(torch.arange(2**32, 2**32 + WIDTH)) << 1) + 1).to(device)
 
 
 def _split_mix(n: torch.Tensor) -> torch.Tensor:
-    """The outputs of SplitMix64 seeded with 0 that have these numbers, as int64."""
+    """Compute the outputs of SplitMix64 seeded with 0 that have these numbers, as int64."""
     z = (n + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -59,7 +60,7 @@ def _split_mix(n: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right: torch's own keeps the sign."""
+    """Shift logically to the right: torch's own shift keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -45,18 +45,19 @@ _MIN_PERIODS = 8
 
 
 class Part(NamedTuple):
-    """Bytes of a payload, and where in their tensor they are weighed."""
+    """Bytes of a payload, with the place in their tensor at which they are weighed."""
 
     at: int
-    """The first in the payload; a multiple of ``ALIGN_BYTES``."""
+    """First byte in the payload; a multiple of ``ALIGN_BYTES``."""
     num_bytes: int
-    """With the zeros that fill up the last block; a multiple of ``ALIGN_BYTES``."""
+    """Number of bytes, with the zeros that fill up the last block; a multiple of
+    ``ALIGN_BYTES``."""
     first_byte: int = 0
-    """In the tensor; a multiple of ``ALIGN_BYTES``, of a slice one of 8."""
+    """First byte in the tensor; a multiple of ``ALIGN_BYTES``, of a slice a multiple of 8."""
     row_bytes: int = 0
-    """Of each row of a slice, which lie one behind the other; 0 of contiguous bytes."""
+    """Bytes of each row of a slice, whose rows lie one behind the other; 0 for contiguous bytes."""
     stride_bytes: int = 0
-    """In the tensor, from the beginning of one row of a slice to that of the next."""
+    """Bytes in the tensor from the beginning of one row of a slice to that of the next."""
 
 
 class _Piece(NamedTuple):
@@ -70,17 +71,17 @@ class _Piece(NamedTuple):
     stride: int
 
     def begin(self, num: int) -> _Piece:
-        """Its first words."""
+        """Return its first ``num`` words."""
         return self._replace(num=num)
 
     def rest(self, num: int) -> _Piece:
-        """What follows its first words; whole rows of a slice."""
+        """Return what follows its first ``num`` words, which are whole rows of a slice."""
         moved = num // self.row * self.stride if self.row else num
         return self._replace(at=self.at + num, num=self.num - num, first=self.first + moved)
 
 
 def content_digest(tensor_digests: Sequence[int]) -> bytes:
-    """One digest over all tensors of a version, in its manifest's order; 8 bytes, big-endian.
+    """Digest all tensors of a version as one, in its manifest's order; 8 bytes, big-endian.
 
     Source: protos/weft/v1/types.proto, ContentDigest.
     """
@@ -88,22 +89,22 @@ def content_digest(tensor_digests: Sequence[int]) -> bytes:
 
 
 def joined(digests: Sequence[int]) -> bytes:
-    """Digests as they are digested further: 8 bytes each, little-endian."""
+    """Join digests as they are digested further: 8 bytes each, little-endian."""
     return b"".join([digest.to_bytes(8, "little") for digest in digests])
 
 
 def tensor_digest(
     content: torch.Tensor, *, first_byte: int = 0, going_on: Callable[[], bool] = lambda: True
 ) -> int:
-    """Digest of one tensor's bytes, wherever it lies: in a file, a bucket, a model.
+    """Digest one tensor's bytes, wherever it lies: in a file, a bucket, a model.
 
     Reads them once from memory; blocks until that is done. On an accelerator it runs on the
     calling thread's current stream.
 
     Args:
         content: uint8, 1-D, contiguous, on any device; the last word is filled up with zeros.
-        first_byte: Where in its tensor a part begins; a multiple of 8.
-        going_on: Asked now and then on a CPU; what comes of it means nothing once it says no.
+        first_byte: Offset of a part in its tensor; a multiple of 8.
+        going_on: Asked now and then on a CPU; once it returns False the result means nothing.
     """
     num, first = content.numel() // 8, first_byte // 8
     words = content[: num * 8].view(torch.int64)
@@ -116,8 +117,8 @@ def tensor_digest(
 
 
 def filled_digest(content: torch.Tensor, first_byte: int, fill: Callable[[int, int], None]) -> int:
-    """As ``tensor_digest`` of memory of the host that is filled meanwhile: what has just been
-    written is read while it is in the core's cache.
+    """Digest host memory that is filled meanwhile, as ``tensor_digest``: what has just been written
+    is read while it is in the core's cache.
 
     Args:
         content: Whole words.
@@ -133,8 +134,8 @@ def filled_digest(content: torch.Tensor, first_byte: int, fill: Callable[[int, i
 
 
 def warm() -> None:
-    """Have what digests on this process's GPU compiled, before the first push waits for it;
-    returns at once, and does nothing where no GPU is in use."""
+    """Compile the digest kernel for this process's GPU before the first push waits for it; returns
+    at once. Does nothing where no GPU is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
         threading.Thread(
@@ -146,8 +147,8 @@ class Digests:
     """Digests of a payload's parts, which a GPU may still work on.
 
     Args:
-        values: Known already, by part.
-        owners: The part that each of what is found adds to.
+        values: Digests that are known already, by part.
+        owners: Part that each element of ``found`` adds to.
         found: int64, on a GPU; None where there is none.
     """
 
@@ -158,7 +159,7 @@ class Digests:
         self._found = None if found is None else Fetched(found)
 
     def wait(self) -> list[int]:
-        """Block until they are known, in the order of the parts; called once."""
+        """Block until the digests are known; return them in the order of the parts. Called once."""
         if self._found is not None:
             for owner, value in zip(self._owners, self._found.wait().tolist(), strict=True):
                 self._values[owner] = (self._values[owner] + value) & _MASK
@@ -166,13 +167,13 @@ class Digests:
 
 
 def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
-    """Digest of each part of a payload, at its place in its tensor; as ``start_digests``, but
-    blocks until they are known."""
+    """Digest each part of a payload, at its place in its tensor; as ``start_digests``, but blocks
+    until the digests are known."""
     return start_digests(payload, parts).wait()
 
 
 def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
-    """Digest of each part of a payload, at its place in its tensor.
+    """Begin to digest each part of a payload, at its place in its tensor.
 
     Reads the payload once from memory. On an accelerator that happens on the calling thread's
     current stream, with few kernels and one copy to the host, for which nothing waits here; on
@@ -223,7 +224,7 @@ _Before = Callable[[int, int], bool]
 def _contiguous(
     words: torch.Tensor, first: int, before: _Before = lambda begin, end: True
 ) -> torch.Tensor:
-    """The sum of words that follow one another from any place in their tensor on."""
+    """Return the weighed sum of words that follow one another from any place in their tensor on."""
     num, device = len(words), words.device
     if _is_host(device) and first + num <= NUM_WRITTEN_ROWS * WIDTH:
         before(0, num)
@@ -252,7 +253,7 @@ def _later(before: _Before, at: int) -> _Before:
 
 
 def _long_rows(piece: _Piece, device: torch.device) -> Iterator[_Piece]:
-    """The rows of a slice that are worth summing by themselves; else the piece as it is."""
+    """Yield the rows of a slice that are worth summing by themselves; else the piece as it is."""
     if piece.row < _small_words(device):
         yield piece
         return
@@ -262,7 +263,7 @@ def _long_rows(piece: _Piece, device: torch.device) -> Iterator[_Piece]:
 
 
 def _large(words: torch.Tensor, piece: _Piece) -> tuple[list[torch.Tensor], list[_Piece]]:
-    """The sum of what of a piece is large, if anything; and what is left of it."""
+    """Sum the large portion of a piece, if there is one; return that sum and the pieces left."""
     small = _small_words(words.device)
     if piece.num < small:
         return [], [piece]
@@ -289,8 +290,8 @@ def _rest(piece: _Piece, num: int) -> list[_Piece]:
 def _whole_rows(
     words: torch.Tensor, first_row: int, before: _Before = lambda begin, end: True
 ) -> torch.Tensor:
-    """The sum of whole rows, as two plain sums over the rows and the columns of a matrix:
-    nothing of their size is made, and int64 arithmetic wraps around as it should."""
+    """Return the weighed sum of whole rows, by two plain sums over the rows and the columns of a
+    matrix. Nothing of their size is made, and int64 arithmetic wraps around as it should."""
     matrix, device = words.view(-1, WIDTH), words.device
     step = _HOST_ROWS if _is_host(device) else NUM_ROWS
     by_row = torch.empty(len(matrix), dtype=torch.int64, device=device)
@@ -315,8 +316,9 @@ def _weighed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _slice(words: torch.Tensor, piece: _Piece, period: int) -> torch.Tensor:
-    """The sum of a slice of a multiple of ``period`` rows, after which columns' weights repeat:
-    as of whole rows, but that the rows of the digest change within those of the slice."""
+    """Return the weighed sum of a slice of a multiple of ``period`` rows, after which columns'
+    weights repeat. It is computed like that of whole rows, but the rows of the digest change within
+    those of the slice."""
     device, length, stride = words.device, piece.row, piece.stride
     own = words[piece.at : piece.at + piece.num]
     by_column = own.view(-1, period * length).sum(0).view(period, length)
@@ -335,13 +337,13 @@ def _slice(words: torch.Tensor, piece: _Piece, period: int) -> torch.Tensor:
 
 
 def _block_words(piece: _Piece) -> int:
-    """A piece consists of blocks of so many words, each within one row of the digest and one of
-    its own."""
+    """Return the words of each block that a piece consists of; a block lies within one row of the
+    digest and one row of the piece."""
     return gcd(piece.at, piece.num, piece.first, piece.row, piece.stride, ALIGN_BYTES // 8)
 
 
 def _batches(pieces: Sequence[_Piece], device: torch.device) -> Iterator[list[_Piece]]:
-    """Pieces together, up to the words of a batch; longer ones, which are slices, are cut."""
+    """Yield pieces together, up to the words of a batch; longer ones, which are slices, are cut."""
     bound = _BATCH_WORDS if _is_host(device) else _BATCH_WORDS_ON_DEVICE
     batch: list[_Piece] = []
     room = bound
@@ -360,7 +362,7 @@ def _batches(pieces: Sequence[_Piece], device: torch.device) -> Iterator[list[_P
 
 
 def _together(words: torch.Tensor, pieces: Sequence[_Piece], size: int) -> torch.Tensor:
-    """The sums of several pieces, which consist of blocks of ``size`` words."""
+    """Return the weighed sums of several pieces, which consist of blocks of ``size`` words."""
     device = words.device
     table = torch.tensor([piece[1:] for piece in pieces]).T.contiguous().to(device) // size
     at, num, first, length, stride = table

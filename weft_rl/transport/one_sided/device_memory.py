@@ -1,4 +1,4 @@
-"""The same on a GPU: buffers of our own, which other processes map by CUDA's IPC.
+"""GPU buffers of our own that other processes map by CUDA's IPC: ``memory_file`` on a GPU.
 
 They are outside torch's caching allocator (its expandable segments have no handles) and vLLM's
 sleep allocator. What travels is the GPU's UUID, CUDA's handle of 64 bytes and a size. An exporter
@@ -36,7 +36,7 @@ class _Handle(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def cudart() -> Any:
-    """CUDA's runtime library, the one that torch has loaded.
+    """Return CUDA's runtime library, the one that torch has loaded.
 
     Raises:
         OneSidedError: There is none.
@@ -56,7 +56,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def why_unavailable() -> str:
-    """Why this process can export no memory of a GPU; empty if it can."""
+    """Return why this process can export no memory of a GPU; empty if it can."""
     try:
         cudart()
     except (OneSidedError, OSError) as error:
@@ -65,7 +65,7 @@ def why_unavailable() -> str:
 
 
 def uuid_of(device_index: int) -> bytes:
-    """Of a GPU that this process sees."""
+    """Return the UUID of a GPU that this process sees."""
     text = str(torch.cuda.get_device_properties(device_index).uuid)
     return uuid.UUID(text.removeprefix("GPU-")).bytes
 
@@ -75,7 +75,7 @@ def _index(device: torch.device) -> int:
 
 
 def is_visible(gpu: bytes) -> bool:
-    """Whether this process sees the GPU of that UUID."""
+    """Return whether this process sees the GPU of that UUID."""
     return any(uuid_of(index) == gpu for index in range(torch.cuda.device_count()))
 
 
@@ -84,8 +84,8 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 class DeviceBlock:
-    """An allocation on a GPU; freed with its last reference, which must not come before all
-    others have unmapped it.
+    """Allocation on a GPU, freed with its last reference. All other processes must have unmapped it
+    before.
 
     Raises:
         CapacityError: The GPU has no room.
@@ -113,7 +113,7 @@ class DeviceBlock:
         )  # fmt: skip
 
     def offer(self) -> tuple[ExportDevice, None]:
-        """What lets another process map it."""
+        """Return the message by which another process can map it, and no descriptor."""
         return self._offer, None
 
 
@@ -123,7 +123,7 @@ def _free(address: int, device: torch.device) -> None:
 
 
 class DeviceView:
-    """What torch's tensors of a block refer to: gone when none of them is left."""
+    """Owner that torch's tensors of a block refer to: gone when none of them is left."""
 
     def __init__(self, block: DeviceBlock, num_bytes: int) -> None:
         self.block = block
@@ -131,16 +131,16 @@ class DeviceView:
 
     @property
     def export_id(self) -> int:
-        """Of its block."""
+        """Export number of its block."""
         return self.block.export_id
 
     def offer(self) -> tuple[ExportDevice, None]:
-        """Of its block."""
+        """Return the offer of its block; see ``DeviceBlock.offer``."""
         return self.block.offer()
 
 
 def _interface(address: int, num_bytes: int) -> dict[str, object]:
-    """Of bytes on a GPU, as torch asks for it."""
+    """Describe bytes on a GPU as torch asks for it, by ``__cuda_array_interface__``."""
     return {
         "shape": (num_bytes,),
         "typestr": "|u1",
@@ -155,12 +155,12 @@ _views: weakref.WeakValueDictionary[int, DeviceView] = weakref.WeakValueDictiona
 
 
 def as_tensor(view: DeviceView, device: torch.device) -> torch.Tensor:
-    """The tensor of a view, which it keeps."""
+    """Return the tensor of a view, which it keeps."""
     return torch.as_tensor(view, device=device)
 
 
 def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor, zeros, in an allocation of its own.
+    """Return a zeroed uint8 tensor in an allocation of its own.
 
     Raises:
         CapacityError: The GPU has no room.
@@ -172,7 +172,7 @@ def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor) -> tuple[DeviceView, int] | None:
-    """The view that a tensor is part of, and where in it the tensor begins; None where it is
+    """Return the view that a tensor is part of, and where in it the tensor begins; None where it is
     other memory."""
     begin = tensor.untyped_storage().data_ptr()
     view = _views.get(begin)
@@ -182,7 +182,7 @@ def view_of(tensor: torch.Tensor) -> tuple[DeviceView, int] | None:
 
 
 class _Lent:
-    """Of a peer's memory what is read in place."""
+    """Memory of a peer that is read in place."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = _interface(address, num_bytes)
@@ -192,7 +192,7 @@ class DeviceMapping:
     """A peer's block, mapped; see ``memory_file.Mapping``.
 
     Args:
-        export: What the peer said.
+        export: Message of the peer.
         device: The GPU that is copied to.
 
     Raises:
@@ -227,13 +227,13 @@ class DeviceMapping:
         check: Callable[[], None],
         after: torch.cuda.Event | None = None,
     ) -> None:
-        """Copy bytes from there on until ``target`` is full; blocks until that is done, on a
-        stream of its own, without spinning.
+        """Copy bytes from ``first_byte`` on until ``target`` is full; blocks until that is done, on
+        a stream of its own, without spinning.
 
         Args:
             target: uint8, contiguous.
             check: Called before.
-            after: What must have happened on the device before.
+            after: Event that must have happened on the device before.
 
         Raises:
             OneSidedError: There are not so many.
@@ -243,7 +243,7 @@ class DeviceMapping:
         copy_to(target, self._address + first_byte, self._stream, after)
 
     def read(self, first_byte: int, num_bytes: int) -> bytes:
-        """A few bytes, brought to the host; blocks.
+        """Return a few bytes, brought to the host; blocks.
 
         Raises:
             OneSidedError: There are not so many.
@@ -256,8 +256,8 @@ class DeviceMapping:
         return target.numpy().tobytes()
 
     def lent(self, first_byte: int, num_bytes: int) -> torch.Tensor | None:
-        """Bytes where they lie, to be read by this GPU's kernels while this is mapped; None if
-        they lie on another: what waits for a link must not occupy this one.
+        """Return bytes where they lie, to be read by this GPU's kernels while the block is mapped.
+        Return None if they lie on another GPU: a wait for a link must not occupy this one.
 
         Raises:
             OneSidedError: There are not so many.
@@ -273,7 +273,7 @@ class DeviceMapping:
             raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {self._num_bytes:,}")
 
     def close(self) -> None:
-        """Unmap it; again: nothing.
+        """Unmap the block; a second call does nothing.
 
         Raises:
             OneSidedError: It stays mapped.
@@ -290,7 +290,7 @@ def copy_to(
     stream: torch.cuda.Stream | None,
     after: torch.cuda.Event | None,
 ) -> None:
-    """Copy from an address, of whatever memory, and wait until it is done."""
+    """Copy from an address, of whatever memory, into ``target``, and wait until that is done."""
     with _on(target.device):
         if stream is not None and after is not None:
             stream.wait_event(after)

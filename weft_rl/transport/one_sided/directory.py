@@ -37,7 +37,7 @@ _MAX_SWEPT: Final = 256
 
 
 def directory() -> Path:
-    """The directory, which exists, and which nobody else may enter.
+    """Return the directory, which is made if it is missing, and which nobody else may enter.
 
     Raises:
         OneSidedError: It cannot be so; says why.
@@ -52,7 +52,7 @@ def directory() -> Path:
 
 
 def named_directory() -> Path:
-    """Where the directory is, or would be made.
+    """Return the path where the directory is, or would be made.
 
     Raises:
         OneSidedError: It can be nowhere, or not there; says why.
@@ -69,7 +69,7 @@ def named_directory() -> Path:
 
 
 def check_directory(path: Path) -> None:
-    """Refuse one that others may enter.
+    """Refuse a directory that others may enter.
 
     Raises:
         OneSidedError: It is no directory of this user's alone.
@@ -86,7 +86,7 @@ def check_directory(path: Path) -> None:
 
 
 def why_unavailable() -> str:
-    """Why this process cannot take part; empty if it can."""
+    """Return why this process cannot take part; empty if it can."""
     try:
         directory()
     except OneSidedError as error:
@@ -95,9 +95,11 @@ def why_unavailable() -> str:
 
 
 def listen(backlog: int = socket.SOMAXCONN) -> tuple[socket.socket, str]:
-    """A socket that listens under a fresh name in the directory, and that name; its owner
-    unlinks it. The name is random, and not the group's: who needs it is told it, a path has room
-    for 107 bytes, and who answers trials has no group.
+    """Return a socket that listens under a fresh name in the directory, and that name; its owner
+    unlinks it.
+
+    The name is random, and not the group's: who needs it is told it, a path has room for 107 bytes,
+    and who answers trials has no group.
 
     Raises:
         OneSidedError: There is no such directory, or no socket in it.
@@ -123,10 +125,10 @@ def listen(backlog: int = socket.SOMAXCONN) -> tuple[socket.socket, str]:
 
 
 def connect(name: str, timeout_seconds: float) -> socket.socket:
-    """A connection to who listens under that name; blocks while that accepts none.
+    """Connect to the process that listens under ``name``; blocks while it accepts no connection.
 
     Raises:
-        OneSidedError: Nobody does, in the directory that this process knows; or not in time.
+        OneSidedError: Nobody listens, in the directory that this process knows; or not in time.
     """
     folder = directory()
     if len(name) != _NAME_CHARS or not name.isalnum():
@@ -168,10 +170,11 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_dead(path: str) -> bool:
-    """Whether no process has a socket any more.
+    """Return whether no process has a socket any more.
 
-    Linux refuses a connection of another type as such where somebody listens: that occupies no
-    place in its backlog. What is refused so without regard to the type is asked by a real one.
+    A connection of another type is tried first. Where somebody listens, Linux refuses it for its
+    type: that occupies no place in the backlog. What is refused without regard to the type is asked
+    by a connection of the right one.
     """
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as probe:

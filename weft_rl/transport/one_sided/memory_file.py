@@ -38,10 +38,11 @@ class MemoryFile(mmap.mmap):
 
     fd: int
     export_id: int
-    """Unlike any other's of this process."""
+    """Number unlike any other export's of this process."""
 
     def offer(self) -> tuple[Export, int]:
-        """What lets another process map it: a message, and the descriptor that goes with it."""
+        """Return the message by which another process can map it, and the descriptor that goes with
+        it."""
         return Export(self.export_id, len(self)), self.fd
 
 
@@ -50,7 +51,7 @@ _files: weakref.WeakValueDictionary[int, MemoryFile] = weakref.WeakValueDictiona
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """A uint8 tensor, zeros, already touched, in a memory file of its own.
+    """Return a zeroed uint8 tensor, already touched, in a memory file of its own.
 
     Raises:
         CapacityError: This machine has no room.
@@ -80,7 +81,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 
 def file_of(tensor: torch.Tensor) -> tuple[MemoryFile, int]:
-    """The memory file that a tensor views, and where in it the tensor begins.
+    """Return the memory file that a tensor views, and where in it the tensor begins.
 
     Raises:
         UnsupportedError: It views other memory, which no other process can map. It is not copied
@@ -97,8 +98,8 @@ class Mapping:
     """A peer's memory file, mapped to be read.
 
     Args:
-        fd: Of the file; not needed any longer.
-        num_bytes: That are mapped.
+        fd: Descriptor of the file; not needed any longer.
+        num_bytes: Number of bytes to map.
 
     Raises:
         OneSidedError: It is no memory file, is smaller, could be shrunk, or has holes: mapping
@@ -133,13 +134,13 @@ class Mapping:
         check: Callable[[], None],
         after: torch.cuda.Event | None = None,
     ) -> None:
-        """Copy bytes from there on until ``target`` is full; blocks, without the interpreter's
-        lock.
+        """Copy bytes from ``first_byte`` on until ``target`` is full; blocks, without the
+        interpreter's lock.
 
         Args:
             target: uint8, contiguous.
             check: Called often; what it raises ends the copying.
-            after: Where that is on a GPU: what must have happened on it before.
+            after: Event that must have happened before, where ``target`` is on a GPU.
 
         Raises:
             OneSidedError: There are not so many.
@@ -158,7 +159,7 @@ class Mapping:
             np.copyto(piece, self.content[begin : begin + len(piece)])
 
     def read(self, first_byte: int, num_bytes: int) -> bytes:
-        """A few bytes.
+        """Return a few bytes.
 
         Raises:
             OneSidedError: There are not so many.
@@ -169,7 +170,7 @@ class Mapping:
         return self.content[first_byte:end].tobytes()
 
     def lent(self, first_byte: int, num_bytes: int) -> torch.Tensor | None:
-        """Bytes where they lie, to be read only: they are the sender's.
+        """Return bytes where they lie, to be read only: they are the sender's.
 
         Raises:
             OneSidedError: There are not so many.
@@ -187,4 +188,4 @@ class Mapping:
             raise OneSidedError(f"bytes {first_byte:,} to {end:,} of {len(self.content):,}")
 
     def close(self) -> None:
-        """Nothing: it is unmapped with its last reference."""
+        """Do nothing: the file is unmapped with its last reference."""

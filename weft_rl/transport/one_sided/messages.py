@@ -1,7 +1,6 @@
-"""What members say to each other: messages over a Unix socket that keeps their bounds, of fixed
-sizes but for what goes along with ``Ready``. Nothing in them is executed, and none is longer than
-``MAX_BYTES``.
-"""
+"""Messages between members, over a Unix socket that keeps their bounds. They have fixed sizes but
+for the tail that goes along with ``Ready``. Nothing in them is executed, and none is longer than
+``MAX_BYTES``."""
 
 from __future__ import annotations
 
@@ -33,16 +32,16 @@ _MAX_FDS = 1
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A receiver says who it is."""
+    """Introduction of a receiver to the sender."""
 
     rank: int
     secret: bytes
-    """Of which the group's store has the digest."""
+    """Secret whose digest the group's store has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The sender has let a receiver in, and says that it is the group's."""
+    """Admission of a receiver by the sender, with the secret that shows it to be the group's."""
 
     secret: bytes
 
@@ -62,21 +61,21 @@ class ExportDevice:
     export_id: int
     num_bytes: int
     gpu: bytes
-    """Its UUID."""
+    """UUID of the GPU."""
     handle: bytes
-    """CUDA's, for another process."""
+    """CUDA's handle for another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """The sender uses it no more: its receivers unmap it."""
+    """Notice that the sender uses an export no more: its receivers unmap it."""
 
     export_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A receiver has unmapped it."""
+    """Report that a receiver has unmapped an export."""
 
     export_id: int
 
@@ -89,43 +88,43 @@ class Ready:
     export_id: int
     first_byte: int
     num_bytes: int
-    """With room for the tail."""
+    """Number of bytes, with room for the tail."""
     tail: bytes = b""
-    """How those end, which the receiver wants on the host, and does not find there: a GPU would
-    have to bring them back, in its turn. Empty where it finds them."""
+    """Beginning of the last bytes, which the receiver wants on the host and does not find there: a
+    GPU would have to bring them back, in its turn. Empty where it finds them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A receiver has its own copy."""
+    """Report that a receiver has its own copy, or reads the sender's memory no more."""
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A receiver has verified it, and will not ask for it again in whatever group."""
+    """Report that a receiver has verified a bucket, and will not ask for it again in any group."""
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Somebody asks to read the beginning of a memory file, whose descriptor comes along."""
+    """Request to read the beginning of a memory file, whose descriptor comes along."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What was read there."""
+    """Answer to ``Try`` or ``TryDevice``: the bytes that were read."""
 
     content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TryDevice:
-    """The same of memory on a GPU."""
+    """Request to read the beginning of an allocation on a GPU."""
 
     num_bytes: int
     gpu: bytes
@@ -134,8 +133,8 @@ class TryDevice:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A receiver takes part no more. What it has mapped it may still read, until it has said
-    ``Withdrawn`` or closed its socket."""
+    """Report that a receiver takes part no more. It may still read what it has mapped, until it has
+    said ``Withdrawn`` or closed its socket."""
 
 
 Message = (
@@ -147,7 +146,7 @@ _export_ids = itertools.count(1)
 
 
 def next_export_id() -> int:
-    """A number of a buffer, unlike any other's of this process."""
+    """Return a number for a buffer, unlike any other's of this process."""
     return next(_export_ids)
 
 
@@ -170,7 +169,7 @@ _KINDS: Final = {kind: number for number, (kind, _) in _BODIES.items()}
 
 
 def pack(message: Message) -> bytes:
-    """A message as it travels."""
+    """Encode a message as it travels."""
     number = _KINDS[type(message)]
     fields, tail = astuple(message), b""
     if isinstance(message, Ready):
@@ -179,7 +178,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """The message that has arrived.
+    """Decode a message that has arrived.
 
     Raises:
         OneSidedError: It is none, or another version's.
@@ -225,11 +224,11 @@ class Channel:
             )
 
     def fileno(self) -> int:
-        """For ``selectors``."""
+        """Return the socket's descriptor, for ``selectors``."""
         return self._socket.fileno()
 
     def send(self, message: Message, fd: int | None = None) -> None:
-        """Say it; never blocks: messages are few and small.
+        """Send a message; never blocks: messages are few and small.
 
         Raises:
             OneSidedError: The peer is gone, or reads nothing.
@@ -242,7 +241,7 @@ class Channel:
             raise OneSidedError(f"the peer (pid {self.pid}) is gone: {error}") from error
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Message, int | None]:
-        """Wait for a message, and the descriptor that came along, owned by the caller.
+        """Wait for a message; return it with the descriptor that came along, owned by the caller.
 
         Raises:
             OneSidedError: The peer is gone, said nothing in time, or no message.
@@ -276,22 +275,24 @@ class Channel:
         return message, fds[0] if fds else None
 
     def shut(self) -> None:
-        """Let both ends find it closed at once; from any thread."""
+        """Shut the connection down, so that both ends find it closed at once; callable from any
+        thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Say that nothing follows; from any thread. The peer may still be heard."""
+        """Tell the peer that nothing follows; callable from any thread. The peer may still be
+        heard."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     @property
     def is_ended(self) -> bool:
-        """Whether the peer has called ``end``, or is gone; messages may still be unread."""
+        """True if the peer has called ``end``, or is gone; messages may still be unread."""
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._socket.close()

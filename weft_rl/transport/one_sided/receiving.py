@@ -50,7 +50,7 @@ _KEPT: set[Channel] = set()
 
 
 class Receiving:
-    """See ``backends.Backend``; one rank but the sender's."""
+    """One-sided ``backends.Backend`` of one receiver: of any rank but the sender's."""
 
     #: A thread of its own connects.
     is_formed = True
@@ -88,7 +88,7 @@ class Receiving:
         return work
 
     def abort(self) -> None:
-        """See ``Backend``: nothing is copied after the piece that is."""
+        """See ``Backend``: nothing is copied after the current piece."""
         self._end("this rank left the group")
 
     def settle(self, timeout_seconds: float) -> bool:
@@ -170,8 +170,8 @@ class Receiving:
                     self._take(channel, self._ready.popleft())
 
     def _leave(self, channel: Channel) -> None:
-        """Let the sender know at once that this rank is gone, and by the channel's end that it
-        may free its memory."""
+        """Tell the sender at once that this rank is gone, and by the channel's end that it may free
+        its memory."""
         with contextlib.suppress(OneSidedError):
             channel.send(Left())
         with self._returned:
@@ -180,8 +180,8 @@ class Receiving:
             self._unmap(channel)
 
     def _unmap(self, channel: Channel) -> None:
-        """Close the channel once nothing is mapped any more; called with ``_returned`` held, by
-        the thread, and by who gives back what was lent for longer."""
+        """Unmap the sender's memory, and close the channel once nothing is mapped any more. Called
+        with ``_returned`` held: by the thread, or by whoever gives back lent memory after it."""
         _KEPT.discard(channel)
         if self._lent.total():
             _log.error("a sender's memory stays mapped: it is still read")
@@ -272,7 +272,8 @@ class Receiving:
         work.end()
 
     def _take_back(self, channel: Channel, ready: Ready) -> None:
-        """On whichever thread; the channel is open for as long as anything is lent."""
+        """Tell the sender that a lent bucket is no longer read; on any thread. The channel is open
+        for as long as anything is lent."""
         try:
             if channel.is_ended:  # as of a copy
                 raise OneSidedError("the sender left while its memory was read")
@@ -289,8 +290,8 @@ class Receiving:
 
 
 def _tail(ready: Ready, wanted: int, mapped: Mapping | DeviceMapping) -> bytes | None:
-    """The last bytes of a bucket, those that are wanted, or what was sent of them; None where
-    none are.
+    """Return the last bytes of a bucket that are wanted, or those of them that were sent; None
+    where none are.
 
     Raises:
         OneSidedError: More came along.

@@ -1,4 +1,4 @@
-"""The sender's end: says where the bytes lie, and hears when each receiver has its copy."""
+"""The sender's end: telling where the bytes lie, and hearing when each receiver has its copy."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class _Member:
     channel: Channel
     known: dict[int, weakref.ref[MemoryFile | DeviceView]] = field(default_factory=dict)
     mapped: dict[int, DeviceBlock] = field(default_factory=dict)
-    """What must not be freed before it says that it has unmapped it."""
+    """Blocks that must not be freed before it says that it has unmapped them."""
 
     def tell(self, message: Message, fd: int | None = None) -> None:
-        """Say something to it.
+        """Send a message to the receiver.
 
         Raises:
-            OneSidedError: It is gone; names it.
+            OneSidedError: The receiver is gone; names it.
         """
         try:
             self.channel.send(message, fd)
@@ -78,7 +78,7 @@ class _Member:
             raise OneSidedError(f"rank {self.rank} is gone: {error}") from error
 
     def say(self, work: SentWork) -> None:
-        """Let it copy a bucket; raises as ``tell``."""
+        """Let the receiver copy a bucket; raises as ``tell``."""
         for known_id, used in [*self.known.items()]:
             if used() is None:
                 del self.known[known_id]
@@ -93,9 +93,9 @@ class _Member:
         self.tell(Ready(work.sequence, memory.export_id, work.first_byte, size, work.options.tail))
 
     def wait_unmapped(self) -> None:
-        """Block until nothing on a GPU is mapped by it; it is, or its process has ended, when
-        it closes its socket. However long that takes: what is freed earlier is read no more,
-        says CUDA, with undefined results."""
+        """Block until the receiver maps nothing on a GPU any more, however long that takes: it says
+        so, or closes its socket, as the end of its process does. CUDA calls the results of freeing
+        earlier undefined."""
         with contextlib.suppress(OneSidedError):
             while self.mapped:
                 message, fd = self.channel.receive()
@@ -106,7 +106,7 @@ class _Member:
 
 
 class Sending:
-    """See ``backends.Backend``; rank 0."""
+    """One-sided ``backends.Backend`` of the sender: of rank 0."""
 
     #: Receivers come to a thread of its own.
     is_formed = True
@@ -137,7 +137,7 @@ class Sending:
         """See ``Backend``.
 
         Args:
-            buffer: Of ``backends.allocate``.
+            buffer: Result of ``backends.allocate``.
         """
         if len(options.tail) > MAX_TAIL_BYTES:
             write_tail(buffer, options)
@@ -161,8 +161,8 @@ class Sending:
         return work
 
     def abort(self) -> None:
-        """See ``Backend``. A receiver that is still copying finds the socket closed when it
-        says so, and takes its copy for nothing."""
+        """See ``Backend``. A receiver that is still copying finds the socket closed afterwards, and
+        discards its copy."""
         with self._lock:
             self._fail("this rank left the group")
 
@@ -171,7 +171,7 @@ class Sending:
         return bool(self._error)
 
     def _fail(self, error: str) -> None:
-        """Called with the lock held."""
+        """End all broadcasts with an error; called with the lock held."""
         self._error = self._error or error
         for member in self._members.values():
             member.channel.end()
@@ -243,7 +243,7 @@ class Sending:
         selector.register(channel, selectors.EVENT_READ)
 
     def _introduce(self, channel: Channel, selector: selectors.BaseSelector) -> None:
-        """Let a receiver in that says who it is; close the connection of anybody else."""
+        """Admit a receiver that says who it is; close the connection of anybody else."""
         self._strangers.remove(channel)
         try:
             member = self._recognise(channel)

@@ -1,4 +1,4 @@
-"""Whether processes can read each other's memory: found out by doing it.
+"""Trials of whether processes can read each other's memory, by doing it.
 
 A replica answers under a name that it registers with; a trainer hands a memory file over there,
 and is told what lies in it. Another host, a container of its own or another user fail in one of
@@ -48,10 +48,10 @@ _MAX_PASSED = 1024
 
 
 class TrialAnswerer:
-    """Answers trials, on a thread of its own, until it is closed.
+    """Thread that answers trials until it is closed.
 
     Args:
-        device: Where it would receive.
+        device: Device that it would receive on.
 
     Raises:
         OneSidedError: There is no directory for it.
@@ -65,7 +65,8 @@ class TrialAnswerer:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; blocks for an answer under way, at most some seconds. Again: nothing."""
+        """End the thread; blocks for an answer under way, at most some seconds. A second call does
+        nothing."""
         self._closed = True
         unlink(self.name)
         with contextlib.suppress(OSError):
@@ -118,7 +119,7 @@ class TrialAnswerer:
 
 
 class Trials:
-    """What a process has found of others; not thread-safe.
+    """Results of a process's trials of others; not thread-safe.
 
     A name is one process's, and a process that could read this one's memory still can: it is not
     asked again with each push.
@@ -128,7 +129,7 @@ class Trials:
         self._passed: Lru[tuple[str, torch.device], bool] = Lru(_MAX_PASSED)
 
     def why_not_readable(self, names: Sequence[str], device: torch.device = CPU) -> str:
-        """As the function, of names that have not passed yet."""
+        """Return ``why_not_readable`` of the names that have not passed yet."""
         unknown = [name for name in names if not self._passed.get((name, device))]
         why = why_not_readable(unknown, device) if unknown else ""
         if not why:
@@ -142,11 +143,11 @@ def why_not_readable(
     device: torch.device = CPU,
     timeout_seconds: float = _ASK_SECONDS,
 ) -> str:
-    """Why a process of those names cannot read this one's memory; empty if all can. Blocks for
-    a fraction of a millisecond each, or for so long in all.
+    """Return why a process of those names cannot read this one's memory; empty if all can. Blocks
+    for a fraction of a millisecond each, at most ``timeout_seconds`` in all.
 
     Args:
-        device: Where that memory is.
+        device: Device of that memory.
     """
     deadline = time.monotonic() + timeout_seconds
     try:

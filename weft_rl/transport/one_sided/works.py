@@ -1,4 +1,4 @@
-"""Broadcasts under way, and who a group's members are to each other."""
+"""Broadcasts under way, and the secrets by which a group's members know each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PREFIX = "one-sided"
 
 
 def recorded(buffer: torch.Tensor) -> torch.cuda.Event | None:
-    """What this thread's stream was given until now for the buffer's GPU; None on a CPU."""
+    """Record an event behind what this thread's stream was given for the buffer's GPU; None on a
+    CPU."""
     if not buffer.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -34,7 +35,7 @@ class OneSidedWork:
     """A broadcast; see ``backends.Work``.
 
     Args:
-        buffer: What is sent, or where it is received.
+        buffer: Bytes to send, or memory to receive them in.
         options: ``borrows``: whether a receiver's thread may ``lend`` it the bytes instead.
     """
 
@@ -55,10 +56,11 @@ class OneSidedWork:
         self.done = False
 
     def end(self, error: str = "") -> None:
-        """Nothing here touches the buffer any more; only the first call counts.
+        """Mark the broadcast as ended: nothing here touches the buffer any more. Only the first
+        call counts.
 
         Args:
-            error: Why it failed. A text: an exception would hold frames, and they buffers.
+            error: Reason why it failed. A text: an exception would hold frames, and they buffers.
         """
         if not self.done:
             self._error, self.done = error, True
@@ -72,7 +74,7 @@ class OneSidedWork:
             give_back: Called once nobody reads them any more, by whichever thread.
 
         Returns:
-            Whether that will be: False if nobody reads what comes any more.
+            True if that will be; False if nobody reads what comes any more.
         """
         with self._lock:
             if not self.borrows:
@@ -115,30 +117,32 @@ class OneSidedWork:
 
 
 class Store(Protocol):
-    """Of a ``RendezvousStore``, what is used here: only the group's members have it."""
+    """Part of a ``RendezvousStore`` that is used here: only the group's members have it."""
 
     def set(self, key: str, value: bytes | str) -> None:
         """Make a value known."""
 
     def get(self, key: str) -> bytes:
-        """Block until it is known."""
+        """Block until the value is known, and return it."""
 
 
 class Place:
-    """A member's name among the others: a secret, whose digest the group's store has, so that
-    a socket tells the store's rank from any other process of the same user."""
+    """Identity of a member: a secret whose digest the group's store has. By it a socket tells the
+    store's rank from any other process of the same user."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.secret = os.urandom(SECRET_BYTES)
 
     def announce(self, rank: int, socket_name: str = "") -> None:
-        """Let the group know the secret's digest, and where the sender listens."""
+        """Publish the secret's digest in the group's store, and the name of the socket where the
+        sender listens."""
         digest = hashlib.sha256(self.secret).hexdigest()
         self._store.set(f"{_PREFIX}/{rank}", f"{digest} {socket_name}")
 
     def find(self, rank: int) -> tuple[str, str]:
-        """A member's digest and the name of its socket; blocks until it has announced them."""
+        """Return a member's digest and the name of its socket; blocks until it has announced
+        them."""
         digest, _, name = self._store.get(f"{_PREFIX}/{rank}").decode().partition(" ")
         return digest, name
 
@@ -154,31 +158,31 @@ def check_secret(secret: bytes, digest: str, rank: int) -> None:
 
 
 class Wakeup:
-    """Wakes a thread that waits in ``selectors``; from any other."""
+    """Waker of a thread that waits in ``selectors``; used from any other."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """For ``selectors``."""
+        """Return the descriptor to wait for, for ``selectors``."""
         return self._fd
 
     def set(self) -> None:
-        """Wake it."""
+        """Wake the thread."""
         with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Let it wait again."""
+        """Let the thread wait again."""
         with self._lock:
             if self._fd >= 0:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Give it back; ``set`` does nothing from now on."""
+        """Close the descriptor; ``set`` does nothing from now on."""
         with self._lock:
             fd, self._fd = self._fd, -1
             if fd >= 0:

@@ -1,4 +1,4 @@
-"""Sealing and verifying buckets.
+"""Sealing and verification of buckets.
 
 A bucket's trailer digests the digests of what it carries, each of its part of a tensor at its
 place: so the payload is read once, for the wire and for the version.
@@ -37,7 +37,7 @@ from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:
-    """The tensors of a layout's bucket, where they lie in its payload."""
+    """List the tensors of a layout's bucket, where they lie in its payload."""
     slots = [manifest.tensors[i] for i in manifest.tensors_by_bucket[index]]
     return [Part(slot.offset_bytes, align_up(slot.meta.num_bytes)) for slot in slots]
 
@@ -50,12 +50,13 @@ class _Whole:
 
     @cached_property
     def words(self) -> tuple[Words, ...] | None:
-        """Its tensors at the places that they have; see ``copied_words``."""
+        """Words of its tensors, at the places that they have; see ``copied_words``."""
         return copied_words(self.parts, [Place(p.at, 0, p.num_bytes) for p in self.parts])
 
 
 def _whole(manifest: Manifest, index: int) -> _Whole:
-    """Kept, for the next version has the same: to make it takes as long as to copy an adapter."""
+    """Return a layout's bucket as it travels whole. It is kept, since the next version has the
+    same: making it takes as long as copying an adapter."""
     key = manifest.layout_digest, index
     with _known_lock:
         known = _known_wholes.get(key)
@@ -67,7 +68,7 @@ def _whole(manifest: Manifest, index: int) -> _Whole:
 
 
 def run_parts(manifest: Manifest, runs: Iterable[Run]) -> list[Part]:
-    """Runs one behind the other, as a payload holds them."""
+    """List the parts of runs that lie one behind the other, as a payload holds them."""
     parts: list[Part] = []
     at = 0
     for run in runs:
@@ -86,14 +87,14 @@ def run_parts(manifest: Manifest, runs: Iterable[Run]) -> list[Part]:
 
 
 class Sealed(NamedTuple):
-    """What a bucket's bytes amount to."""
+    """Digest, size and tail of a bucket that is ready to be sent."""
 
     digest: int
-    """In its trailer."""
+    """Digest in its trailer."""
     payload_bytes: int
     tail: bytes
-    """What follows the payload as it travels: the trailer, and the list of its runs if it lists
-    them. There may be more room than that."""
+    """Bytes that follow the payload as it travels: the trailer, and the list of its runs if it
+    lists them. There may be more room than that."""
 
 
 def seal_bucket(
@@ -103,12 +104,13 @@ def seal_bucket(
     digests: Sequence[int],
     runs: Sequence[Run] | None = None,
 ) -> Sealed:
-    """What goes with a bucket's payload, for whom sends it (``SideGroup.broadcast``).
+    """Compute the digest and the tail that travel with a bucket's payload
+    (``SideGroup.broadcast``).
 
     Args:
-        payload_bytes, nonce, index: For the trailer.
-        digests: Of its tensors, or of its runs, in order.
-        runs: What the payload consists of; None where that is the layout's tensors.
+        payload_bytes, nonce, index: Values of the trailer.
+        digests: Digests of its tensors, or of its runs, in order.
+        runs: Runs that the payload consists of; None where these are the layout's tensors.
     """
     table = b"" if runs is None else pack_runs(runs)
     digest = xxhash.xxh3_64_intdigest(table + joined(digests))
@@ -117,7 +119,7 @@ def seal_bucket(
 
 
 def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> list[int]:
-    """Check a layout's bucket that has arrived; the digests of its tensors, in order.
+    """Check a layout's bucket that has arrived; return the digests of its tensors, in order.
 
     Raises:
         DigestMismatchError: Other bytes arrived than were sent.
@@ -132,11 +134,12 @@ def start_bucket(
     nonce: int,
     arrived: Arrived = IN_ITS_BUFFER,
 ) -> Callable[[], list[int]]:
-    """Begin ``verify_bucket``; what is returned ends it. In between a GPU works on it, on the
+    """Begin ``verify_bucket``; return a function that ends it. In between a GPU works on it, on the
     calling thread's current stream.
 
     Args:
-        arrived: How; what was lent is copied to ``wire`` as it is digested, each word read once.
+        arrived: Way of arrival; what was lent is copied to ``wire`` as it is digested, each word
+            read once.
     """
     lent = arrived.lent
     size = manifest.buckets[index].payload_bytes
@@ -163,22 +166,22 @@ def start_bucket(
 
 
 class Assembly(NamedTuple):
-    """Where buckets of a layout are put together from runs."""
+    """Memory in which buckets of a layout are put together from runs."""
 
     data: torch.Tensor
-    """uint8, 1-D, contiguous."""
+    """Memory for them: uint8, 1-D, contiguous."""
     starts: Sequence[int]
     """First byte in it of each bucket of the layout."""
 
 
 class Verified(NamedTuple):
-    """What a bucket that lists its runs carried."""
+    """Contents of a bucket that lists its runs, once it has been checked."""
 
     runs: Sequence[Run]
     digests: list[int]
-    """Of each run."""
+    """Digest of each run."""
     is_placed: bool
-    """Whether the runs were copied to their places, too."""
+    """True if the runs were copied to their places, too."""
 
 
 def verify_runs(
@@ -199,7 +202,7 @@ def start_runs(
     into: Assembly | None = None,
     arrived: Arrived = IN_ITS_BUFFER,
 ) -> Callable[[], Verified]:
-    """Begin to check a bucket that lists its runs; what is returned ends it. In between a GPU
+    """Begin to check a bucket that lists its runs; return a function that ends it. In between a GPU
     works on it, on the calling thread's current stream.
 
     Runs are copied to their places where that can be done in the same reading: before it is
@@ -208,12 +211,12 @@ def start_runs(
 
     Args:
         wire: uint8, as it arrived.
-        payload_bytes: That it must have.
+        payload_bytes: Size that its payload must have.
         manifest: The layout that its runs belong in.
-        index, nonce: That its trailer must say.
-        bucket: Of the layout, that its runs must lie in; None for any.
-        into: Where the runs' places are.
-        arrived: How; what was lent is read until what is returned has ended.
+        index, nonce: Values that its trailer must have.
+        bucket: Bucket of the layout that its runs must lie in; None for any.
+        into: Memory of the runs' places.
+        arrived: Way of arrival; what was lent is read until the returned function has ended.
 
     Raises:
         DigestMismatchError: Other bytes arrived than were sent, or runs that its plan does not
@@ -244,7 +247,8 @@ def start_runs(
 
 
 def _start_tail(wire: torch.Tensor, payload_bytes: int, arrived: Arrived) -> Callable[[], bytes]:
-    """Begin to bring what follows a bucket's payload to the host; what is returned ends it."""
+    """Begin to bring the bytes that follow a bucket's payload to the host; return a function that
+    ends it and returns them."""
     if (tail := arrived.tail) is not None:
         return lambda: tail
     content = wire if arrived.lent is None else arrived.lent
@@ -258,13 +262,13 @@ class _Listed(NamedTuple):
     runs: list[Run]
     parts: list[Part]
     places: list[tuple[int, Place]]
-    """Of each run: its bucket of the layout, and where in that it belongs."""
+    """Place of each run: its bucket of the layout, and where in that it belongs."""
     words: Lru[tuple[int, ...], tuple[Words, ...] | None]
-    """What ``words_into`` has found."""
+    """Results of ``words_into``."""
 
     def words_into(self, starts: Sequence[int]) -> tuple[Words, ...] | None:
-        """Where the words go, if the layout's buckets begin there; see ``copied_words``. Kept:
-        to find out takes longer than the copying."""
+        """Return the words to copy if the layout's buckets begin at ``starts``; see
+        ``copied_words``. Results are kept: finding them takes longer than the copying."""
         key = tuple(starts[bucket] for bucket in sorted({bucket for bucket, _ in self.places}))
         with _known_lock:
             if key not in self.words:
@@ -276,7 +280,8 @@ class _Listed(NamedTuple):
 def _listed(
     table: bytes, manifest: Manifest, payload_bytes: int, index: int, bucket: int | None
 ) -> _Listed:
-    """What a bucket lists, if it may; kept, for the next version's list the same."""
+    """Read the runs that a bucket lists, and check that it may; kept, since the next version's list
+    is the same."""
     key = (manifest.layout_digest, table, payload_bytes, index, bucket)
     with _known_lock:
         known = _known.get(key)
@@ -312,7 +317,8 @@ def _place(manifest: Manifest, run: Run) -> tuple[int, Place]:
 
 
 def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int]) -> list[int]:
-    """Digests of a version's tensors, from those of the runs that it came in, in any order.
+    """Add up the digests of a version's tensors from those of the runs that it came in, in any
+    order.
 
     Raises:
         InvalidManifestError: They do not cover every element once; names a place.
@@ -323,7 +329,8 @@ def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int])
 def bucket_sums(
     manifest: Manifest, bucket: int, runs: Sequence[Run], digests: Sequence[int]
 ) -> list[int]:
-    """As ``tensor_sums`` of the tensors of one bucket of the layout, from runs that lie in it."""
+    """Add up the digests of the tensors of one bucket of the layout, from runs that lie in it; see
+    ``tensor_sums``."""
     tensors = manifest.tensors_by_bucket[bucket]
     places = {tensor: nth for nth, tensor in enumerate(tensors)}
     own = [run._replace(tensor=places[run.tensor]) for run in runs]
@@ -339,7 +346,8 @@ def _sums(metas: Sequence[TensorMeta], runs: Sequence[Run], digests: Sequence[in
 
 
 def in_manifest_order(manifest: Manifest, by_bucket: Sequence[Sequence[int]]) -> list[int]:
-    """Digests of a version's tensors, from those of each of its layout's buckets."""
+    """Put the digests of a version's tensors, given for each bucket of its layout, into one
+    list."""
     ordered = [0] * len(manifest.tensors)
     for tensors, digests in zip(manifest.tensors_by_bucket, by_bucket, strict=True):
         for tensor, digest in zip(tensors, digests, strict=True):

@@ -1,1 +1,1 @@
-"""How an engine goes from one base to another, and to sleep: what pauses it, and for whom."""
+"""Switches of an engine from one base to another, and to sleep, and the pauses for them."""

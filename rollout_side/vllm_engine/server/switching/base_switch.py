@@ -1,4 +1,4 @@
-"""The switch of an engine to another base, in the order in which nobody is served mixed weights."""
+"""Switch of an engine to another base, in an order in which nobody is served mixed weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSwitch:
-    """Switches one engine; on its event loop, inside ``gate.exclusive``.
+    """Switch of one engine; used on its event loop, inside ``gate.exclusive``.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        workers: Its calls.
+        workers: Calls to its workers.
         gate: Pauses generation.
-        in_place: What was loaded as it arrived.
-        sleeper: Has the weights back, where they sleep.
-        requests: What becomes of those that run.
+        in_place: Loads of bases as they arrive.
+        sleeper: Wakes the weights, where they sleep.
+        requests: Requests that run, and what becomes of them.
         answers: Note which base samples their tokens.
     """
 
@@ -49,8 +49,10 @@ class BaseSwitch:
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
-        """Load what a transfer has brought, or confirm what was loaded as it arrived; see
-        ``VllmReplica.apply_base``."""
+        """Load what a transfer has brought, or confirm what was loaded as it arrived.
+
+        Errors are those of ``VllmReplica.apply_base``.
+        """
         await self._sleeper.wake_weights()
         is_loaded = self._in_place.is_pending(transfer_id)
         if not is_loaded:
@@ -94,8 +96,11 @@ class BaseSwitch:
         )
 
     async def _forget_old_base(self, version: PolicyVersion) -> int:
-        """After a load: name the version, have nothing that begins use what the old weights
-        have computed. Returns how many requests had tokens."""
+        """Name the loaded version, and keep new work from using what the old weights have computed.
+
+        Returns:
+            Number of requests that had tokens.
+        """
         bounded, requests = self._workers.bounded, self.requests
         await bounded(bridges.set_weight_version(self._engine, str(version)), "naming")
         begun = await bounded(requests.begun(), "asking what runs")

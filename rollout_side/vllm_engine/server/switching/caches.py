@@ -1,4 +1,4 @@
-"""The caches of an engine that hold what a base has computed, emptied at every switch.
+"""Caches of an engine that hold what a base has computed, emptied at every switch.
 
 This is the one place that says what is emptied. A cache belongs here if its keys are content
 (tokens, an image) and its values follow from weights; docs/architecture.md lists them all.
@@ -13,7 +13,7 @@ from weft_rl.contract.errors import LoadFailedError
 
 
 class EngineCaches:
-    """The caches of one engine; every coroutine is awaited while generation is paused.
+    """Caches of one engine; every coroutine is awaited while generation is paused.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
@@ -30,7 +30,7 @@ class EngineCaches:
         self.has_connector = engine.vllm_config.kv_transfer_config is not None
 
     async def try_to_empty(self) -> bool:
-        """Empty what blocks of the KV cache lie in; no if some are on their way.
+        """Empty the caches of KV blocks; return False if some blocks are on their way.
 
         Running requests are computed anew, under the weights of that time.
         """
@@ -42,10 +42,10 @@ class EngineCaches:
             return False  # vLLM raises where a request waits for blocks from outside
 
     async def forget(self, *, keep_running: bool) -> None:
-        """Have nothing that begins use what the former base has computed.
+        """Prevent new work from using what the former base has computed.
 
         Args:
-            keep_running: Let running requests go on over the blocks that they have.
+            keep_running: Whether running requests go on over the blocks that they have.
 
         Raises:
             LoadFailedError: Old blocks could be used: dirty.

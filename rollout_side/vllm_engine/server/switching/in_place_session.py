@@ -17,24 +17,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Pending:
-    """A load that was begun, and neither committed nor ended."""
+    """Load that was begun, and neither committed nor ended."""
 
     transfer_id: str
     version: PolicyVersion
     paused_at: float
-    """``time.perf_counter()`` from which on requests wait."""
+    """Value of ``time.perf_counter()`` from which on requests wait."""
     expired: bool = False
-    """Whether it is kept only because it was loaded whole."""
+    """True if its time is up: it is kept only because it was loaded whole."""
     timer: asyncio.Task[None] | None = None
 
 
 class LoadsInPlace:
-    """The load in place of one engine, of which there is at most one; on its event loop.
+    """In-place load of one engine, at most one at a time; used on its event loop.
 
     Every coroutine is awaited inside ``gate.exclusive``.
 
     Args:
-        workers: Which load.
+        workers: Calls to the workers, which load.
         gate: Paused from a load's begin to its end; dirty after one that ended midway.
     """
 
@@ -44,18 +44,18 @@ class LoadsInPlace:
 
     @property
     def loading(self) -> str:
-        """See ``Engine.loading``."""
+        """Transfer that is being loaded in place, unless its time is up; else empty."""
         pending = self._pending
         return pending.transfer_id if pending is not None and not pending.expired else ""
 
     def is_pending(self, transfer_id: str) -> bool:
-        """Whether a transfer's load can be committed, if it is complete."""
+        """Return whether a transfer's load can be committed, if it is complete."""
         return self._pending is not None and self._pending.transfer_id == transfer_id
 
     async def begin(self, transfer_id: str, version: PolicyVersion, timeout_seconds: float) -> None:
-        """Pause generation and let the workers load what arrives; see ``Engine``.
+        """Pause generation and let the workers load what arrives, as ``Engine.load_in_place``.
 
-        Begun before, it resumes, in another group; another one is ended.
+        If it was begun before, it resumes, in another group. A load for another transfer is ended.
 
         Raises:
             NotReadyError: Nothing of it was prepared, or it has ended.
@@ -76,10 +76,10 @@ class LoadsInPlace:
         self._expect_end(self._pending, timeout_seconds)
 
     async def take(self, content_digest: bytes) -> tuple[float, float]:
-        """What is pending is to be served; generation stays paused.
+        """Confirm the pending load, which is to be served; generation stays paused.
 
         Returns:
-            ``time.perf_counter()`` from which on they wait; seconds that loading took.
+            ``time.perf_counter()`` from which on requests wait; seconds that loading took.
 
         Raises:
             NotReadyError: It was not loaded whole, and nothing has changed.
@@ -91,10 +91,11 @@ class LoadsInPlace:
         return pending.paused_at, await self._workers.loaded(pending.transfer_id, content_digest)
 
     async def end(self, *, keep_loaded: bool = False) -> None:
-        """End what is pending, if anything is: generation resumes if nothing has changed.
+        """End the pending load, if there is one; generation resumes if nothing has changed.
 
         Args:
-            keep_loaded: What was loaded whole stays pending, though the engine is dirty.
+            keep_loaded: Whether a base that was loaded whole stays pending, though the engine is
+                dirty.
         """
         if (pending := self._pending) is None:
             return
@@ -109,7 +110,7 @@ class LoadsInPlace:
             await self._gate.resume()
 
     def close(self) -> None:
-        """Let nothing expire any more."""
+        """Stop the timer of the pending load."""
         if self._pending is not None:
             _stop(self._pending)
 
@@ -121,8 +122,11 @@ class LoadsInPlace:
         )
 
     async def _expire(self, pending: _Pending, timeout_seconds: float) -> None:
-        """Neither commit nor discard has come in time. What is loaded whole is kept: its
-        commit may still come, from a coordinator that starts anew."""
+        """End a load for which neither commit nor discard has come in time.
+
+        What is loaded whole is kept: its commit may still come, from a coordinator that starts
+        anew.
+        """
         await asyncio.sleep(timeout_seconds)
         try:
             async with self._gate.exclusive():
@@ -136,7 +140,7 @@ class LoadsInPlace:
 
 
 def _stop(pending: _Pending) -> None:
-    """Do not let it expire. The timer itself may be what ends it."""
+    """Stop the timer of a load, unless that timer itself is what calls this."""
     timer, pending.timer = pending.timer, None
     if timer is not None and timer is not asyncio.current_task():
         timer.cancel()

@@ -1,5 +1,4 @@
-"""Learning how bases are loaded by copies while base@0 is served, so that the first push of a
-base is as fast as those after it."""
+"""Learning of copy plans while base@0 is served, so that the first push is as fast as others."""
 
 from __future__ import annotations
 
@@ -20,12 +19,13 @@ async def learn_copies(
     gate: RequestGate,
     is_served: Callable[[], bool],
 ) -> None:
-    """Have the workers learn from the files that the engine was started with, once these are
-    read; the engine's step then waits for one reading of its weights. Never raises: what is not
-    learnt so is learnt from the first push.
+    """Have the workers learn a copy plan from the engine's files, once these are read.
+
+    The engine's step then waits for one reading of its weights. Never raises: what is not learnt so
+    is learnt from the first push.
 
     Args:
-        is_served: Whether the engine has what these files hold, awake and whole.
+        is_served: Returns whether the engine has what these files hold, awake and whole.
     """
     stored = await started_with.read_tensors()
     if not stored:

@@ -1,4 +1,4 @@
-"""Whether an engine generates, paused for a switch or not, and takes new requests."""
+"""Gate of an engine's requests: whether it generates, and whether it takes new ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LOOK_SECONDS = 0.02
 
 
 class RequestGate:
-    """The requests of one engine, and why they are kept out; on its event loop.
+    """Gate of one engine's requests, with the reasons to keep them out; used on its event loop.
 
-    A dirty engine's weights may be mixed: generation stays paused, new requests
-    are refused over HTTP, until a base has loaded.
+    A dirty engine's weights may be mixed. Until a base has loaded, generation stays paused, and new
+    requests are refused over HTTP.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        workers: Its calls.
+        workers: Calls to its workers.
         tracker: Refuses new requests.
-        caches: Are to hold no block of the KV cache that is on its way.
+        caches: Caches that must hold no block of the KV cache that is on its way.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RequestGate:
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """One switch at a time; whatever fails in it so that weights are mixed is noted."""
+        """Allow one switch at a time; note any failure in it that leaves mixed weights."""
         async with self._lock:
             try:
                 yield
@@ -56,13 +56,13 @@ class RequestGate:
                 raise
 
     async def pause(self) -> None:
-        """Pause generation, running requests kept in their places; succeeds if it is.
+        """Pause generation, with running requests kept in their places; succeeds if it is paused.
 
-        Where blocks of the KV cache lie outside the engine's own, none is on its way then: one
-        that arrives behind a load would be used under weights that have not computed it.
+        Blocks of the KV cache may lie outside the engine's own. It then waits until none is on its
+        way: one that arrives after a load would be used under weights that have not computed it.
 
         Raises:
-            TransferTimeoutError: Some always were; generation goes on.
+            TransferTimeoutError: Some blocks always were on their way; generation goes on.
         """
         await self._pause()
         # A dirty engine has been paused since, and nothing has moved.
@@ -87,15 +87,18 @@ class RequestGate:
             await self._pause()
 
     async def resume(self, *, changed: bool = True) -> None:
-        """Resume generation, unless the engine sleeps; ``changed``: under other weights than
-        before."""
+        """Resume generation, unless the engine sleeps.
+
+        Args:
+            changed: Whether the weights are other than before.
+        """
         if self._is_asleep:
             return
         resumed = bridges.resume(self._engine)
         await self._workers.bounded(resumed, "resuming", changes_weights=changed)
 
     async def recover(self, error: BaseException, what: str) -> None:
-        """Resume after a failure under ``pause``, if nothing has changed."""
+        """Resume generation after a failure under ``pause``, if nothing has changed."""
         if isinstance(error, WeftError):
             self.note(error)
         else:  # cancelled between two steps: the workers' state is unknown
@@ -104,7 +107,7 @@ class RequestGate:
             await self.resume(changed=False)
 
     def note(self, error: WeftError) -> bool:
-        """Whether a failure leaves mixed weights; marks the engine as dirty if so."""
+        """Mark the engine as dirty if a failure leaves mixed weights; return whether it does."""
         if error.metadata.get("dirty") == "true":
             self.mark_dirty(error.message)
             return True
@@ -118,26 +121,26 @@ class RequestGate:
             _log.error("the engine is dirty and refuses requests: %s", reason)
 
     def mark_clean(self) -> None:
-        """A base has loaded whole."""
+        """Clear the dirty mark: a base has loaded whole."""
         self.dirty_reason = ""
         self._notify_tracker()
 
     def expect_sleep(self, reason: str) -> None:
-        """Refuse new requests until ``wake``; running ones continue, after a pause, too."""
+        """Refuse new requests until ``wake``; running ones continue, even after a pause."""
         self._to_sleep = reason
         self._notify_tracker()
 
     def sleep(self) -> None:
-        """The engine sleeps: stay paused until ``wake``."""
+        """Keep generation paused until ``wake``: the engine sleeps."""
         self._is_asleep = True
 
     def wake(self) -> None:
-        """The engine does not sleep, nor is it to."""
+        """Note that the engine does not sleep, and is not about to."""
         self._to_sleep, self._is_asleep = "", False
         self._notify_tracker()
 
     def close(self, reason: str) -> None:
-        """Refuse new requests for another reason; none where it is empty."""
+        """Refuse new requests for a reason of the caller's; an empty one takes them again."""
         self._closed = reason
         self._notify_tracker()
 

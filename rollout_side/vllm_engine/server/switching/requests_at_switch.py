@@ -1,4 +1,4 @@
-"""What becomes of an engine's running requests when its base changes."""
+"""Handling of an engine's running requests when its base changes."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _ABORTED = (
 
 @dataclass(eq=False)
 class _Call:
-    """A call that vLLM's server makes of the engine."""
+    """Call that vLLM's server makes to the engine."""
 
     request_id: str
     notes: Notes
     is_sent: bool = False
-    """Whether the engine has it."""
+    """True if the engine has it."""
     is_aborted: bool = False
     refusal: Refusal | None = None
 
 
 class RequestsAtSwitch:
-    """The requests of one engine; on its event loop.
+    """Requests of one engine, and their handling at a switch; used on its event loop.
 
-    vLLM's server looks a request's model up before the engine admits it, and the weights may
-    change in between, and until its first token. So what its name stands for is checked at its
-    admission, and once more at a switch before it has tokens.
+    vLLM's server looks a request's model up before the engine admits it. The weights may change in
+    between, and until its first token. So what its name stands for is checked at its admission, and
+    once more at a switch before it has tokens.
 
-    To keep them, every request gets a salt of the KV cache: of the base that it is admitted
-    under, and of the number of switches until then, because a base that comes back (by a
-    rollback, by a repair) must not find what running requests have cached meanwhile. So it does
-    where blocks are kept outside the engine's own cache, whose reset the engine only reports. To
-    abort them, ``generate`` raises what vLLM's server answers as something to be asked again.
+    To keep requests, each gets a salt of the KV cache: of the base that it is admitted under, and
+    of the number of switches until then. A base that comes back (by a rollback, by a repair) must
+    not find what running requests have cached meanwhile. Requests get a salt, too, where blocks are
+    kept outside the engine's own cache, whose reset the engine only reports. To abort requests,
+    ``generate`` raises what vLLM's server answers as something to be asked again.
 
     Args:
         engine: vLLM's ``AsyncLLM``; methods of it are replaced.
-        choice: What becomes of them.
+        choice: What becomes of running requests.
     """
 
     def __init__(self, engine: Any, choice: RunningRequests) -> None:
@@ -71,12 +71,14 @@ class RequestsAtSwitch:
                 setattr(engine, name, functools.partial(self._admit, method))
 
     async def begun(self) -> frozenset[str]:
-        """The requests that have tokens, while generation is paused."""
+        """Return the requests that have tokens; call it while generation is paused."""
         await requests.take_in_outputs(self._engine)
         return requests.begun_requests(self._engine)
 
     async def switch(self, version: PolicyVersion, begun: frozenset[str]) -> None:
-        """Take in, while generation is paused, that the weights are of another base.
+        """Note that the weights are of another base; call it while generation is paused.
+
+        Requests that have tokens are aborted, if that is the choice.
 
         Args:
             version: The base.
@@ -94,15 +96,16 @@ class RequestsAtSwitch:
         await self.caches.forget(keep_running=self.choice == "keep")
 
     def _salt(self, given: str | None) -> str:
-        """Of a request that is admitted now, and came with a salt or none."""
+        """Return the salt for a request that is admitted now, and came with a salt or none."""
         return f"{self._base} {self._num_switches} {given or ''}"
 
     async def note_base(self, begun: frozenset[str]) -> None:
-        """End those that may not be answered by the new base, while generation is paused; called
-        as soon as it has its name.
+        """End requests that the new base may not answer; call it while generation is paused.
+
+        Called as soon as the base has its name.
 
         Args:
-            begun: As for ``switch``; what was admitted since then has none.
+            begun: As for ``switch``; requests admitted since then have no tokens.
         """
         unfinished = requests.unfinished_requests(self._engine)
         to_begin = []
@@ -127,7 +130,10 @@ class RequestsAtSwitch:
     async def _admit(
         self, method: Callable[..., AsyncGenerator[Any, None]], *args: Any, **more: Any
     ) -> AsyncGenerator[Any, None]:
-        """``AsyncLLM.generate`` or ``AsyncLLM.encode``, as vLLM's server calls it."""
+        """Admit a call of ``AsyncLLM.generate`` or ``AsyncLLM.encode``, and pass its outputs on.
+
+        vLLM's server calls this in place of either.
+        """
         notes = version_headers.current_notes()
         if (refusal := notes.admit()) is not None:
             raise requests.failure(refusal.message, refusal.status)

@@ -34,15 +34,16 @@ _LOOK_SECONDS = 0.02
 
 
 class Sleeper:
-    """The sleep of one engine; on its event loop, every coroutine but ``end_requests`` inside
-    ``gate.exclusive``.
+    """Sleep of one engine; used on its event loop.
+
+    Every coroutine but ``end_requests`` is awaited inside ``gate.exclusive``.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        workers: Its calls.
+        workers: Calls to its workers.
         gate: Refuses new requests meanwhile, and stays paused.
-        tracker: Knows which run.
-        in_place: What must not be under way.
+        tracker: Counts the requests that run.
+        in_place: In-place loads, of which none must be under way.
         enabled: Whether the engine has the allocator for it.
     """
 
@@ -65,11 +66,11 @@ class Sleeper:
 
     @property
     def weights_asleep(self) -> bool:
-        """Whether the engine's weights must not be touched."""
+        """True if the engine's weights must not be touched."""
         return self.asleep is not None and not self.asleep.weights_awake
 
     async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
-        """See ``Engine``."""
+        """Refuse new requests and let running ones end, as ``Engine.end_requests``."""
         self._check_can_sleep()
         deadline = time.monotonic() + order.timeout_seconds
         self._gate.expect_sleep(
@@ -89,7 +90,7 @@ class Sleeper:
             raise
 
     def take_requests(self) -> None:
-        """See ``Engine``."""
+        """Take new requests again, as ``Engine.take_requests``."""
         if self.asleep is None and not self._falls_asleep:
             self._gate.wake()
 
@@ -122,7 +123,7 @@ class Sleeper:
         )
 
     async def fall_asleep(self, order: SleepOrder) -> bool:
-        """See ``Engine``."""
+        """Put the engine to sleep, as ``Engine.fall_asleep``; return whether it sleeps."""
         try:
             self._check_can_sleep()
             await self._in_place.end()
@@ -174,7 +175,7 @@ class Sleeper:
             raise self._loss() from error
 
     async def _let_go(self, order: SleepOrder) -> bool:
-        """Whether the workers have let go of all that is Weft's; not while weights are read."""
+        """Have the workers free all that is Weft's; return False while weights are being read."""
         values = await self._workers.call("weft_sleep", order.level, is_quiet=True)
         if all(value["is_free"] for value in values):
             return True
@@ -186,7 +187,7 @@ class Sleeper:
         return False
 
     async def _undo(self) -> None:
-        """Have the workers hold again what was let go of, as far as it is there."""
+        """Have the workers take back what they let go of, as far as it is there."""
         await self._workers.call("weft_wake", False)
         if self.asleep is None:
             await self._workers.call("weft_awake")
@@ -200,7 +201,7 @@ class Sleeper:
         return LoadFailedError(self._lost, metadata={"dirty": "true"})
 
     async def wake_weights(self) -> None:
-        """Have the weights back, before they are loaded; succeeds if they are awake.
+        """Wake the weights, before they are loaded; succeeds if they are awake.
 
         Raises:
             LoadFailedError: With metadata ``dirty``: they are lost.
@@ -214,13 +215,15 @@ class Sleeper:
         self.asleep = dataclasses.replace(self.asleep, weights_awake=True)
 
     def base_loaded(self) -> None:
-        """A base has loaded whole."""
+        """Note that a base has loaded whole."""
         if self.asleep is not None:
             self.asleep = dataclasses.replace(self.asleep, base_discarded=False)
 
     async def wake_up(self) -> bool:
-        """See ``Engine``; but where the base was discarded, and none has loaded since, the
-        engine is dirty: returns whether there is one."""
+        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether there is one.
+
+        Where the base was discarded, and none has loaded since, there is none: the engine is dirty.
+        """
         if self.asleep is None:
             self._gate.wake()  # it may have been about to sleep
             return True

@@ -1,4 +1,4 @@
-"""What is to be done about an event, in order, once its saves are durable."""
+"""Effects of an event: what is to be done in order, once its saves are durable."""
 
 from __future__ import annotations
 
@@ -129,8 +129,10 @@ __all__ = [
 
 
 class EventKind(enum.StrEnum):
-    """What has happened; in capitals, the names are those of ``weft.v1.EventKind``, which says
-    what each means."""
+    """Kind of an announced event; in capitals, the names are those of ``weft.v1.EventKind``.
+
+    That enum says what each means.
+    """
 
     REPLICA_READY = enum.auto()
     REPLICA_PENDING = enum.auto()
@@ -178,7 +180,7 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Announce:
-    """A line of the log and of WatchEvents."""
+    """Line of the log and of WatchEvents."""
 
     kind: EventKind
     subject: str
@@ -187,7 +189,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class RoutesChanged:
-    """Watchers of the routes are notified of these replicas."""
+    """Notification of the watchers of the routes that these replicas have changed."""
 
     replica_ids: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""The answers to waiting calls."""
+"""Answers to waiting calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 @dataclass(frozen=True)
 class LeaseAnswer:
-    """To AcquirePolicy and RenewLease."""
+    """Answer to AcquirePolicy and RenewLease."""
 
     policy: str
     lease: Lease
     last_version: int
     time_to_live: float
     publish_again_version: int = 0
-    """The version that nobody holds any more, if there is such a need."""
+    """Version that the owner is asked to publish again; 0 for none."""
 
 
 @dataclass(frozen=True)
 class BeginAnswer:
-    """To BeginTransfer; ``group`` is None when the transfer has ended."""
+    """Answer to BeginTransfer; ``group`` is None when the transfer has ended."""
 
     transfer_id: str
     version: PolicyVersion
@@ -38,24 +38,24 @@ class BeginAnswer:
 
 @dataclass(frozen=True)
 class RegisterAnswer:
-    """To Register."""
+    """Answer to Register."""
 
     heartbeat_seconds: float
     reference_wanted: bool
     generation: int
     coordinator_id: str = ""
     refuse_reason: str = ""
-    """Why it must refuse new requests; empty when it must not."""
+    """Reason why it must refuse new requests; empty if it must not refuse any."""
     order_number: int = 0
     out_of_service: OutOfService | None = None
     """The operator's order that stands, to be told to the next coordinator."""
     epoch: int = 0
-    """How far groups and orders are counted."""
+    """Number that groups and orders are counted up to."""
 
 
 @dataclass(frozen=True)
 class AbsentPolicy:
-    """A policy that the pool served once, and why it does not."""
+    """Policy that the pool served once, and the reason why it no longer does."""
 
     policy: str
     last_version: int
@@ -64,20 +64,20 @@ class AbsentPolicy:
 
 @dataclass(frozen=True)
 class HeartbeatAnswer:
-    """To Heartbeat."""
+    """Answer to Heartbeat."""
 
     ready: bool
     drain_seconds: float | None = None
-    """Time that is left to a replica that is to drain; None for others."""
+    """Seconds that are left to a replica that is to drain; None for others."""
     drain_reason: str = ""
     in_transfer: bool = False
-    """Whether a transfer needs it."""
+    """True if a transfer needs it."""
     pinned_bases: tuple[int, ...] = ()
     """Versions of the base whose copies it must keep."""
     refuse_reason: str = ""
-    """Why it must refuse new requests; empty when it must not."""
+    """Reason why it must refuse new requests; empty if it must not refuse any."""
     held_wanted: bool = False
-    """Whether the next heartbeat is to name all that it holds."""
+    """True if the next heartbeat is to name all that it holds."""
     generation: int = 0
     """The coordinator's generation, which may have grown."""
     order_number: int = 0
@@ -85,18 +85,18 @@ class HeartbeatAnswer:
     lacking: tuple[PolicyVersion, ...] = ()
     """Versions behind the pool's aliases that the replica does not serve."""
     base_doubt: str = ""
-    """Why its base@0 is not the pool's; empty where it is, or is not served."""
+    """Reason why its base@0 is not the pool's; empty where it is, or is not served."""
     absent: tuple[AbsentPolicy, ...] = ()
-    """What requests for policies are told that are lost, or were forgotten."""
+    """Policies that are lost or were forgotten, with what requests for them are told."""
     out_of_service: OutOfService | None = None
-    """See ``RegisterAnswer``."""
+    """The operator's order that stands, as in ``RegisterAnswer``."""
     epoch: int = 0
-    """See ``RegisterAnswer``."""
+    """Number that groups and orders are counted up to, as in ``RegisterAnswer``."""
 
 
 @dataclass(frozen=True)
 class UncordonAnswer:
-    """To Uncordon: the replica's state, if it is in the pool, and why it is so."""
+    """Answer to Uncordon: the replica's state, if it is in the pool, and the reason for it."""
 
     state: ReplicaState | None
     why: str
@@ -104,7 +104,7 @@ class UncordonAnswer:
 
 @dataclass(frozen=True)
 class RollbackAnswer:
-    """To Rollback."""
+    """Answer to Rollback."""
 
     version: PolicyVersion
     replaced_version: int
@@ -114,35 +114,35 @@ class RollbackAnswer:
 
 @dataclass(frozen=True)
 class RebindAnswer:
-    """To RebindBase."""
+    """Answer to RebindBase."""
 
     retired: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
 class ForgetAnswer:
-    """To ForgetPolicy."""
+    """Answer to ForgetPolicy."""
 
     retired: tuple[PolicyVersion, ...]
 
 
 @dataclass(frozen=True)
 class RetentionAnswer:
-    """To SetRetention."""
+    """Answer to SetRetention."""
 
     num_versions: int
 
 
 @dataclass(frozen=True)
 class SleepAnswer:
-    """To orders to sleep and to wake: what was done."""
+    """Answer to orders to sleep and to wake: the replicas that have done so."""
 
     replica_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Done:
-    """To calls that answer nothing."""
+    """Answer to calls that return nothing."""
 
 
 Answer = (
@@ -163,7 +163,7 @@ Answer = (
 
 @dataclass(frozen=True)
 class Reply:
-    """Answers a call."""
+    """Answer to a call, by its ticket."""
 
     ticket: int
     answer: Answer
@@ -171,7 +171,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Fails a call."""
+    """Failure of a call, by its ticket."""
 
     ticket: int
     error: WeftError

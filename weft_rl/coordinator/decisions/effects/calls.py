@@ -11,7 +11,7 @@ from weft_rl.coordinator.decisions.state.values import AdapterSpec, ContentDiges
 
 @dataclass(frozen=True)
 class CallJoin:
-    """JoinGroup; ``first_rank`` is that of the replica's receiver 0."""
+    """Call of JoinGroup; ``first_rank`` is that of the replica's receiver 0."""
 
     transfer_id: str
     replica_id: str
@@ -22,7 +22,7 @@ class CallJoin:
 
 @dataclass(frozen=True)
 class CallLoad:
-    """LoadTransfer; answered as LoadAnswered."""
+    """Call of LoadTransfer; answered as LoadAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -33,7 +33,7 @@ class CallLoad:
 
 @dataclass(frozen=True)
 class CallCommit:
-    """CommitTransfer."""
+    """Call of CommitTransfer."""
 
     transfer_id: str
     replica_id: str
@@ -43,13 +43,13 @@ class CallCommit:
     adapter: AdapterSpec | None
     content_digest: ContentDigest
     alias: int = 0
-    """What an adapter's bare name stands for afterwards; 0 is this version."""
+    """Version that an adapter's bare name stands for afterwards; 0 is this version."""
     layout_digest: bytes = b""
 
 
 @dataclass(frozen=True)
 class CallSend:
-    """SendVersion, to the source of a clone; a failure is answered as JoinAnswered."""
+    """Call of SendVersion at the source of a clone; a failure is answered as JoinAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -62,7 +62,7 @@ class CallSend:
 
 @dataclass(frozen=True)
 class CallSwitch:
-    """SwitchVersion; answered as CommitAnswered."""
+    """Call of SwitchVersion; answered as CommitAnswered."""
 
     transfer_id: str
     replica_id: str
@@ -73,8 +73,10 @@ class CallSwitch:
 
 @dataclass(frozen=True)
 class CallRestore:
-    """SwitchVersion to what is read from the replica's spill directory; answered as
-    CommitAnswered."""
+    """Call of SwitchVersion to a version in the replica's spill directory.
+
+    Answered as CommitAnswered.
+    """
 
     transfer_id: str
     replica_id: str
@@ -90,7 +92,7 @@ class CallRestore:
 
 @dataclass(frozen=True)
 class CallDiscard:
-    """DiscardTransfer; repeated until it is answered."""
+    """Call of DiscardTransfer; repeated until it is answered."""
 
     transfer_id: str
     replica_id: str
@@ -99,7 +101,7 @@ class CallDiscard:
 
 @dataclass(frozen=True)
 class CallRefuse:
-    """RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
+    """Call of RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
 
     replica_id: str
     incarnation: str
@@ -110,7 +112,7 @@ class CallRefuse:
 
 @dataclass(frozen=True)
 class CallSleep:
-    """Sleep; answered as SleepAnswered."""
+    """Call of Sleep; answered as SleepAnswered."""
 
     replica_id: str
     incarnation: str
@@ -119,13 +121,13 @@ class CallSleep:
     level: int
     aborts: bool
     seconds: float
-    """How long requests may take to end."""
+    """Seconds that requests may take to end."""
     timeout_seconds: float
 
 
 @dataclass(frozen=True)
 class CallWake:
-    """WakeUp; answered as WakeAnswered."""
+    """Call of WakeUp; answered as WakeAnswered."""
 
     replica_id: str
     incarnation: str
@@ -135,7 +137,7 @@ class CallWake:
 
 @dataclass(frozen=True)
 class CallRetire:
-    """RetireVersions."""
+    """Call of RetireVersions."""
 
     replica_id: str
     incarnation: str
@@ -144,12 +146,12 @@ class CallRetire:
     mistaken: tuple[HeldVersion, ...] = ()
     """Adapters whose bytes are not those of their numbers."""
     ended: tuple[str, ...] = ()
-    """Policies that were forgotten: ``versions`` may have what their names stand for."""
+    """Policies that were forgotten: ``versions`` may include what their names stand for."""
 
 
 @dataclass(frozen=True)
 class CloseChannel:
-    """No call will go to this address again for a while."""
+    """Notice that no call will go to this address again for a while."""
 
     address: str
 

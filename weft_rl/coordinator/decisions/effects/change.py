@@ -29,10 +29,10 @@ MAX_HISTORY = 100
 
 
 class Change:
-    """What a step has decided so far; ``state`` is replaced, never mutated.
+    """Decisions of a step so far; ``state`` is replaced, never mutated.
 
-    ``touched`` are the replicas whose state may have changed; ``touched_all``
-    says that what the pool serves has.
+    ``touched`` are the replicas whose state may have changed; ``touched_all`` is True if what
+    the pool serves has.
     """
 
     def __init__(self, state: PoolState, now: float) -> None:
@@ -55,7 +55,7 @@ class Change:
         self.effects += [Refuse(ticket, error) for ticket in tickets]
 
     def announce(self, kind: EventKind, subject: str, message: str) -> None:
-        """Notify watchers, and log it."""
+        """Notify watchers of something that happened, and log it."""
         self.effects.append(Announce(kind, subject, message))
 
     def put_replica(self, replica: Replica) -> Replica:
@@ -95,7 +95,7 @@ class Change:
         self.state = replace(self.state, policies=others, forgotten=forgotten)
 
     def next_epoch(self) -> int:
-        """The epoch of a new group; durable before the group is opened."""
+        """Count the epoch up and return it; durable before a group of that epoch is opened."""
         epoch = self.state.epoch + 1
         self.state = replace(self.state, epoch=epoch)
         self.effects.append(SaveEpoch(epoch))
@@ -122,11 +122,11 @@ class Change:
         self.state = replace(self.state, transfers=transfers)
 
     def end_transfer(self, transfer: Transfer, answer: Answer | None = None) -> Transfer:
-        """Move a transfer from those under way to the history, and tell who waits for it.
+        """Move a transfer under way to the history, and answer the calls that wait for it.
 
         Args:
-            transfer: As it ended; those that wait are refused if it has a failure.
-            answer: What they get otherwise; by default the transfer.
+            transfer: As it ended; those calls are refused if it has a failure.
+            answer: Answer to them otherwise; by default the transfer.
 
         Returns:
             The transfer as it is remembered.
@@ -160,5 +160,5 @@ class Change:
         self.state = replace(self.state, lookups=self.state.lookups - {replica_id})
 
     def fit_under_way(self, key: FitKey) -> None:
-        """Remember that preflight was asked."""
+        """Remember that preflight was asked for an answer."""
         self.state = replace(self.state, fits_under_way=self.state.fits_under_way | {key})

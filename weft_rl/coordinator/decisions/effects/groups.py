@@ -1,4 +1,4 @@
-"""What is to be done with side groups, and said on the streams of their ranks."""
+"""Effects on side groups, and messages on the streams of their ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft_rl.coordinator.decisions.state.values import Failure
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """Makes a group's store and streams available to its members."""
+    """Opening of a group's store and streams to its members."""
 
     group: Group
 
 
 @dataclass(frozen=True)
 class DropGroup:
-    """Ends a group's store and streams with EPOCH_FENCED."""
+    """End of a group's store and streams, with EPOCH_FENCED."""
 
     group_id: str
     why: str
@@ -26,7 +26,7 @@ class DropGroup:
 
 @dataclass(frozen=True)
 class SendPrepare:
-    """To every receiver of the group."""
+    """Message to every receiver of the group: prepare for a transfer."""
 
     group_id: str
     transfer: Transfer
@@ -35,7 +35,7 @@ class SendPrepare:
 
 @dataclass(frozen=True)
 class SendStart:
-    """To every rank of the group; verified buckets are counted from here."""
+    """Message to every rank of the group: start; verified buckets are counted from here."""
 
     group_id: str
     transfer_id: str
@@ -46,7 +46,7 @@ class SendStart:
 
 @dataclass(frozen=True)
 class SendReform:
-    """To each sender of a group that is about to be dropped: resume in another."""
+    """Message to each sender of a group that is about to be dropped: resume in another."""
 
     group_id: str
     transfer_id: str
@@ -56,7 +56,7 @@ class SendReform:
 
 @dataclass(frozen=True)
 class SendAbort:
-    """To every rank of the group that attends."""
+    """Message to every rank of the group that attends: abort."""
 
     group_id: str
     transfer_id: str

@@ -1,4 +1,4 @@
-"""What must be found out before more can be decided; it comes back as events."""
+"""Questions to answer before more can be decided; the answers come back as events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft_rl.coordinator.decisions.state.values import AdapterSpec
 
 @dataclass(frozen=True)
 class CheckFit:
-    """Preflight of a layout against one kind of replica; answers FitChecked."""
+    """Preflight of a layout against one kind of replica; answered as FitChecked."""
 
     key: FitKey
     manifest: Manifest = field(repr=False, compare=False)
@@ -21,7 +21,7 @@ class CheckFit:
 
 @dataclass(frozen=True)
 class LookUp:
-    """What is needed to bring a version to a replica; answers LookedUp."""
+    """Look-up of what is needed to bring a version to a replica; answered as LookedUp."""
 
     replica_id: str
     incarnation: str
@@ -32,7 +32,7 @@ class LookUp:
 
 @dataclass(frozen=True)
 class DescribeHeld:
-    """What the catalog is to record of a version; answers HeldDescribed."""
+    """Request for what the catalog is to record of a version; answered as HeldDescribed."""
 
     replica_id: str
     incarnation: str

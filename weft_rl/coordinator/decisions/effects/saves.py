@@ -1,4 +1,4 @@
-"""What the catalog is to keep: one transaction for all saves of a batch."""
+"""Saves to the catalog: one transaction for all saves of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft_rl.coordinator.decisions.state.values import BoundCheckpoint, VersionR
 
 @dataclass(frozen=True)
 class SavePool:
-    """The pool's base model is fixed."""
+    """Base model that the pool is bound to; empty where an operator let go of it."""
 
     fingerprint: str
     architecture: str
@@ -21,7 +21,7 @@ class SavePool:
 
 @dataclass(frozen=True)
 class SaveGeneration:
-    """Replicas have heard of later coordinators than the catalog has."""
+    """Generation above those of later coordinators that replicas have heard of."""
 
     generation: int
     durable: bool = True
@@ -29,7 +29,7 @@ class SaveGeneration:
 
 @dataclass(frozen=True)
 class SaveNumberFloor:
-    """Numbers of policies that the catalog does not know begin above this."""
+    """Number above which numbers of policies begin that the catalog does not know."""
 
     number_floor: int
     durable: bool = True
@@ -37,7 +37,7 @@ class SaveNumberFloor:
 
 @dataclass(frozen=True)
 class SaveCheckpoint:
-    """What base@0 is, from now on; SavePool forgets it."""
+    """Checkpoint that base@0 is from now on; SavePool forgets it."""
 
     checkpoint: BoundCheckpoint
     durable: bool = True
@@ -45,16 +45,16 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True)
 class SaveAsStarted:
-    """A pushed base of this content holds the bytes of base@0; SavePool forgets it."""
+    """Content of a pushed base that holds the bytes of base@0; SavePool forgets it."""
 
     content: bytes
     durable: bool = False
-    """Replicas tell it again."""
+    """False, since replicas tell it again."""
 
 
 @dataclass(frozen=True)
 class SaveEpoch:
-    """The newest group's generation."""
+    """Epoch of the newest group, or the number of an operator's order since."""
 
     epoch: int
     durable: bool = True
@@ -62,7 +62,7 @@ class SaveEpoch:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """A policy's counters and alias."""
+    """Counters and alias of a policy."""
 
     policy: Policy
     durable: bool = True
@@ -70,27 +70,27 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class SavePolicyDropped:
-    """A policy that never had a version is gone; tokens of new ones begin above a floor."""
+    """Removal of a policy that never had a version; tokens of new ones begin above a floor."""
 
     name: str
     token_floor: int
     durable: bool = False
-    """One that is still there after a restart is dropped again."""
+    """False, since a policy that is still there after a restart is dropped again."""
 
 
 @dataclass(frozen=True)
 class SaveVersion:
-    """A version's whole record."""
+    """Whole record of a version."""
 
     record: VersionRecord
     durable: bool = True
-    """False where a restart would come to the same end by itself: written with
-    the next durable save or tick."""
+    """False where a restart would come to the same end by itself. The record is then written
+    with the next durable save or tick."""
 
 
 @dataclass(frozen=True)
 class SaveRetired:
-    """A committed version is no longer held."""
+    """Committed version that is no longer held."""
 
     version: PolicyVersion
     durable: bool = False
@@ -98,7 +98,7 @@ class SaveRetired:
 
 @dataclass(frozen=True)
 class SaveCommitted:
-    """A retired version is served again."""
+    """Retired version that is served again."""
 
     version: PolicyVersion
     durable: bool = True
@@ -106,7 +106,7 @@ class SaveCommitted:
 
 @dataclass(frozen=True)
 class SavePin:
-    """A version must not be retired, or may be again."""
+    """Pin of a version, which must not be retired, or its removal."""
 
     version: PolicyVersion
     pinned: bool
@@ -115,7 +115,7 @@ class SavePin:
 
 @dataclass(frozen=True)
 class SaveOutOfService:
-    """A replica is kept out of service; not any more where ``order`` is None."""
+    """Order that keeps a replica out of service; None where it is over."""
 
     replica_id: str
     order: OutOfService | None

@@ -1,6 +1,7 @@
-"""What can happen. Everything random or read from elsewhere comes in with the event.
+"""Events that the coordinator decides on.
 
-``ticket`` names the waiting call that an effect will answer.
+Everything random or read from elsewhere comes in with the event. ``ticket`` names the waiting
+call that an effect will answer.
 """
 
 from __future__ import annotations
@@ -120,12 +121,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """Passage of time."""
 
 
 @dataclass(frozen=True)
 class CallerGone:
-    """A waiting call was cancelled."""
+    """Cancellation of a waiting call."""
 
     ticket: int
 

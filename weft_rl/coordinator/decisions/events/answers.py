@@ -1,4 +1,4 @@
-"""What has come of the effects that call replicas, or look something up."""
+"""Outcomes of effects that call replicas, or look something up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionF
 
 @dataclass(frozen=True)
 class FitChecked:
-    """Preflight has answered; ``failure`` is None where the version fits."""
+    """Answer of preflight; ``failure`` is None where the version fits."""
 
     key: FitKey
     failure: Failure | None
@@ -21,7 +21,7 @@ class FitChecked:
 
 @dataclass(frozen=True)
 class JoinAnswered:
-    """A replica was told to join a group, or could not be."""
+    """Outcome of telling a replica to join a group."""
 
     transfer_id: str
     replica_id: str
@@ -30,7 +30,7 @@ class JoinAnswered:
 
 @dataclass(frozen=True)
 class LoadAnswered:
-    """A replica loads a base as it comes, or could not be told to."""
+    """Outcome of telling a replica to load a base in place, as it comes."""
 
     transfer_id: str
     replica_id: str
@@ -39,7 +39,7 @@ class LoadAnswered:
 
 @dataclass(frozen=True)
 class CommitAnswered:
-    """A replica serves a version (``vector`` is set), or says why not."""
+    """Outcome of an order to serve a version: ``vector`` is set, or ``failure`` says why not."""
 
     transfer_id: str
     replica_id: str
@@ -49,13 +49,13 @@ class CommitAnswered:
     failure: Failure | None
     retained: tuple[int, ...] = ()
     base_as_started: bool = False
-    """Whether the base that it serves now holds the bytes of the checkpoint that it was
-    started with."""
+    """True if the base that it serves now holds the bytes of the checkpoint that it was started
+    with."""
 
 
 @dataclass(frozen=True)
 class RetireAnswered:
-    """A replica said what it still holds."""
+    """Report of a replica on what it still holds."""
 
     replica_id: str
     incarnation: str
@@ -64,8 +64,11 @@ class RetireAnswered:
 
 @dataclass(frozen=True)
 class DiscardAnswered:
-    """A replica holds no staged bytes of a transfer, carries out no order of it any more,
-    and serves what ``vector`` says."""
+    """Report of a replica that it has discarded a transfer.
+
+    It holds no staged bytes of the transfer, carries out no order of it any more, and serves
+    what ``vector`` says.
+    """
 
     replica_id: str
     transfer_id: str
@@ -75,7 +78,7 @@ class DiscardAnswered:
 
 @dataclass(frozen=True)
 class RefuseAnswered:
-    """A replica says what it enforces, by which order."""
+    """Report of a replica on the refusal of requests that it enforces, by which order."""
 
     replica_id: str
     incarnation: str
@@ -85,7 +88,7 @@ class RefuseAnswered:
 
 @dataclass(frozen=True)
 class SleepAnswered:
-    """A replica sleeps, or says why not."""
+    """Report of a replica that it sleeps, or why not."""
 
     replica_id: str
     incarnation: str
@@ -95,18 +98,18 @@ class SleepAnswered:
 
 @dataclass(frozen=True)
 class WakeAnswered:
-    """A replica is awake, or says why not."""
+    """Report of a replica that it is awake, or why not."""
 
     replica_id: str
     incarnation: str
     failure: Failure | None
     dirty_reason: str = ""
-    """Of one that has nothing to serve; see ``Replica.dirty_reason``."""
+    """Reason why it has nothing to serve, if so; see ``Replica.dirty_reason``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """What is needed to bring ``version`` from ``source_id`` (maybe itself)."""
+    """Result of a look-up: facts to bring ``version`` from ``source_id`` (maybe the replica)."""
 
     replica_id: str
     incarnation: str
@@ -120,7 +123,7 @@ class LookedUp:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldDescribed:
-    """What a replica says of a version that the catalog does not know, or why not."""
+    """Facts that a replica tells of a version unknown to the catalog, or why it cannot."""
 
     replica_id: str
     incarnation: str
@@ -129,7 +132,7 @@ class HeldDescribed:
     facts: VersionFacts | None
     failure: Failure | None
     recorded: VersionRecord | None
-    """What the catalog has of it now."""
+    """Record that the catalog has of the version now."""
 
 
 AnswerEvent = (

@@ -1,4 +1,4 @@
-"""What operators order."""
+"""Orders of operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft_rl.coordinator.decisions.state.values import VersionRecord
 
 @dataclass(frozen=True)
 class Rollback:
-    """An operator asks to serve a former version again."""
+    """Operator's order to serve a former version again."""
 
     ticket: int
     policy: str
@@ -19,55 +19,55 @@ class Rollback:
     ids: FreshIds
     answer_by: float
     recorded: VersionRecord | None
-    """What the catalog knows of the version."""
+    """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """An operator asks to keep a version, or to let it go."""
+    """Operator's order to keep a version, or to let it go."""
 
     ticket: int
     policy: str
     version: int
     pinned: bool
     recorded: VersionRecord | None
-    """What the catalog knows of the version."""
+    """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
 class RetireVersion:
-    """An operator asks to retire an adapter version now."""
+    """Operator's order to retire an adapter version now."""
 
     ticket: int
     policy: str
     version: int
     recorded: VersionRecord | None
-    """What the catalog knows of the version."""
+    """Record that the catalog has of the version."""
 
 
 @dataclass(frozen=True)
 class SetRetention:
-    """An operator says how many versions of an adapter are kept."""
+    """Operator's order on how many of the newest versions of an adapter to keep."""
 
     ticket: int
     policy: str
     num_versions: int
-    """0 for as many as the coordinator was started with."""
+    """Number of versions to keep; 0 for as many as the coordinator was started with."""
 
 
 @dataclass(frozen=True)
 class ForgetPolicy:
-    """An operator ends a policy."""
+    """Operator's order to end a policy."""
 
     ticket: int
     policy: str
     force: bool
-    """Whether its owner's lease, and what it is pushing, end with it."""
+    """True if its owner's lease, and what the owner is pushing, end with it."""
 
 
 @dataclass(frozen=True)
 class TakeOutOfService:
-    """An operator takes a replica out of service."""
+    """Operator's order to take a replica out of service."""
 
     ticket: int
     replica_id: str
@@ -76,7 +76,7 @@ class TakeOutOfService:
 
 @dataclass(frozen=True)
 class Uncordon:
-    """An operator puts a replica back into service."""
+    """Operator's order to put a replica back into service."""
 
     ticket: int
     replica_id: str
@@ -84,7 +84,7 @@ class Uncordon:
 
 @dataclass(frozen=True)
 class DrainReplica:
-    """An operator lets a replica leave."""
+    """Operator's order to let a replica leave."""
 
     ticket: int
     replica_id: str
@@ -94,21 +94,21 @@ class DrainReplica:
 
 @dataclass(frozen=True)
 class SleepReplica:
-    """An operator puts a replica to sleep."""
+    """Operator's order to put a replica to sleep."""
 
     ticket: int
     replica_id: str
     aborts: bool
-    """Whether running requests are aborted, rather than finished."""
+    """True if running requests are aborted, rather than finished."""
     seconds: float
-    """How long those may take to end."""
+    """Seconds that running requests may take to end."""
     answer_by: float
     level: int = 1
 
 
 @dataclass(frozen=True)
 class WakeReplica:
-    """An operator wakes a replica."""
+    """Operator's order to wake a replica."""
 
     ticket: int
     replica_id: str
@@ -117,7 +117,7 @@ class WakeReplica:
 
 @dataclass(frozen=True)
 class RebindBase:
-    """An operator lets go of the pool's base model."""
+    """Operator's order to let go of the pool's base model."""
 
     ticket: int
     fingerprint: str

@@ -1,4 +1,4 @@
-"""What the ranks of a side group say on their streams."""
+"""Messages that the ranks of a side group send on their streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft_rl.coordinator.decisions.state.values import ContentDigest
 
 @dataclass(frozen=True)
 class RankAttends:
-    """A rank of a group opened its stream."""
+    """Opening of a rank's stream."""
 
     group_id: str
     rank: int
@@ -19,7 +19,7 @@ class RankAttends:
 
 @dataclass(frozen=True)
 class RankGone:
-    """A rank's stream broke or ended."""
+    """End of a rank's stream, broken or closed."""
 
     group_id: str
     rank: int
@@ -28,30 +28,31 @@ class RankGone:
 
 @dataclass(frozen=True)
 class RanksHeard:
-    """What the ranks of a group have said of their work since the last tick."""
+    """Reports of the ranks of a group on their work since the last tick."""
 
     group_id: str
     words: Mapping[int, Word] = field(default_factory=dict)
     transfer_id: str = ""
     """The transfer that ``num_verified`` is of."""
     num_verified: Mapping[int, int] = field(default_factory=dict)
-    """Buckets, from the first, that a receiver has reported; of those that reported."""
+    """Number of buckets, from the first, that receivers have reported; only of those that
+    reported."""
 
 
 @dataclass(frozen=True)
 class RankPrepared:
-    """A receiver is ready for a transfer's bytes."""
+    """Report of a receiver that it is ready for a transfer's bytes."""
 
     group_id: str
     transfer_id: str
     rank: int
     num_verified: int = 0
-    """Buckets, from the first, that it has from an earlier epoch."""
+    """Number of buckets, from the first, that it has from an earlier epoch."""
 
 
 @dataclass(frozen=True)
 class RankLoadDue:
-    """A receiver wants its replica to load what it has received."""
+    """Request of a receiver that its replica load what it has received."""
 
     group_id: str
     transfer_id: str
@@ -60,7 +61,7 @@ class RankLoadDue:
 
 @dataclass(frozen=True)
 class RankStaged:
-    """A rank has sent or verified everything."""
+    """Report of a rank that it has sent or verified everything."""
 
     group_id: str
     transfer_id: str
@@ -70,7 +71,7 @@ class RankStaged:
 
 @dataclass(frozen=True)
 class RankFailed:
-    """A rank fails its transfer."""
+    """Report of a rank that it cannot continue its transfer."""
 
     group_id: str
     transfer_id: str

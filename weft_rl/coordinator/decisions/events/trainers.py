@@ -1,4 +1,4 @@
-"""What trainers ask for."""
+"""Requests of trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft_rl.coordinator.decisions.state.values import (
 
 @dataclass(frozen=True)
 class AcquirePolicy:
-    """A trainer asks for a policy's lease."""
+    """Trainer's request for a policy's lease."""
 
     ticket: int
     trainer_id: str
@@ -26,45 +26,45 @@ class AcquirePolicy:
     kind: PolicyKind
     process: TrainerProcess = UNKNOWN_PROCESS
     displaced_token: int = 0
-    """The lease of the same trainer that ends first, if it is live."""
+    """Token of a lease of the same trainer that ends first, if it is live."""
     last_version: int = 0
-    """Newest of the policy that the trainer was told of."""
+    """Newest version of the policy that the trainer was told of."""
     last_token: int = 0
-    """The largest that it owned a lease by."""
+    """Largest token by which the trainer owned a lease of the policy."""
     identity: str = ""
-    """Whose credentials it has shown; empty where nobody is asked."""
+    """Identity that its credentials have shown; empty where nobody is asked."""
 
     @property
     def owner(self) -> str:
-        """Whose policies are counted together: names of trainers are their own choice."""
+        """Owner whose policies are counted together: names of trainers are their own choice."""
         return self.identity or self.trainer_id
 
 
 @dataclass(frozen=True)
 class RenewLease:
-    """A trainer asks for more time."""
+    """Trainer's request for more time of its lease."""
 
     ticket: int
     policy: str
     fencing_token: int
     session_id: str = ""
-    """Whose lease it must be; empty for any."""
+    """Session whose lease it must be; empty for any."""
 
 
 @dataclass(frozen=True)
 class ReleasePolicy:
-    """A trainer gives its lease back."""
+    """Trainer's request to give its lease back."""
 
     ticket: int
     policy: str
     fencing_token: int
     session_id: str = ""
-    """Whose lease it must be; empty for any."""
+    """Session whose lease it must be; empty for any."""
 
 
 @dataclass(frozen=True)
 class DescribeTarget:
-    """A trainer asks what the pool is; waits until ``deadline``."""
+    """Trainer's request for a description of the pool; waits until ``deadline``."""
 
     ticket: int
     deadline: float
@@ -72,7 +72,7 @@ class DescribeTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class BeginTransfer:
-    """A trainer asks to push a version."""
+    """Trainer's request to push a version."""
 
     ticket: int
     request_id: str
@@ -80,7 +80,7 @@ class BeginTransfer:
     fencing_token: int
     layout_digest: bytes
     layout: Layout | None
-    """The layout of that digest; None when no such manifest is known."""
+    """Layout of that digest; None when no such manifest is known."""
     adapter: AdapterSpec | None
     min_replicas: int
     deadline: float
@@ -89,9 +89,9 @@ class BeginTransfer:
     group_id: str
     ids: FreshIds
     session_id: str = ""
-    """Whose lease it must be; empty for any."""
+    """Session whose lease it must be; empty for any."""
     recorded: VersionRecord | None
-    """What the catalog knows of this trainer's request id."""
+    """Record that the catalog has of this trainer's request id."""
     check_finite: bool = False
     refuse_other_base: bool = False
     carries_runs: bool = False
@@ -102,7 +102,7 @@ class BeginTransfer:
 
 @dataclass(frozen=True)
 class AwaitTransfer:
-    """A trainer waits for a transfer's end."""
+    """Trainer's request to wait for a transfer's end."""
 
     ticket: int
     transfer_id: str
@@ -110,7 +110,7 @@ class AwaitTransfer:
 
 @dataclass(frozen=True)
 class AbortTransfer:
-    """A trainer gives a transfer of its policy up."""
+    """Trainer's request to give a transfer of its policy up."""
 
     ticket: int
     transfer_id: str
@@ -118,12 +118,12 @@ class AbortTransfer:
     fencing_token: int
     message: str
     request_id: str = ""
-    """Names it where ``transfer_id`` is empty."""
+    """Request id that names the transfer where ``transfer_id`` is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SleepRollouts:
-    """The owner of the base's lease puts the replicas on its GPUs to sleep."""
+    """Request of the owner of the base's lease to put the replicas on its GPUs to sleep."""
 
     ticket: int
     fencing_token: int
@@ -131,15 +131,15 @@ class SleepRollouts:
     gpu_uuids: frozenset[str]
     level: int = 1
     aborts: bool
-    """Whether running requests are aborted, rather than finished."""
+    """True if running requests are aborted, rather than finished."""
     seconds: float
-    """How long those may take to end."""
+    """Seconds that running requests may take to end."""
     answer_by: float
 
 
 @dataclass(frozen=True)
 class WakeRollouts:
-    """It wakes them."""
+    """Request of the owner of the base's lease to wake what it has put to sleep."""
 
     ticket: int
     fencing_token: int

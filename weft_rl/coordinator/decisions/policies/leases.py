@@ -29,7 +29,7 @@ from weft_rl.coordinator.decisions.transfers import abort
 
 
 def acquire(change: Change, event: events.AcquirePolicy) -> None:
-    """Take a free policy, or answer the caller's own lease again, renewed."""
+    """Grant the lease of a free policy, or renew the caller's own and answer with it again."""
     try:
         _check_names(event)
     except WeftError as error:
@@ -64,7 +64,7 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
 
 
 def _too_many(state: PoolState, owner: str) -> CapacityError | None:
-    """The refusal of a further policy; None where a trainer may have one."""
+    """Return the refusal of a further policy; None where a trainer may have one."""
     limit = state.settings.max_policies_per_trainer
     if sum(policy.owner == owner for policy in state.policies.values()) < limit:
         return None
@@ -142,7 +142,7 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
 
 
 def expire_leases(change: Change) -> None:
-    """Drop leases that ran out, and what was being pushed under them."""
+    """Drop leases that ran out, and abort the pushes under them."""
     for policy in list(change.state.policies.values()):
         if policy.lease and policy.lease.expires_at <= change.now:
             _expire(change, policy)
@@ -165,7 +165,7 @@ def _expire(
 
 
 def end(change: Change, policy: Policy, why: str) -> None:
-    """End a lease, and what is being pushed under it."""
+    """End a lease, and abort the pushes under it."""
     _put_free(change, policy)
     change.announce(EventKind.LEASE_RELEASED, policy.name, why)
     _abort_transfers(change, policy.name, why)
@@ -173,15 +173,20 @@ def end(change: Change, policy: Policy, why: str) -> None:
 
 
 def _drop_unused(change: Change, name: str) -> None:
-    """Forget a policy that never had a version, now that nobody owns it: whoever takes up many
-    names must not slow down everybody for good."""
+    """Forget a policy that never had a version, now that nobody owns it.
+
+    A trainer that takes up many names must not slow down everybody for good.
+    """
     policy = change.state.policies.get(name)
     if policy is not None and numbering.is_unused(change.state, policy):
         change.drop_policy(policy)
 
 
 def _put_free(change: Change, policy: Policy) -> None:
-    """A policy without an owner; one that was forgotten, and got no version since, stays so."""
+    """Free a policy of its owner.
+
+    A policy that was forgotten, and got no version since, stays so.
+    """
     free = replace(policy, lease=None)
     if free.forgotten:
         change.put_away(free)

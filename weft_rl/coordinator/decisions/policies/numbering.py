@@ -31,7 +31,7 @@ LEAP: Final = 1000
 
 
 def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
-    """A policy that the catalog does not know, or knows as forgotten."""
+    """Return a policy that the catalog does not know, or knows as forgotten."""
     known = state.forgotten.get(name)
     if known is not None:
         return known
@@ -40,8 +40,11 @@ def new_policy(state: PoolState, name: str, kind: PolicyKind) -> Policy:
 
 
 def is_unused(state: PoolState, policy: Policy) -> bool:
-    """Whether nothing would be lost with a policy that nobody owns: no number of it was ever
-    used, here or by what anybody has heard, and no operator has said anything of it."""
+    """Return whether nothing would be lost with a policy that nobody owns.
+
+    No number of it was ever used, here or by what anybody has heard, and no operator has said
+    anything of it.
+    """
     return (
         policy.lease is None
         and policy.kind is PolicyKind.ADAPTER
@@ -52,7 +55,7 @@ def is_unused(state: PoolState, policy: Policy) -> bool:
 
 
 def replica_registers(change: Change, event: events.Register) -> None:
-    """Continue above what a replica has heard."""
+    """Continue above the generation and the epoch that a replica has heard of."""
     state = change.state
     generation, epoch = event.last_generation, event.last_epoch
     # The same, and of another: that one's catalog does not know of us, or ours of it.
@@ -83,8 +86,10 @@ def replica_registers(change: Change, event: events.Register) -> None:
 
 
 def question_all(change: Change) -> None:
-    """Let replicas say what policies stand for: since this catalog was written, the pool may
-    have gone back to others."""
+    """Put in question what policies stand for, so that replicas say it.
+
+    Since this catalog was written, the pool may have gone back to other versions.
+    """
     found = {
         policy.name: Question(policy.served_version, change.now)
         for policy in change.state.policies.values()
@@ -95,7 +100,10 @@ def question_all(change: Change) -> None:
 
 
 def _leap_all(change: Change) -> None:
-    """Leap in all policies, and in those not heard of yet: others may hold later versions."""
+    """Leap in all policies, and in those not heard of yet.
+
+    Other replicas may hold later versions.
+    """
     floor = max(change.state.number_floor, LEAP)
     if floor > change.state.number_floor:
         change.state = replace(change.state, number_floor=floor)
@@ -135,8 +143,10 @@ def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
 
 
 def _raise(change: Change, policy: Policy, last_version: int) -> None:
-    """Let a policy's numbers continue above one, and its tokens above those of the
-    coordinators that assigned what is below."""
+    """Raise a policy's count to ``last_version`` at least, and leap with its tokens.
+
+    They then continue above those of the coordinators that assigned the lower numbers.
+    """
     last_version = max(policy.last_version, last_version)
     policy = replace(policy, last_version=last_version, fencing_token=policy.fencing_token + LEAP)
     if policy.name in change.state.forgotten:
@@ -147,14 +157,14 @@ def _raise(change: Change, policy: Policy, last_version: int) -> None:
 
 
 def trainer_asks(change: Change, policy: Policy, event: events.AcquirePolicy) -> Policy:
-    """The policy, its count above what a trainer was told of."""
+    """Return the policy, with its count above what a trainer was told of."""
     if policy.last_version < event.last_version <= MAX_NUMBER:
         return replace(policy, last_version=event.last_version + LEAP)
     return policy
 
 
 def next_token(policy: Policy, last_token: int) -> int:
-    """A policy's next fencing token; above ``last_token``, which its trainer was given."""
+    """Return a policy's next fencing token, above ``last_token`` that its trainer was given."""
     if policy.fencing_token < last_token <= MAX_NUMBER:
         return last_token + LEAP
     return policy.fencing_token + 1

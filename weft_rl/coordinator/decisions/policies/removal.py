@@ -62,7 +62,7 @@ def forget(change: Change, event: events.ForgetPolicy) -> None:
 
 
 def _check_free(state: PoolState, policy: Policy, now: float, *, by_force: bool) -> None:
-    """Refuse to forget what somebody is about to change.
+    """Refuse to forget a policy that somebody is about to change.
 
     Raises:
         PolicyOwnedError: A trainer owns it, and force was not said.
@@ -86,7 +86,10 @@ def _check_free(state: PoolState, policy: Policy, now: float, *, by_force: bool)
 
 
 def _end_transfers(change: Change, policy: str, why: str) -> None:
-    """End what would change the policy; what only repairs replicas is not wanted any more."""
+    """Abort the transfers that would change the policy.
+
+    Repairs of replicas are not wanted any more, and end by that.
+    """
     failure = Failure("TRANSFER_ABORTED", f"it was given up: {why}")
     for transfer in list(change.state.transfers.values()):
         if transfer.policy == policy and transfer.uncommitted and not transfer.replica_id:

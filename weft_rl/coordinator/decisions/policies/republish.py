@@ -1,12 +1,13 @@
-"""What no replica holds any more: its owner is asked to publish it again, or it is lost.
+"""Republishing: versions that no replica holds any more are asked of their owner, or lost.
 
-A whole pool that was restarted without a spill directory lacks what it served. That
-must last a while: of a pool that restarts, another replica may bring it yet.
+A whole pool that was restarted without a spill directory lacks what it served. The lack must
+last a while: while a pool restarts, another replica may bring the version yet.
 
-A policy that nobody owns then is *lost*. It keeps no replica from being ready but one
-whose bare name stands for a former version of it; of the base that is each one. Who
-takes its lease is asked to publish it. A push ends that, or a replica that comes back
-with a copy, or an operator's order: to forget it, or to go back. None of it is durable.
+A policy that nobody owns then is *lost*. It keeps no replica from being ready but one whose
+bare name stands for a former version of it; for the base that is each replica. A trainer that
+takes its lease is asked to publish it. A push ends the loss, or a replica that comes back with
+a copy, or an operator's order: to forget the policy, or to go back. Nothing of this is
+durable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 
 
 def watch(change: Change) -> None:
-    """Note what nobody holds, and what was brought back; with each tick.
+    """Note versions that nobody holds, and those that were brought back; with each tick.
 
     O(policies) while a replica holds everything.
     """
@@ -71,8 +72,11 @@ def watch(change: Change) -> None:
 
 
 def _in_vain(change: Change, replica: Replica) -> list[PolicyVersion]:
-    """List the adapters that nobody owns and a replica lacks that must be repaired by a base
-    first: it may wait for that long, and nobody is asked for them, but lost they are."""
+    """List the adapters without an owner that a dirty replica lacks.
+
+    It must be repaired by a base first, and may wait for that long. Nobody is asked for these
+    adapters, but they are lost.
+    """
     if not replica.dirty_reason:
         return []
     state = change.state
@@ -84,7 +88,7 @@ def _in_vain(change: Change, replica: Replica) -> list[PolicyVersion]:
 
 
 def _unheld(state: PoolState, holders: Sequence[Replica]) -> set[PolicyVersion]:
-    """Served versions that nobody in contact has a copy of."""
+    """Return the served versions that nobody in contact has a copy of."""
     served = (PolicyVersion(p.name, p.served_version) for p in state.policies.values())
     return {version for version in served if version.version and not _is_held(version, holders)}
 
@@ -94,7 +98,7 @@ def _is_held(version: PolicyVersion, holders: Sequence[Replica]) -> bool:
 
 
 def _asked(change: Change, policy: str, version: int) -> Republish:
-    """What is asked of a policy's owner; announces that it is."""
+    """Return the request to a policy's owner to publish again; announces it when it is made."""
     wanted = change.state.republish.get(policy)
     if wanted is None or wanted.version != version:
         wanted = Republish(version, change.now)
@@ -110,14 +114,17 @@ def _asked(change: Change, policy: str, version: int) -> Republish:
 
 
 def _is_served(policy: str, version: int, holders: Sequence[Replica]) -> bool:
-    """Whether a replica in contact has a base in its engine, whole, though it has no copy."""
+    """Return whether a replica in contact has a base whole in its engine, though no copy of it."""
     if policy != BASE_POLICY:
         return False
     return any(replica.in_contact and replica.vector.base == version for replica in holders)
 
 
 def _announce_found(change: Change, name: str) -> None:
-    """A policy is lost no more, unless it was forgotten: that was said."""
+    """Announce that a policy is lost no more, unless it was forgotten.
+
+    That it was forgotten was announced.
+    """
     policy = change.state.policies.get(name)
     if policy is not None:
         version = str(PolicyVersion(name, policy.served_version))
@@ -125,14 +132,14 @@ def _announce_found(change: Change, name: str) -> None:
 
 
 def publish_again_version(state: PoolState, policy: str) -> int:
-    """The version that a policy's owner is asked to replace; 0 for none."""
+    """Return the version that a policy's owner is asked to replace; 0 for none."""
     wanted = state.republish.get(policy)
     lost = wanted.version if wanted and wanted.is_asked else 0
     return max((lost, *conflicts(state, policy)))
 
 
 def conflicts(state: PoolState, policy: str) -> list[int]:
-    """Versions that replicas held with other bytes each, until a newer one is served."""
+    """List versions that replicas held with other bytes each, until a newer one is served."""
     known = state.policies.get(policy)
     served = known.served_version if known else 0
     return sorted(

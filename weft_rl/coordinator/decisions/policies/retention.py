@@ -1,5 +1,7 @@
-"""Retention: which versions of an adapter are kept, what an operator orders of that, and how
-the others leave: first replicas, then the catalog."""
+"""Retention: which versions of an adapter are kept, and how the others leave.
+
+Operators give orders about both. A version leaves the replicas first, then the catalog.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ MAX_RETAINED = 1000
 
 
 def serve(change: Change, policy: Policy, version: int) -> None:
-    """The durable part: from now on the policy stands for ``version``."""
+    """Let a policy stand for ``version`` from now on, durably."""
     change.next_epoch()  # replicas hear it: an older copy of the catalog is known by that
     replaced = policy.served_version
     policy = replace(policy, served_version=version)
@@ -95,8 +97,10 @@ def pin(change: Change, event: events.Pin) -> None:
 
 
 def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
-    """Raises:
-    NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
+    """Check that a version of the base can be pinned now.
+
+    Raises:
+        NotReadyError: ``TRANSFER_UNDER_WAY`` or ``NOT_RETAINED``.
     """
     if any(t.policy == version.policy and t.targets for t in state.transfers.values()):
         raise NotReadyError(
@@ -152,7 +156,7 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
 
 
 def _may_return(state: PoolState, version: PolicyVersion) -> bool:
-    """Whether a policy may go back to a version, since what replaced it is not served yet."""
+    """Return whether a policy may go back to a version, for its successor is not served yet."""
     pending = [t for t in state.transfers.values() if t.may_be_undone]
     pending += [case.transfer for case in state.unserved.values()]
     return any(PolicyVersion(t.policy, t.served_before) == version for t in pending)
@@ -190,7 +194,7 @@ def set_retention(change: Change, event: events.SetRetention) -> None:
 
 
 def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: str) -> Policy:
-    """From now on these cannot be requested; replicas drop them by and by."""
+    """Retire versions: they cannot be requested from now on, and replicas drop them by and by."""
     left = tuple(version for version in policy.versions if version not in versions)
     policy = replace(policy, versions=left)
     change.put_policy(policy)
@@ -205,7 +209,7 @@ def _retire_all(change: Change, policy: Policy, versions: Sequence[int], why: st
 
 
 def retire(change: Change) -> None:
-    """Ask replicas to drop what they should not hold, and record what none holds.
+    """Ask replicas to drop versions they should not hold, and record those that none holds.
 
     O(replicas x adapters): at the end of a transfer, and once a second.
     """
@@ -251,8 +255,10 @@ def retire(change: Change) -> None:
 def _unwanted(
     replica: Replica, kept: dict[str, frozenset[int]], ended: set[str]
 ) -> list[PolicyVersion]:
-    """What a replica serves beyond what is kept; what its alias stands for only where the
-    policy has ended."""
+    """List the adapter versions that a replica serves beyond what is kept.
+
+    The version that its alias stands for is among them only where the policy has ended.
+    """
     return [
         PolicyVersion(policy, version)
         for policy, entry in sorted(replica.vector.adapters.items())
@@ -264,8 +270,10 @@ def _unwanted(
 def _spilled_in_vain(
     state: PoolState, replica: Replica, kept: dict[str, frozenset[int]], held: set[PolicyVersion]
 ) -> list[PolicyVersion]:
-    """What lies in a replica's spill directory and is never brought back: a version
-    that this catalog assigned and keeps no more. Others may be another catalog's."""
+    """List the versions in a replica's spill directory that are never brought back.
+
+    This catalog assigned them and keeps them no more. Others may be another catalog's.
+    """
 
     def was_assigned(version: PolicyVersion) -> bool:
         name = version.policy
@@ -311,7 +319,7 @@ def _is_alias_somewhere(state: PoolState, policy: str, version: int) -> bool:
 
 
 def retire_answered(change: Change, event: events.RetireAnswered) -> None:
-    """Note what a replica still holds."""
+    """Note which versions a replica still holds."""
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         replica = replace(replica, vector=event.vector, retire_at=change.now)

@@ -29,7 +29,7 @@ MAX_TRANSFERS_PER_POLICY = 16
 
 
 def begin(change: Change, event: events.BeginTransfer) -> None:
-    """Take a push in, or answer the one that this request id already made."""
+    """Accept a push, or answer the one that this request id already made."""
     try:
         policy, lease = require_lease(
             change.state, event.policy, event.fencing_token, change.now, event.session_id
@@ -115,7 +115,7 @@ def _check(state: PoolState, event: events.BeginTransfer, policy: Policy) -> Non
 
 
 def _check_base(state: PoolState, adapter: AdapterSpec) -> None:
-    """Refuse an adapter that says that it was trained on a base that never was.
+    """Refuse an adapter that names a version of the base that never was.
 
     Raises:
         InvalidAdapterError: No such number was assigned.

@@ -1,4 +1,4 @@
-"""Clone: a replica sends another what it lacks, over a side group of the two.
+"""Clone: a replica sends another a version that it lacks, over a side group of the two.
 
 The same version, no new number, no lease; generation continues at the source. A clone is for
 one replica, a push for all: a push interrupts the clones of the replicas it goes to rather
@@ -38,12 +38,12 @@ from weft_rl.coordinator.decisions.transfers.purpose import Turns
 
 @dataclass(frozen=True, kw_only=True)
 class Clone(Repair):
-    """A replica brings a version to another that lacks it."""
+    """Transfer in which a replica brings a version to another that lacks it."""
 
     name: ClassVar[str] = "clone"
     source: str = field()
     num_interruptions: int = 0
-    """How often it gave way to a change of the pool."""
+    """Number of times that it gave way to a change of the pool."""
 
     # -- its turn -----------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class Clone(Repair):
         return 0 if self._goes_first(state, transfer, now) else 2
 
     def _goes_first(self, state: PoolState, transfer: Transfer, now: float) -> bool:
-        """Whether it goes before pushes, and gives way to none."""
+        """Return whether it goes before pushes, and gives way to none."""
         settings = state.settings
         was_patient = now - transfer.begin_at >= settings.clone_patience_seconds
         return was_patient or self.num_interruptions >= settings.clone_interruptions
@@ -185,7 +185,7 @@ class Clone(Repair):
         change.announce(EventKind.CLONE_FAILED, ended.transfer_id, text)
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
-        """Both have the same digest over everything; it must be the catalog's, too."""
+        """Commit if the digest that both replicas report is the catalog's, too; else abort."""
         expected = transfer.content_digest
         assert expected is not None
         if digest != expected:

@@ -66,7 +66,7 @@ _SILENCE = frozenset({"PEER_GONE", "STALLED", "COORDINATOR_AWAY", "DEADLINE"})
 
 @dataclass(frozen=True, kw_only=True)
 class Push(Purpose):
-    """A trainer brings a new version to the pool."""
+    """Transfer in which a trainer brings a new version to the pool."""
 
     name: ClassVar[str] = "push"
     brings_version: ClassVar[bool] = True
@@ -75,21 +75,21 @@ class Push(Purpose):
     fencing_token: int = field()
     min_replicas: int
     require_all: bool
-    """Whether the loss of one of ``required`` fails the push."""
+    """True if the loss of one of ``required`` fails the push."""
     refuse_other_base: bool
-    """Whether an adapter is refused over another base than it was trained on."""
+    """True if an adapter is refused over another base than it was trained on."""
     check_finite: bool
-    """Whether the sender gives up at the first bucket that holds NaN or infinity."""
+    """True if the sender gives up at the first bucket that holds NaN or infinity."""
     carries_runs: bool = field()
     wanted_group_id: str
     """The group of the trainer's former push, which may still be there."""
     answer_by: float
-    """When BeginTransfer must have been answered, at most the transfer's deadline."""
+    """Time by which BeginTransfer must have been answered, at most the transfer's deadline."""
     required: frozenset[str] = frozenset()
-    """Replicas that were ready when it took its turn (all that take part, if none was);
-    the others take part as long as they can, and catch up otherwise."""
+    """Replicas that were ready when it took its turn; all that take part, if none was. The
+    others take part as long as they can, and catch up otherwise."""
     admitted_at: float = 0.0
-    """When it was its turn."""
+    """Time when it was its turn."""
     served_over: int | None = None
     over_another_base: bool = False
 
@@ -162,7 +162,10 @@ class Push(Purpose):
         return TransferTimeoutError(f"the push's time was up while it waited for {waits_for}")
 
     def _other_base(self, state: PoolState, transfer: Transfer) -> Failure | None:
-        """Asked when it begins and at its commit point, between which a base may have come."""
+        """Return why an adapter is refused over the served base; None if it is not.
+
+        Asked when the push begins and at its commit point, between which a base may have come.
+        """
         if transfer.adapter is None or not self.refuse_other_base:
             return None
         return preflight.other_base(state, transfer.policy, transfer.adapter)
@@ -332,7 +335,7 @@ class Push(Purpose):
 
 
 def begin_answer(transfer: Transfer, group: Group | None) -> BeginAnswer:
-    """What BeginTransfer answers; ``group`` is None once the transfer has ended."""
+    """Return the answer to BeginTransfer; ``group`` is None once the transfer has ended."""
     return BeginAnswer(
         transfer.transfer_id,
         transfer.policy_version,
@@ -343,14 +346,14 @@ def begin_answer(transfer: Transfer, group: Group | None) -> BeginAnswer:
 
 
 def _unheard(state: PoolState, transfer: Transfer, replicas: Sequence[Replica]) -> list[Replica]:
-    """Replicas that would drop what is pinned if they were brought this transfer now."""
+    """List the replicas that would drop pinned copies if they were brought this transfer now."""
     if transfer.kind is not PolicyKind.BASE or not state.pinned_bases:
         return []
     return [replica for replica in replicas if not obeys_pins(state, replica)]
 
 
 def _and_suspects(state: PoolState) -> str:
-    """Who would be there, for people."""
+    """Return a note on suspects, which would otherwise be there, for error messages."""
     names = sorted(r.replica_id for r in state.replicas.values() if r.suspect and not r.lost)
     if not names:
         return ""
@@ -359,12 +362,15 @@ def _and_suspects(state: PoolState) -> str:
 
 
 def _with_version(policy: Policy, version: int) -> tuple[int, ...]:
-    """An adapter keeps its older versions; the base is replaced."""
+    """Return the versions of a policy with a new one.
+
+    An adapter keeps its older versions; the base is replaced.
+    """
     return (version,) if policy.kind is PolicyKind.BASE else (*policy.versions, version)
 
 
 def _with_trained_on(policy: Policy, transfer: Transfer) -> dict[int, int]:
-    """What is known of the versions that are kept, and of the one that comes."""
+    """Return the bases, where known, that kept versions and the new one were trained on."""
     known = {v: base for v, base in policy.trained_on.items() if v in policy.versions}
     base = transfer.adapter.trained_on_base_version if transfer.adapter else None
     return known if base is None else {**known, transfer.version: base}

@@ -19,12 +19,12 @@ def kept_group(
     session_id: str,
     replicas: Sequence[Replica],
 ) -> Group | None:
-    """The group of the trainer's former push, if all of it is still there, and suits this one.
+    """Return the group of the trainer's former push, if all of it is there and suits this one.
 
     Args:
         wanted_group_id: The group that the trainer has.
-        session_id: Of the trainer's process.
-        replicas: That take part.
+        session_id: Session of the trainer's process.
+        replicas: Replicas that take part.
     """
     group = state.groups.get(wanted_group_id)
     if (
@@ -42,7 +42,7 @@ def kept_group(
 def new_group(
     change: Change, transfer: Transfer, session_id: str, replicas: Sequence[Replica]
 ) -> Group:
-    """A group in place of the trainer's old ones."""
+    """Create a group in place of the trainer's old ones."""
     in_use = {t.group_id for t in change.state.transfers.values()}
     for old in list(change.state.groups.values()):
         if old.trainer_id == transfer.trainer_id and old.group_id not in in_use:

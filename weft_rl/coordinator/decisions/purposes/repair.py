@@ -30,7 +30,7 @@ from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 
 @dataclass(frozen=True, kw_only=True)
 class Repair(Purpose):
-    """Brings one replica a version that the pool serves."""
+    """Transfer that brings one replica a version that the pool serves."""
 
     replica_id: str = field()
 
@@ -56,21 +56,21 @@ class Repair(Purpose):
 
     @abstractmethod
     def _is_possible(self, state: PoolState, transfer: Transfer, replica: Replica) -> bool:
-        """Whether what is needed is still there."""
+        """Return whether what the repair needs is still there."""
 
     @abstractmethod
     def _holds_back(self, change: Change, transfer: Transfer, turns: Turns) -> bool:
-        """Whether it keeps those behind it from what it needs while it cannot start."""
+        """Return whether it keeps what it needs from those behind it while it cannot start."""
 
     @abstractmethod
     def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
-        """It is its turn."""
+        """Start the transfer, since its turn has come."""
 
     def _on_dropped(self, change: Change, transfer: Transfer) -> None:
-        """It waited, and is not wanted or not possible any more."""
+        """Clean up after it was dropped while it waited: not wanted or not possible any more."""
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
-        """The replica serves the version, or it will be tried again."""
+        """End it: the replica serves the version, or it will be tried again."""
         failure = next(iter(transfer.refusals.values()), None)
         phase = Phase.ABORTED if failure else Phase.COMMITTED
         change.end_transfer(replace(transfer, phase=phase, failure=failure))
@@ -95,7 +95,7 @@ def repair(
     now: float,
     backend: str = "",
 ) -> Transfer:
-    """A transfer that waits to bring what ``record`` says."""
+    """Return a transfer that waits to bring the version of ``record``."""
     version: PolicyVersion = record.version
     return Transfer(
         ids=ids,
@@ -113,6 +113,6 @@ def repair(
 
 
 def alias_of(state: PoolState, transfer: Transfer) -> int:
-    """What an adapter's bare name stands for once the replica has this version."""
+    """Return what an adapter's bare name stands for once the replica has this version."""
     policy = state.policies[transfer.policy]
     return policy.served_version if policy.kind is PolicyKind.ADAPTER else 0

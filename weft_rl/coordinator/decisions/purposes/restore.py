@@ -1,6 +1,6 @@
 """Restore: a replica switches to what it has itself: a copy, what it has spilled or staged.
 
-Such is a retained base, an adapter whose alias stands elsewhere, a version in its spill
+That is a retained base, an adapter whose alias stands elsewhere, a version in its spill
 directory, or what it had staged when a former coordinator committed it.
 """
 
@@ -22,7 +22,7 @@ from weft_rl.coordinator.decisions.transfers.purpose import Turns
 
 @dataclass(frozen=True, kw_only=True)
 class Restore(Repair):
-    """A replica switches to what it holds itself."""
+    """Transfer in which a replica switches to what it holds itself."""
 
     name: ClassVar[str] = "restore"
     staged_by: str = ""

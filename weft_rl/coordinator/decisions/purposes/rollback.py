@@ -49,15 +49,18 @@ OPERATOR = "(operator)"
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(Purpose):
-    """The pool goes back to a version that replicas still have."""
+    """Transfer in which the pool goes back to a version that replicas still have."""
 
     name: ClassVar[str] = "rollback"
     answer_by: float
-    """When it must have had its turn."""
+    """Time by which it must have had its turn."""
 
     def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
-        """At the replicas that are free: as with a push, those that have still to catch up
-        are not waited for, and clones are interrupted."""
+        """Start the rollback at the replicas that are free, if its turn has come.
+
+        As with a push, replicas that have still to catch up are not waited for, and clones are
+        interrupted.
+        """
         replicas = base_targets(change.state)
         everyone = [replica.replica_id for replica in replicas]
         try:
@@ -102,8 +105,10 @@ class Rollback(Purpose):
             self.on_answered(change, transfer)
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
-        """If none could switch and nothing changed anywhere, the pool stays with what it
-        served; otherwise the rollback stands."""
+        """End the rollback; it stands unless no replica could switch and nothing changed anywhere.
+
+        In that case the pool stays with what it served.
+        """
         failure: Failure | None = None
         version = transfer.policy_version
         if transfer.targets and not transfer.served_by:
@@ -126,7 +131,7 @@ class Rollback(Purpose):
 
 
 def ask(change: Change, event: events.Rollback) -> None:
-    """Take a rollback in, to wait for its turn; or refuse it at once."""
+    """Accept a rollback, to wait for its turn; or refuse it at once."""
     version = PolicyVersion(event.policy, event.to_version)
     try:
         policy = known_policy(change.state, version, event.recorded)
@@ -153,7 +158,7 @@ def ask(change: Change, event: events.Rollback) -> None:
 
 
 def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[Replica]:
-    """The replicas that are to switch.
+    """List the replicas that are to switch.
 
     Raises:
         NotReadyError: ``NOT_RETAINED``.
@@ -182,7 +187,10 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
 
 
 def _serves(replica: Replica, version: PolicyVersion) -> bool:
-    """Whether a replica has a base in its engine, whole: it need not switch, copy or not."""
+    """Return whether a replica has a base in its engine, whole.
+
+    It need not switch, whether it has a copy or not.
+    """
     return replica.in_contact and replica.vector.holds(version)
 
 
@@ -197,17 +205,17 @@ def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
 
 
 def _way_out(replicas: list[Replica]) -> str:
-    """What helps where a base is not retained; those that load in place retain none."""
+    """Explain what helps where a base is not retained; those that load in place retain none."""
     if replicas and all(r.capabilities.loads_in_place for r in replicas):
         return "push the weights again: replicas that load in place retain none but the served one"
     return "start replicas with --retain-base 2 or more, or push the weights again"
 
 
 def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
-    """Each would go back to what it was started with: that must be one model.
+    """Check that replicas which go back to what they were started with go back to one model.
 
     Raises:
-        BaseMismatchError: It is not, or that is not known yet.
+        BaseMismatchError: They do not, or that is not known yet.
     """
     for replica in replicas:
         if why := difference(state, replica):

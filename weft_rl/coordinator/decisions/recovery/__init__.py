@@ -1,1 +1,1 @@
-"""How a pool comes to serve again what it should: clones, restores, lost catalogs."""
+"""Recovery of what a pool should serve: clones, restores, lost catalogs."""

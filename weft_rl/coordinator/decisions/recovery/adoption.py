@@ -1,4 +1,4 @@
-"""Adoption: what replicas hold and the catalog does not know is recorded, and served.
+"""Adoption: versions that replicas hold and the catalog does not know are recorded and served.
 
 A catalog that was lost, or restored from an older copy, lacks versions that the pool
 serves. Once a replica was heard to hold such, the coordinator waits as long as it does
@@ -65,7 +65,7 @@ _Found = Mapping[int, Mapping[bytes, list[Replica]]]
 
 
 def watch(change: Change) -> None:
-    """Continue with what is not recorded yet; with each tick.
+    """Continue the adoption of versions that are not recorded yet; with each tick.
 
     O(replicas) while there is nothing.
     """
@@ -100,8 +100,10 @@ def watch(change: Change) -> None:
 
 
 def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replica]]]]:
-    """By policy, what replicas hold and the catalog does not know, as far as it would be kept.
-    What an operator quarantined says nothing."""
+    """Return the unrecorded versions that would be kept: holders by policy, number and digest.
+
+    A replica that an operator quarantined says nothing.
+    """
     found: dict[str, dict[int, dict[bytes, list[Replica]]]] = {}
     for replica in state.replicas.values():
         if not replica.unrecorded or replica.lost or state.is_quarantined(replica.replica_id):
@@ -117,8 +119,10 @@ def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replic
 
 
 def _decide(change: Change, policy: Policy, found: _Found) -> None:
-    """Decide about one policy, and ask what is to be recorded: the highest first, for
-    what is below would be served until it is known."""
+    """Decide about the unrecorded versions of one policy, and ask what is to be recorded.
+
+    The highest comes first, for what is below would be served until it is known.
+    """
     agreed = {}
     for number, by_digest in sorted(found.items()):
         version = PolicyVersion(policy.name, number)
@@ -136,7 +140,7 @@ def _decide(change: Change, policy: Policy, found: _Found) -> None:
 
 
 def _to_serve(state: PoolState, policy: Policy, agreed: Collection[int]) -> int | None:
-    """Which of these versions the pool is to serve, once it is recorded; None for none."""
+    """Return which of these versions the pool is to serve, once it is recorded; None for none."""
     stands = {n for n in _stands_for(state, policy) if n in agreed or n in _recorded(policy)}
     number = max(stands) if stands else max(agreed)
     is_new = not policy.served_version or number > max(_recorded(policy))
@@ -148,8 +152,10 @@ def _recorded(policy: Policy) -> tuple[int, ...]:
 
 
 def _stands_for(state: PoolState, policy: Policy) -> set[int]:
-    """What replicas in contact take a policy's bare name for. One that has only base@0 was just
-    started, and says nothing."""
+    """Return the versions that replicas in contact take a policy's bare name for.
+
+    A replica that has only base@0 was just started, and says nothing.
+    """
     found = set()
     for replica in state.replicas.values():
         if replica.lost or state.is_quarantined(replica.replica_id):
@@ -164,7 +170,7 @@ def _stands_for(state: PoolState, policy: Policy) -> set[int]:
 
 
 def _settle(change: Change, name: str, question: Question) -> None:
-    """Decide what a policy stands for whose catalog is an older copy."""
+    """Decide what a policy stands for, since its catalog is an older copy."""
     state = change.state
     left = {k: other for k, other in state.in_question.items() if k != name}
     change.state = replace(state, in_question=left)
@@ -200,8 +206,11 @@ def _settle(change: Change, name: str, question: Question) -> None:
 
 
 def _wanted(state: PoolState, policy: Policy, agreed: list[int], served: int | None) -> list[int]:
-    """The versions of these to record, ascending: those that would be kept if all were, and the
-    one that is to be served."""
+    """List which of these versions to record, ascending.
+
+    These are the versions that would be kept if all were recorded, and the one that is to be
+    served.
+    """
     if policy.kind is PolicyKind.BASE:
         return agreed
     kept = sorted({*policy.versions, *agreed})[-num_retained(policy, state.settings) :]
@@ -233,7 +242,7 @@ def _note_asked(change: Change, version: PolicyVersion, replica_id: str, seconds
 
 
 def described(change: Change, event: events.HeldDescribed) -> None:
-    """A holder has said what the catalog is to record of a version."""
+    """Adopt a version once a holder has said what the catalog is to record of it."""
     version, digest, facts = event.version, event.digest, event.facts
     _note_asked(change, version, event.replica_id, _RETRY_SECONDS)
     policy = change.state.policies.get(version.policy)
@@ -257,7 +266,7 @@ def _is_incomplete(version: PolicyVersion, facts: VersionFacts) -> bool:
 
 
 def _disbelieve(change: Change, event: events.HeldDescribed) -> None:
-    """A replica does not hold what it said, or cannot say what it is."""
+    """Forget the claim of a replica that does not hold what it said, or cannot say what it is."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is not None and replica.incarnation == event.incarnation:
         left = frozenset(h for h in replica.unrecorded if h.version != event.version)
@@ -339,7 +348,7 @@ def _holders(state: PoolState, version: PolicyVersion) -> Iterator[str]:
 
 
 def _resolve(change: Change, version: PolicyVersion, digest: bytes) -> None:
-    """A version's bytes are known: who holds others is mistaken."""
+    """Note a version's bytes, now that they are known: who holds others is mistaken."""
     adopted = {**change.state.adopted, version: digest}
     change.state = replace(change.state, adopted=adopted)
     _judge(change, version, digest)

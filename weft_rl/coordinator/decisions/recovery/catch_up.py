@@ -1,4 +1,4 @@
-"""Catching up: find what replicas lack, and who can bring it.
+"""Catching up: which versions replicas lack, and who can bring them.
 
 A replica that lacks a version which another holds gets a clone; one that holds it itself
 (a retained base, an adapter whose alias stands elsewhere, a version in its spill directory)
@@ -37,8 +37,9 @@ SCHEDULE_SECONDS = 0.02
 
 
 def schedule(change: Change) -> None:
-    """Look up what replicas lack and somebody holds who is free: one version a replica
-    at a time, one replica a source.
+    """Look up versions that replicas lack and that a free replica holds.
+
+    One version a replica at a time, and one replica a source.
 
     With each tick and after each transfer, before those that wait are admitted: so a
     source is seen free between two pushes, and the clone waits behind the second.
@@ -77,7 +78,7 @@ def schedule(change: Change) -> None:
 
 
 def _free_holders(state: PoolState, taken: Set[str]) -> dict[PolicyVersion, list[Replica]]:
-    """By version, who could send it now."""
+    """Return the replicas that could send a version now, by version."""
     found: dict[PolicyVersion, list[Replica]] = {}
     for replica in state.replicas.values():
         if (
@@ -100,14 +101,18 @@ def _choose(
     holders: Iterable[Replica],
     taken: Set[str],
 ) -> Replica | None:
-    """The replica itself if it holds the version in memory; else the best source that
-    is free: not the one that failed last if there is another, a ready one before
-    others, and one that drains only where nobody else is free (it stays as long as it
-    sends); else the replica itself if it has spilled the version: its disk is not
-    waited with until a busy source is free.
+    """Choose who brings a version to a replica: itself or another; None if nobody can.
 
-    Every copy was verified when it came, and its digest is compared again: a source
-    need not be ready.
+    The replica itself comes first if it holds the version in memory, then the best source that
+    is free. If there is none, or only the one that failed last, the replica itself reads what
+    it has spilled: its disk is not waited with until a busy source is free.
+
+    Of the sources, the one that failed last is taken only if there is no other. A ready one
+    goes before others. One that drains is taken only where nobody else is free (it stays as
+    long as it sends).
+
+    Every copy was verified when it came, and its digest is compared again: a source need not
+    be ready.
     """
     if holds(replica, version):
         return replica
@@ -129,7 +134,7 @@ def _choose(
 
 
 def looked_up(change: Change, event: events.LookedUp) -> None:
-    """What a clone needs is known: let it wait for its turn."""
+    """Let a clone or a restore wait for its turn, now that what it needs is known."""
     change.looked_up(event.replica_id)
     replica = change.state.replicas.get(event.replica_id)
     source = change.state.replicas.get(event.source_id)
@@ -159,8 +164,11 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
 
 
 def _backend(source: Replica, replica: Replica) -> str | None:
-    """The best that both have. One-sided comes last: nobody has tried whether these two share
-    a host. NCCL needs a GPU for each."""
+    """Return the best side-group backend that both replicas have; None for none.
+
+    One-sided comes last: nobody has tried whether these two share a host. NCCL needs a GPU for
+    each.
+    """
     theirs, ours = replica.capabilities, source.capabilities
     names = sorted(ours.backends, key=lambda name: name == ONE_SIDED)
     if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):

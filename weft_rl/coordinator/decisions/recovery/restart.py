@@ -1,4 +1,4 @@
-"""Staged bytes that no transfer under way speaks for: what a restart leaves behind.
+"""Restart: staged bytes left behind that belong to no transfer under way.
 
 The catalog decides. A version that was committed before the coordinator died is
 switched to (roll forward) where it is still wanted, in turn with all else that is done
@@ -23,7 +23,7 @@ from weft_rl.coordinator.decisions.state.values import Layout, VersionRecord, Ve
 def restore_or_discard(
     change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]
 ) -> None:
-    """Have what a replica has staged switched to, as its turn comes, or discarded.
+    """Let a replica switch to what it has staged, as its turn comes, or discard it.
 
     Repeated with every heartbeat until it is gone; both orders are idempotent.
     """

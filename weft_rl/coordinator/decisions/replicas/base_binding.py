@@ -1,4 +1,4 @@
-"""Which base model the pool is bound to: the first replica's, until it is bound anew."""
+"""Binding of the pool to a base model: the first replica's, until it is bound anew."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _hindrance(state: PoolState, event: events.RebindBase, now: float) -> NotRea
 
 
 def present(state: PoolState) -> list[str]:
-    """Replicas that are not given up, sorted."""
+    """List the replicas that are not given up, sorted."""
     return sorted(replica.replica_id for replica in state.replicas.values() if not replica.lost)
 
 

@@ -1,4 +1,4 @@
-"""Is base@0 one model? Each replica brings its own from disk, unseen by anybody.
+"""Checkpoints: whether base@0, which each replica brings from disk unseen, is one model.
 
 The first replica that tells what its checkpoint holds binds what base@0 is in this pool,
 for good. It matters only while the pool serves base@0, or is asked to go back to it: then
@@ -29,7 +29,7 @@ _MAX_AS_STARTED = 64
 
 
 def report(change: Change, event: events.ReportCheckpoint) -> None:
-    """A replica has read its checkpoint."""
+    """Note the checkpoint that a replica has read, or refuse a replica that is not registered."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None or replica.lost or replica.incarnation != event.incarnation:
         error = NotFoundError(
@@ -43,15 +43,17 @@ def report(change: Change, event: events.ReportCheckpoint) -> None:
 
 
 def note(change: Change, replica: Replica) -> None:
-    """Take down what a replica told, and bind base@0 to it if nothing is bound."""
+    """Store what a replica told, and bind base@0 to its checkpoint if nothing is bound."""
     change.put_replica(replica)
     if change.state.checkpoint is None and replica.checkpoint.state is CheckpointState.DIGESTED:
         _bind(change, replica)
 
 
 def note_as_started(change: Change, replica: Replica) -> None:
-    """Take down that the base that a replica serves is what it was started with, as it said,
-    where that is the pool's base@0."""
+    """Note that the base that a replica serves is what it was started with, as it said.
+
+    Only where its checkpoint is the pool's base@0.
+    """
     state = change.state
     content = state.base_contents.get(replica.vector.base)
     if content is None or content in state.as_started or len(state.as_started) >= _MAX_AS_STARTED:
@@ -84,8 +86,10 @@ def _bind(change: Change, replica: Replica) -> None:
 
 
 def watch(change: Change) -> None:
-    """Bind base@0 anew where a wrong first model would stand for ever: nothing was ever
-    pushed, and for as long as it takes to give a replica up nobody was there who has it.
+    """Bind base@0 anew where a wrong first model would stand for ever.
+
+    That is so if nothing was ever pushed, and for as long as it takes to give a replica up no
+    replica was there that has the bound checkpoint.
 
     With each tick; O(replicas) until something is pushed.
     """

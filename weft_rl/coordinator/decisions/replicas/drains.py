@@ -35,8 +35,10 @@ def drain(change: Change, event: events.DrainReplica) -> None:
 
 
 def noted(replica: Replica | None, note: events.DrainNote | None, now: float) -> Drain | None:
-    """A replica's drain once ``note`` is heard: what began it stands, the earlier end
-    counts, and nothing takes it back."""
+    """Return a replica's drain once ``note`` is heard; nothing takes a drain back.
+
+    Its first reason stands, and the earlier end counts.
+    """
     known = replica.drain if replica else None
     if note is None:
         return known
@@ -47,7 +49,7 @@ def noted(replica: Replica | None, note: events.DrainNote | None, now: float) ->
 
 
 def unknown_replica(replica_id: str) -> NotFoundError:
-    """The failure of an order that names no replica of the pool."""
+    """Return the error for an order that names no replica of the pool."""
     return NotFoundError(
         f"no replica {replica_id[:80]!r} is in the pool: weft status lists them",
         reason="REPLICA_UNKNOWN",

@@ -41,7 +41,7 @@ def take_out(change: Change, event: events.TakeOutOfService) -> None:
 
 
 def uncordon(change: Change, event: events.Uncordon) -> None:
-    """Put a replica back into service; says what its state is then."""
+    """Put a replica back into service; the answer says what its state is then."""
     name = event.replica_id
     if name in change.state.out_of_service:
         _put(change, name, None)
@@ -65,7 +65,7 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
 
 
 def adopt(change: Change, event: events.Register) -> None:
-    """Take from a replica what it was ordered, and this catalog, an older one, does not know."""
+    """Adopt an order that a replica reports and this catalog, an older copy, does not know."""
     name, told = event.replica_id, event.out_of_service
     known = change.state.out_of_service.get(name)
     if told == known or not _knows_more(change.state, event):
@@ -83,8 +83,10 @@ def adopt(change: Change, event: events.Register) -> None:
 
 
 def _knows_more(state: PoolState, event: events.Register) -> bool:
-    """Whether a replica has served a coordinator that had counted further than this catalog
-    when it was opened: what it was told last is newer than what the catalog says."""
+    """Return whether a replica was told newer orders than this catalog had when it was opened.
+
+    That is so if it has served a coordinator that had counted further.
+    """
     if event.last_coordinator_id == state.coordinator_id:
         return False
     generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
@@ -92,7 +94,7 @@ def _knows_more(state: PoolState, event: events.Register) -> bool:
 
 
 def refuse_reason(state: PoolState, replica_id: str) -> str:
-    """Why an operator wants a replica to refuse requests; empty where none does."""
+    """Return why an operator wants a replica to refuse requests; empty where none does."""
     order = state.out_of_service.get(replica_id)
     if order is None or order.state is not ReplicaState.QUARANTINED:
         return ""
@@ -100,15 +102,18 @@ def refuse_reason(state: PoolState, replica_id: str) -> str:
 
 
 def order_answered(change: Change, event: events.RefuseAnswered) -> None:
-    """A replica says what it enforces."""
+    """Note what a replica says that it enforces."""
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         change.put_replica(heard(change.state, replica, event.refusing, event.order_number))
 
 
 def heard(state: PoolState, replica: Replica, refusing: str, order_number: int) -> Replica:
-    """A replica once it has said what it enforces. What it said before it heard a later
-    order, and came late, does not count, nor does an order that was never given."""
+    """Return a replica once it has said what it enforces.
+
+    What it said before it heard a later order, and came late, does not count, nor does an
+    order that was never given.
+    """
     if not replica.order_number <= order_number <= state.order_number:
         return replica
     return replace(replica, refusing=refusing, order_number=order_number)
@@ -127,7 +132,7 @@ def _put(change: Change, replica_id: str, order: OutOfService | None) -> None:
 
 
 def _tell(change: Change, replica_id: str, before: str) -> None:
-    """Have a replica hear at once what it is to enforce; heartbeats repeat it."""
+    """Tell a replica at once what it is to enforce; heartbeats repeat it."""
     reason = refuse_reason(change.state, replica_id)
     if reason != before:
         change.state = replace(change.state, order_number=change.state.order_number + 1)

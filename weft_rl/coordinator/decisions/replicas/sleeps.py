@@ -1,9 +1,9 @@
 """Sleep: replicas that share a GPU with a trainer give its memory back for a while.
 
 A trainer's order is a part of its lease of the base: when that ends, the replicas wake. An
-operator's stands until an operator wakes them. Orders are carried out by calls that are
-repeated until what a replica says of itself is what was ordered; of one that was restarted,
-too. A replica carries its sleep, so a coordinator that is restarted knows again.
+operator's stands until an operator wakes them. Orders are carried out by calls. These are
+repeated until the replica says of itself what was ordered, also after its restart. A replica
+carries its sleep, so a coordinator that is restarted knows again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _sleep(
 
 
 def wake_rollouts(change: Change, event: events.WakeRollouts) -> None:
-    """Wake what the owner of the base's lease has put to sleep."""
+    """Wake the replicas that the owner of the base's lease has put to sleep."""
     try:
         require_lease(change.state, BASE_POLICY, event.fencing_token, change.now, event.session_id)
     except WeftError as error:
@@ -135,7 +135,7 @@ def _wake(change: Change, ticket: int, names: list[str], answer_by: float) -> No
 
 
 def adopt(change: Change, event: events.Register) -> None:
-    """Take the sleep for given that a replica carries since a former coordinator."""
+    """Adopt the order behind the sleep that a replica carries from a former coordinator."""
     state = change.state
     known_here = event.last_coordinator_id == state.coordinator_id
     if event.asleep is None or known_here or event.replica_id in state.sleeps:
@@ -147,7 +147,7 @@ def adopt(change: Change, event: events.Register) -> None:
 
 
 def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
-    """A replica sleeps, or says why not: then it is not asked again."""
+    """Note that a replica sleeps; a refusal ends its order, so that it is not asked again."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None or replica.incarnation != event.incarnation:
         return
@@ -168,8 +168,11 @@ def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
 
 
 def wake_answered(change: Change, event: events.WakeAnswered) -> None:
-    """A replica is awake, or says why not, and is called again. One that has no weights to wake
-    with is brought a base before it is routed to, like any whose weights may be mixed."""
+    """Note that a replica is awake; one that is not is called again.
+
+    A replica that has no weights to wake with is brought a base before it is routed to, like
+    any whose weights may be mixed.
+    """
     replica = change.state.replicas.get(event.replica_id)
     if replica is None or replica.incarnation != event.incarnation:
         return
@@ -228,7 +231,10 @@ def settle(change: Change) -> None:
 
 
 def forget_caller(change: Change, ticket: int) -> bool:
-    """Whether a call that was cancelled is one that waits here; its orders stand."""
+    """End the wait of a call that was cancelled; its orders stand.
+
+    Returns whether the call is one that waits here.
+    """
     if ticket not in change.state.sleep_waits:
         return False
     _end_wait(change, ticket)
@@ -245,7 +251,10 @@ def _is_pending(change: Change, name: str, wait: SleepWait) -> bool:
 
 
 def _adopt_token(change: Change) -> None:
-    """Orders that replicas have told of are the lease's of the same trainer, if it has one."""
+    """Make orders that replicas have told of part of the lease of the same trainer.
+
+    Only if the trainer has the lease of the base.
+    """
     base = change.state.policies.get(BASE_POLICY)
     lease = live_lease(base, change.now) if base else None
     for name, order in list(change.state.sleeps.items()):
@@ -254,7 +263,7 @@ def _adopt_token(change: Change) -> None:
 
 
 def _call(change: Change, replica: Replica) -> None:
-    """Have a replica do what is ordered now."""
+    """Call a replica to do what is ordered now."""
     name = replica.replica_id
     order = change.state.sleeps.get(name)
     where = (name, replica.incarnation, replica.address)
@@ -278,8 +287,11 @@ def _put(change: Change, name: str, order: SleepOrder) -> None:
 
 
 def _drop(change: Change, name: str) -> None:
-    """End an order. A replica that is about to sleep by it is woken at the next look, not once
-    its call has ended."""
+    """End an order.
+
+    A replica that is about to sleep by it is woken at the next look, not once its call has
+    ended.
+    """
     change.touched.add(name)
     replica = change.state.replicas.get(name)
     if replica is not None and replica.sleep_call_until > change.now:
@@ -305,8 +317,10 @@ def _fail(change: Change, name: str, failure: Failure, *, asleep: bool) -> None:
 
 
 def _refuse(change: Change, ticket: int, wait: SleepWait, error: WeftError) -> None:
-    """End a call that cannot be done for all of its replicas; names those that sleep, or are
-    about to, for they are left so."""
+    """Refuse a call that cannot be done for all of its replicas.
+
+    The error names those that sleep, or are about to, for they are left so.
+    """
     _end_wait(change, ticket)
     left = [name for name in wait.replica_ids if wait.asleep and name in change.state.sleeps]
     if left:

@@ -1,1 +1,1 @@
-"""What the decisions are made on: frozen values, and the pool as a whole."""
+"""State that the decisions are made on: frozen values, and the pool as a whole."""

@@ -24,7 +24,7 @@ class Member:
 def members_of(
     replicas: Iterable[tuple[str, str, int]], num_senders: int = 1
 ) -> tuple[Member, ...]:
-    """Places in a group: senders are ranks 0 and up, receivers follow in the given order.
+    """Assign ranks in a group: senders get ranks 0 and up, receivers follow in the given order.
 
     Args:
         replicas: Replica id, incarnation and number of receivers of each.
@@ -38,7 +38,7 @@ def members_of(
 
 
 def seats(replicas: Iterable[Replica], num_senders: int = 1) -> tuple[Member, ...]:
-    """The places of replicas in a new group."""
+    """Return the places of replicas in a new group."""
     return members_of(
         ((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas),
         num_senders,
@@ -49,13 +49,13 @@ def seats(replicas: Iterable[Replica], num_senders: int = 1) -> tuple[Member, ..
 class Group:
     """A side group: its senders (ranks 0 and up) and the receivers of its members.
 
-    All that is decided on, for all ranks; a member learns of it no more than its own
+    It holds all that is decided on, for all ranks; a member learns no more of it than its own
     ``weft_rl.contract.group.GroupTicket``.
     """
 
     group_id: str
     secret: str = field(repr=False)
-    """What the tokens of its ranks are derived from; never sent."""
+    """Secret that the tokens of its ranks are derived from; never sent."""
     epoch: int
     trainer_id: str
     session_id: str
@@ -63,8 +63,8 @@ class Group:
     members: tuple[Member, ...]
     attending: frozenset[int] = frozenset()
     is_probe: bool = False
-    """Whether its receivers are only asked whether they answer (see suspects.py); then
-    nobody is rank 0."""
+    """True if its receivers are only asked whether they answer (see suspects.py); then there is
+    no rank 0."""
     num_senders: int = 1
 
     @cached_property
@@ -74,7 +74,7 @@ class Group:
 
     @cached_property
     def num_receivers(self) -> int:
-        """Ranks that receive, which follow those that send."""
+        """Number of ranks that receive; they follow those that send."""
         return sum(member.num_receivers for member in self.members)
 
     @property
@@ -88,22 +88,22 @@ class Group:
         return range(self.num_senders, self.size)
 
     def ranks_from(self, first_rank: int) -> range:
-        """The ranks of the member whose first is this."""
+        """Return the ranks of the member that begins at ``first_rank``."""
         count = next(m.num_receivers for m in self.members if m.first_rank == first_rank)
         return range(first_rank, first_rank + count)
 
     def token_of(self, rank: int) -> str:
-        """What authorises one rank, in this epoch; it tells nothing of another's."""
+        """Return the token that authorises one rank in this epoch; it tells nothing of others."""
         text = f"{self.group_id} {self.epoch} {rank}"
         return hmac.new(self.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
     @property
     def complete(self) -> bool:
-        """Whether every rank attends."""
+        """True if every rank attends."""
         return len(self.attending) == self.size
 
     def member_name(self, rank: int) -> str:
-        """Who a rank is, for people: a replica's id or the trainer's."""
+        """Return the id of a rank's replica, or of the trainer, for messages."""
         if rank < self.num_senders:
             return self.trainer_id
         for member in self.members:
@@ -112,6 +112,6 @@ class Group:
         return f"rank {rank}"
 
     def rank_name(self, rank: int) -> str:
-        """As ``member_name``, and which of several senders it is."""
+        """Return ``member_name`` and, if there are several senders, which of them a rank is."""
         name = self.member_name(rank)
         return f"{name} (sender {rank})" if rank < self.num_senders > 1 else name

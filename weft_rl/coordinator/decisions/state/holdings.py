@@ -1,9 +1,9 @@
-"""Holdings: what a replica has of which bytes, and what of it counts.
+"""Holdings: the bytes that a replica has under each version, and which of them count.
 
-Numbers alone do not say which bytes a replica has: its catalog may have been another,
-or a newer one than this. So it names the digests, too. What the catalog has under a
-number with other bytes is *mistaken*: it does not count, and is dropped. What the
-catalog does not know at all is *unrecorded* until ``adoption`` decides.
+A version's number alone does not say which bytes a replica has: it may come from another
+catalog, or from a newer copy of this one. So replicas name the digests, too. A version is
+*mistaken* if the catalog has other bytes under its number: it does not count, and is dropped.
+A version that the catalog does not know at all is *unrecorded* until ``adoption`` decides.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def counted(
     *,
     complete: bool = False,
 ) -> Replica:
-    """A replica with what it says of itself, without what is mistaken.
+    """Return a replica as it describes itself, without its mistaken versions.
 
     Args:
-        replica: Its vector and copies as it names them.
-        heard: Which bytes those are, as far as it says so now.
-        complete: Whether it names all; else what it said before stands.
+        replica: The replica, with its vector and copies as it names them.
+        heard: Versions whose bytes it names now, with what the catalog says of each.
+        complete: True if ``heard`` is all that it holds; else what it said before stands.
     """
     heard = list(heard)
     unrecorded = {h for h in replica.unrecorded if not complete and _lists(replica, h)}
@@ -65,10 +65,10 @@ def counted(
 
 
 def _digest_of(state: PoolState, heard: Heard) -> bytes | None:
-    """The digest of what the catalog has under a number; None where it knows none.
+    """Return the digest that the catalog has under a number; None if it knows none.
 
-    A push that ended before its commit may have been committed in what a catalog that
-    is an older copy has lost: its number is no other's.
+    A push that was aborted without a digest counts as unknown. If the catalog is an older
+    copy, the push may have been committed in what was lost; no other version has its number.
     """
     version, record = heard.held.version, heard.record
     if version in state.conflicts:
@@ -81,13 +81,15 @@ def _digest_of(state: PoolState, heard: Heard) -> bytes | None:
 
 
 def undecided(state: PoolState, replica: Replica) -> frozenset[HeldVersion]:
-    """What a replica holds and the catalog does not know, as far as it would be kept: the rest
-    is retired as any other, or kept after all where what is newer is withdrawn."""
+    """Return the unrecorded versions of a replica that would be kept.
+
+    The others are retired like any version, or kept after all if a newer one is withdrawn.
+    """
     return frozenset(h for h in replica.unrecorded if would_be_kept(state, h.version))
 
 
 def would_be_kept(state: PoolState, version: PolicyVersion) -> bool:
-    """Whether a version would stay if it were recorded."""
+    """Return whether a version would be kept if it were recorded."""
     policy = state.policies.get(version.policy)
     if policy is None or policy.kind is PolicyKind.BASE:
         return policy is not None
@@ -100,7 +102,7 @@ def _may_be_adopted(record: VersionRecord) -> bool:
 
 
 def without_mistaken(replica: Replica) -> Replica:
-    """A replica whose mistaken versions do not count."""
+    """Return a replica whose vector and copies omit its mistaken versions."""
     if not replica.mistaken:
         return replica
     vector, gone = replica.vector, {h.version for h in replica.mistaken if not h.spilled}
@@ -119,7 +121,10 @@ def without_mistaken(replica: Replica) -> Replica:
 
 
 def switched(replica: Replica, version: PolicyVersion) -> Replica:
-    """A replica that has just switched to a version, by an order that named its digest."""
+    """Return a replica after its switch to a version, by an order that named the digest.
+
+    The version in its memory is then neither unrecorded nor mistaken.
+    """
 
     def others(held: frozenset[HeldVersion]) -> frozenset[HeldVersion]:
         return frozenset(h for h in held if h.spilled or h.version != version)
@@ -130,14 +135,16 @@ def switched(replica: Replica, version: PolicyVersion) -> Replica:
 
 
 def mistaken_adapters(replica: Replica) -> tuple[HeldVersion, ...]:
-    """Mistaken adapters that a replica has in memory and is to drop; sorted. A base goes
-    as another is loaded."""
+    """List the mistaken adapters that a replica has in memory and is to drop; sorted.
+
+    A mistaken base goes as another is loaded.
+    """
     found = (h for h in replica.mistaken if not h.spilled and h.version.policy != BASE_POLICY)
     return tuple(sorted(found, key=lambda h: h.version))
 
 
 def _lists(replica: Replica, held: HeldVersion) -> bool:
-    """Whether a replica names a version among what it serves, retains or has spilled."""
+    """Return whether a replica names a version among what it serves, retains or has spilled."""
     version = held.version
     if held.spilled:
         return version in replica.spilled

@@ -12,13 +12,13 @@ _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
 
 
 def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
-    """The newest versions, those that are pinned, and always the one behind the alias."""
+    """Return the newest versions, the pinned ones, and always the one behind the alias."""
     newest = policy.versions[-num_retained(policy, settings) :]
     return frozenset((*newest, *policy.pinned, policy.served_version))
 
 
 def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
-    """The versions that are kept, and those that would be if the change under way were undone."""
+    """Return the versions that are kept, or would be if the change under way were undone."""
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
         if transfer.policy == policy.name and transfer.may_be_undone:
@@ -36,13 +36,13 @@ def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
 
 
 def requestable(state: PoolState, policy: Policy) -> list[int]:
-    """Versions of an adapter that can be requested and will not leave by themselves."""
+    """List the versions of an adapter that can be requested and will not leave by themselves."""
     kept = kept_versions(policy, state.settings)
     return [version for version in policy.versions if version in kept]
 
 
 def ways_back(state: PoolState, policy: Policy) -> list[int]:
-    """Versions of an adapter that it can go back to now."""
+    """List the versions that an adapter can go back to now."""
     return [
         number
         for number in requestable(state, policy)
@@ -51,7 +51,7 @@ def ways_back(state: PoolState, policy: Policy) -> list[int]:
 
 
 def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord | None) -> Policy:
-    """The policy of a version that was served once.
+    """Return the policy of a version that was served once.
 
     Raises:
         NotFoundError: There is no such policy, or the version was never served.
@@ -69,7 +69,7 @@ def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord
 
 
 def unknown_policy(state: PoolState, policy: str) -> NotFoundError:
-    """The failure of a call that names no policy, or one that was forgotten."""
+    """Return the error for a call that names an unknown or a forgotten policy."""
     why = f"no policy {policy[:80]!r} is known"
     if policy in state.forgotten:
         why = f"the policy {policy!r} was forgotten by an operator: a push begins it anew"

@@ -1,4 +1,4 @@
-"""What the coordinator knows, as immutable values.
+"""State of the pool as the coordinator knows it: immutable values.
 
 Times are seconds of one monotonic clock, handed to ``step`` as ``now``; adding
 ``PoolState.wall_offset_seconds`` gives seconds since 1970 for what is recorded.
@@ -49,31 +49,32 @@ class Settings:
     lost_after_seconds: float = 10.0
     retain: int = 4
     forget_after_seconds: float = 3600.0
-    """A replica lost for so long is no longer listed."""
+    """Seconds after which a lost replica is no longer listed."""
     retire_retry_seconds: float = 2.0
-    """Between two requests to drop versions that one replica still holds."""
+    """Seconds between two requests to drop versions that one replica still holds."""
     clone_seconds: float = 600.0
-    """Longest that a clone, or reading a spilled version, may take once it is its turn."""
+    """Seconds that a clone, or reading a spilled version, may take at most from its turn on."""
     stall_seconds: float = 10.0
-    """How long a member of a transfer may owe the next step without a word."""
+    """Seconds that a member of a transfer may owe the next step without a word."""
     sender_stall_seconds: float = 60.0
-    """How long a trainer may owe it where another transfer waits for a replica of its push."""
+    """Seconds that a trainer may owe the next step while another transfer waits for a replica
+    of its push."""
     max_transfer_seconds: float = 3600.0
-    """Longest that a push may take once it is its turn."""
+    """Seconds that a push may take at most from its turn on."""
     clone_interruptions: int = 3
-    """A clone that pushes have ended so often goes before them."""
+    """Number of interruptions by pushes after which a clone goes before them."""
     clone_patience_seconds: float = 60.0
-    """So does one that is so old."""
+    """Seconds after which a clone that has not ended goes before pushes, too."""
     max_policies_per_trainer: int = 1024
-    """Policies that one trainer may have at a time, owned or served."""
+    """Largest number of policies that one trainer may have at a time, owned or served."""
     publish_again_after_seconds: float = 5.0
-    """How long a version must be held by nobody before its owner is asked for it: of
-    a pool that restarts, another replica may hold it."""
+    """Seconds that a version must be held by nobody before its owner is asked for it. While a
+    pool restarts, another replica may hold it."""
 
 
 @dataclass(frozen=True)
 class TrainerProcess:
-    """The process that owns a lease, as it says; see ``weft.v1.TrainerProcess``."""
+    """Process that owns a lease, by its own account; see ``weft.v1.TrainerProcess``."""
 
     host: str = ""
     host_key: str = ""
@@ -102,7 +103,7 @@ class Lease:
     expires_at: float
     process: TrainerProcess = UNKNOWN_PROCESS
     num_renewals: int = 0
-    """Grows with each sign of life of its owner."""
+    """Number of renewals; grows with each sign of life of the owner."""
 
 
 @dataclass(frozen=True)
@@ -115,35 +116,35 @@ class Policy:
     fencing_token: int = 0
     served_version: int = 0
     versions: tuple[int, ...] = ()
-    """Committed and not retired, ascending."""
+    """Versions that are committed and not retired, ascending."""
     lease: Lease | None = None
     pinned: tuple[int, ...] = ()
-    """Never retired, ascending; durable."""
+    """Versions that are never retired, ascending; durable."""
     retain: int = 0
-    """Newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
+    """Number of newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
     trained_on: Mapping[int, int] = field(default_factory=dict)
-    """By version of an adapter, the version of the base that it was trained on, where
-    that is known. In the catalog with each version's record."""
+    """Version of the base that each version of an adapter was trained on, where that is known.
+    In the catalog it is part of each version's record."""
     forgotten: bool = False
-    """Whether an operator has forgotten it, and nothing of it was committed since."""
+    """True if an operator has forgotten it, and nothing of it was committed since."""
     owner: str = ""
-    """Who took its lease last, as ``events.AcquirePolicy.owner``; empty since a restart."""
+    """Last owner of its lease, as ``events.AcquirePolicy.owner``; empty since a restart."""
 
 
 def live_lease(policy: Policy, now: float) -> Lease | None:
-    """The lease, if it has not run out."""
+    """Return the lease of a policy; None if it has run out."""
     lease = policy.lease
     return lease if lease and now < lease.expires_at else None
 
 
 def num_retained(policy: Policy, settings: Settings) -> int:
-    """How many of the newest versions of an adapter are kept."""
+    """Return the number of newest versions of an adapter that are kept."""
     return policy.retain or settings.retain
 
 
 @dataclass(frozen=True)
 class FitKey:
-    """What a preflight's answer depends on."""
+    """Key of a preflight's answer: all that the answer depends on."""
 
     layout_digest: bytes
     config_digest: bytes
@@ -152,139 +153,146 @@ class FitKey:
 
 @dataclass(frozen=True)
 class Republish:
-    """A served version that a replica lacks and no replica in contact can bring: its owner
-    is asked to publish it again."""
+    """Served version that a replica lacks and no replica in contact can bring.
+
+    Its owner is asked to publish it again.
+    """
 
     version: int
     since: float
     is_asked: bool = False
-    """Whether the owner is asked already: a lack must last a while."""
+    """True once the owner is asked: a lack must last a while first."""
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """A replica is asked what is to be recorded of a version."""
+    """Request to a replica for what is to be recorded of a version."""
 
     replica_id: str
     again_at: float
-    """When somebody is asked again."""
+    """Time at which a replica is asked again."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a policy stands for is in question: its catalog is an older copy than replicas know."""
+    """Doubt about the version that a policy stands for.
+
+    The catalog is an older copy than replicas know.
+    """
 
     served: int
-    """What the catalog says."""
+    """Version that is served according to the catalog."""
     since: float
 
 
 @dataclass(frozen=True)
 class Unserved:
-    """A committed version that no replica is known to serve (see unserved.py)."""
+    """Committed version that no replica is known to serve (see unserved.py)."""
 
     transfer: Transfer
-    """That brought it, as it ended."""
+    """Transfer that brought it, as it ended."""
     silent: frozenset[str]
-    """Replicas that have not reported without it."""
+    """Replicas that have not yet reported to be without it."""
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """Everything; replaced, never changed."""
+    """State of the whole pool; replaced, never changed."""
 
     settings: Settings = field(default_factory=Settings)
     generation: int = 1
     coordinator_id: str = ""
-    """Random for each process."""
+    """Id of the coordinator, random for each process."""
     secret: str = field(default="", repr=False)
-    """So is this, which is never sent: what the tokens of probes are derived from."""
+    """Secret that the tokens of probes are derived from; random for each process, never sent."""
     wall_offset_seconds: float = 0.0
     fingerprint: str = ""
     """The fingerprint of the pool's base model; durable, empty before the first replica."""
     architecture: str = ""
     checkpoint: BoundCheckpoint | None = None
-    """What base@0 is; durable, None until a replica has told it."""
+    """Checkpoint that base@0 is; durable, None until a replica has told it."""
     base_contents: Mapping[int, bytes] = field(default_factory=dict)
-    """By version of the base, ``base_content``; in the catalog with its record. Bounded."""
+    """Contents (``base_content``) by version of the base; in the catalog with its record.
+    Bounded."""
     as_started: frozenset[bytes] = frozenset()
-    """Those of them that are the bytes of base@0; durable."""
+    """Contents of the base that are the bytes of base@0; durable."""
     checkpoint_unseen_since: float | None = None
-    """Since when replicas with another checkpoint are there, and none with this one."""
+    """Time since which replicas with another checkpoint are there, and none with this one."""
     epoch: int = 0
     """The newest group's epoch, or the number of an operator's order since; durable."""
     opened_generation: int = 1
-    """The generation, and ``opened_epoch`` the epoch, of the catalog as it was opened: who has
-    heard of more knows more than it."""
+    """Generation in the catalog as it was opened; its epoch is ``opened_epoch``. A replica that
+    has heard of higher ones knows more than the catalog."""
     opened_epoch: int = 0
     reference_known: bool = False
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     policies: Mapping[str, Policy] = field(default_factory=dict)
     forgotten: Mapping[str, Policy] = field(default_factory=dict)
-    """Policies that operators have forgotten, of which only the numbers count: a trainer
-    that takes one up continues above them. None of them is in ``policies``."""
+    """Policies that operators have forgotten; only their numbers count. A trainer that takes
+    one up continues above them. None of them is in ``policies``."""
     groups: Mapping[str, Group] = field(default_factory=dict)
     transfers: Mapping[str, Transfer] = field(default_factory=dict)
-    """Under way, in order of their begin."""
+    """Transfers under way, in order of their begin."""
     history: Mapping[str, Transfer] = field(default_factory=dict)
-    """The last ended ones, oldest first."""
+    """Transfers that ended last, oldest first."""
     fits: Mapping[FitKey, Failure | None] = field(default_factory=dict)
-    """Answers of preflight; None where the version fits. Bounded."""
+    """Answers of preflight: a refusal, or None where the version fits. Bounded."""
     fits_under_way: frozenset[FitKey] = frozenset()
     retire_at: float = float("-inf")
-    """When to look next for versions to retire."""
+    """Time of the next look for versions to retire."""
     restart_over_at: float = float("-inf")
-    """When replicas that were there before a restart have registered, or are lost."""
+    """Time when replicas that were there before a restart have registered, or are lost."""
     tick_at: float = float("-inf")
-    """When the last tick was."""
+    """Time of the last tick."""
     discards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Replica to the transfers whose staged bytes it was not heard to drop."""
+    """Transfers, by replica, whose staged bytes the replica has not yet said that it dropped."""
     discard_at: float = float("-inf")
-    """When to repeat those orders."""
+    """Time at which orders in ``discards`` are repeated."""
     target_tickets: Mapping[int, float] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
     schedule_at: float = float("-inf")
-    """When the end of a clone may next give rise to a schedule."""
+    """Earliest time at which the end of a clone gives rise to a schedule."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
     republish: Mapping[str, Republish] = field(default_factory=dict)
-    """By policy."""
+    """Versions that are to be published again, by policy."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """By policy, the version that it serves and that is lost: see ``republish``."""
+    """Versions that are served and lost, by policy; see ``republish``."""
     unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
-    """Committed versions that nobody is known to serve. Bounded; not durable."""
+    """Committed versions that no replica is known to serve. Bounded; not durable."""
     out_of_service: Mapping[str, OutOfService] = field(default_factory=dict)
-    """By replica, of the pool or not; durable."""
+    """Operators' orders by replica, of the pool or not; durable."""
     number_floor: int = 0
-    """Numbers and tokens of policies that are new to the catalog begin above; durable."""
+    """Number above which numbers and tokens of policies begin that are new to the catalog;
+    durable."""
     token_floor: int = 0
-    """Tokens of policies that are new to it begin above this, too: of one that never had a
-    version nothing else is kept. Durable."""
+    """Number above which tokens of policies new to the catalog begin, too. Of a policy that
+    never had a version nothing else is kept. Durable."""
     unrecorded_since: Mapping[str, float] = field(default_factory=dict)
-    """By policy, since when a replica holds versions that the catalog does not know."""
+    """Time, by policy, since which a replica holds versions that the catalog does not know."""
     in_question: Mapping[str, Question] = field(default_factory=dict)
-    """By policy: nothing is brought for it, nor asked of replicas, until that is decided."""
+    """Policies whose served version is in question. Until that is decided, nothing is brought
+    for them, nor asked of replicas."""
     inquiries: Mapping[PolicyVersion, Inquiry] = field(default_factory=dict)
     """Unrecorded versions whose facts a holder is asked for."""
     adopted: Mapping[PolicyVersion, bytes] = field(default_factory=dict)
-    """The digests of those that were recorded since the start."""
+    """Digests of the unrecorded versions that were recorded since the start."""
     conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
-    """Versions under whose number replicas hold unlike bytes: who holds which, by digest."""
+    """Versions under whose number replicas hold unlike bytes; holders by digest."""
     sleeps: Mapping[str, SleepOrder] = field(default_factory=dict)
-    """By replica of the pool, that it is to sleep; not durable, the replica remembers it."""
+    """Orders to sleep, by replica of the pool; not durable, the replica remembers its own."""
     sleep_waits: Mapping[int, SleepWait] = field(default_factory=dict)
-    """By call."""
+    """Calls that wait for replicas to sleep or wake, by ticket."""
     order_number: int = 0
     """The number of the newest order to refuse requests, or to take them again."""
 
     def is_lost(self, policy: Policy) -> bool:
-        """Whether nobody can bring what a policy serves, nor anybody is asked to."""
+        """Return whether a policy's served version is lost: nobody can bring it or is asked to."""
         return self.lost.get(policy.name) == policy.served_version
 
     @cached_property
     def vector(self) -> VersionVector:
-        """What a ready replica serves: the base, and the adapters that are neither lost nor in
-        question."""
+        """Versions a ready replica serves: the base, and adapters neither lost nor in question."""
         base = self.policies.get(BASE_POLICY)
         return VersionVector(
             base=base.served_version if base else 0,
@@ -300,8 +308,7 @@ class PoolState:
 
     @cached_property
     def copies(self) -> frozenset[PolicyVersion]:
-        """Versions that a replica in contact holds a copy of that others may have, in
-        memory or spilled."""
+        """Versions that a replica in contact has a copy of for others, in memory or spilled."""
         return frozenset(
             version
             for replica in self.replicas.values()
@@ -316,13 +323,15 @@ class PoolState:
         return base.pinned if base else ()
 
     def is_quarantined(self, replica_id: str) -> bool:
-        """Whether an operator keeps a replica out of service and out of transfers."""
+        """Return whether an operator keeps a replica out of service and out of transfers."""
         order = self.out_of_service.get(replica_id)
         return order is not None and order.state is ReplicaState.QUARANTINED
 
     def is_changing(self, policy: str) -> bool:
-        """Whether a push or a rollback of a policy is under way, whichever replicas are
-        concerned: the next one would decide without knowing how it ends."""
+        """Return whether a push or a rollback of a policy is under way, on whichever replicas.
+
+        The next one would decide without knowing how it ends.
+        """
         return any(
             t.policy == policy and not t.replica_id and t.phase is not Phase.WAITING
             for t in self.transfers.values()
@@ -334,7 +343,7 @@ class PoolState:
         Numbers do not tell: what is pushed again has a new one.
 
         Args:
-            trained_on: Version of the base; None, where nobody knows, is no other.
+            trained_on: Version of the base; None (unknown) does not count as another.
         """
         served = self.vector.base
         if trained_on is None or trained_on == served:
@@ -343,8 +352,7 @@ class PoolState:
         return was is None or was != now
 
     def is_over_another_base(self, version: PolicyVersion) -> bool:
-        """Return whether an adapter's version can be requested, over another base than it was
-        trained on."""
+        """Return whether an adapter version can be requested over a base it was not trained on."""
         policy = self.policies.get(version.policy)
         if policy is None or version.version not in policy.versions:
             return False
@@ -368,20 +376,22 @@ class PoolState:
         return replace(self, base_contents={number: known[number] for number in newest})
 
     def _content_of_base(self, version: int) -> bytes | None:
-        """Return what tells the content of a version from that of others; None if unknown."""
+        """Return a value that identifies the content of a version of the base; None if unknown."""
         content = _STARTED_WITH if version == 0 else self.base_contents.get(version)
         return _STARTED_WITH if content in self.as_started else content
 
     def wall(self, now: float) -> float:
-        """``now`` in seconds since 1970."""
+        """Convert ``now`` to seconds since 1970."""
         return now + self.wall_offset_seconds
 
 
 def require_lease(
     state: PoolState, policy_name: str, fencing_token: int, now: float, session_id: str = ""
 ) -> tuple[Policy, Lease]:
-    """The policy and its lease, if the token is that lease's, and the session where one
-    is named: a catalog that was lost may have given the token before.
+    """Return a policy and its lease, if the token is that lease's.
+
+    If a session is named, it must be the lease's, too: a catalog that was lost may have given
+    the token before.
 
     Raises:
         LeaseFencedError: The lease expired, was taken over, or never was.

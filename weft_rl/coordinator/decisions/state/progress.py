@@ -1,4 +1,4 @@
-"""What the ranks of a transfer's group say of their work, and since when they owe it."""
+"""Progress that the ranks of a transfer's group report, and the steps that they owe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft_rl.containers.frozen import replace
 
 
 class Activity(enum.IntEnum):
-    """Numbers are those of ``weft.v1.Activity``."""
+    """Activity of a rank; numbers are those of ``weft.v1.Activity``."""
 
     FORMING = 1
     ALLOCATING = 2
@@ -23,7 +23,7 @@ class Activity(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank said last; see ``weft.v1.Progress``."""
+    """Last report of a rank on its work; see ``weft.v1.Progress``."""
 
     transfer_id: str
     activity: int
@@ -52,11 +52,11 @@ class Word:
 
 @dataclass(frozen=True)
 class Work:
-    """What a replica says that it carries out; see ``weft.v1.Work``."""
+    """Report of a replica on what it carries out; see ``weft.v1.Work``."""
 
     what: str
     silence: float
-    """Seconds since it got on."""
+    """Seconds since it last made progress."""
 
 
 #: What every rank of a new group owes first.
@@ -65,7 +65,7 @@ FIRST_STEP = "join the group"
 
 @dataclass(frozen=True)
 class Debt:
-    """The next step of a transfer, which waits for one rank."""
+    """Next step of a transfer, owed by one rank."""
 
     step: str
     since: float
@@ -73,23 +73,23 @@ class Debt:
 
 @dataclass(frozen=True)
 class Watch:
-    """One epoch of a transfer as its ranks tell it; times as in ``state``."""
+    """Progress of one epoch of a transfer, as its ranks report it; times as in ``state``."""
 
     heard_at: Mapping[int, float] = field(default_factory=dict)
-    """When each rank last said what it does, or verified a bucket."""
+    """Time at which each rank last said what it does, or verified a bucket."""
     words: Mapping[int, Word] = field(default_factory=dict)
     num_verified: Mapping[int, int] = field(default_factory=dict)
-    """Buckets, from the first, that a receiver has reported."""
+    """Number of buckets, from the first, that each receiver has reported as verified."""
     debts: Mapping[int, Debt] = field(default_factory=dict)
     held_up: Mapping[int, float] = field(default_factory=dict)
-    """For how many seconds a receiver, at work, was what all others waited for."""
+    """Seconds for which each receiver, at work, was what all others waited for."""
     looked_at: float = float("inf")
-    """When who holds the others up was noted last."""
+    """Time at which a receiver that holds the others up was noted last; inf while there is none."""
 
     def heard(
         self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
     ) -> Watch:
-        """This watch once these words and reports were heard."""
+        """Return this watch with the words and numbers of verified buckets that ranks reported."""
         return replace(
             self,
             heard_at={**self.heard_at, **dict.fromkeys((*words, *num_verified), now)},
@@ -98,7 +98,7 @@ class Watch:
         )
 
     def with_debts(self, steps: Mapping[int, str], now: float) -> Watch:
-        """This watch with what each rank owes now; a debt keeps its beginning."""
+        """Return this watch with what each rank owes now; a debt keeps its beginning."""
         debts = {
             rank: old if (old := self.debts.get(rank)) and old.step == step else Debt(step, now)
             for rank, step in steps.items()
@@ -106,8 +106,9 @@ class Watch:
         return self if debts == self.debts else replace(self, debts=debts)
 
     def carried(self, ranks: Mapping[int, int], step: str, now: float) -> Watch:
-        """What a transfer's next epoch begins with: whoever was silent then has been so long
-        silent already, until it has done its first step.
+        """Return the watch that a transfer's next epoch begins with.
+
+        The silence of each rank is carried over, until the rank has done its first step.
 
         Args:
             ranks: The former rank of each new one.
@@ -122,20 +123,22 @@ class Watch:
         return Watch(debts=debts, held_up=held_up)
 
     def with_holder(self, rank: int | None, now: float) -> Watch:
-        """This watch once a receiver holds the others up; None is nobody. The time since the
-        last look counts, a second at most: ticks are more frequent."""
+        """Return this watch with the receiver that holds the others up noted; None is nobody.
+
+        The time since the last look counts, a second at most: ticks are more frequent.
+        """
         if rank is None:
             return self if self.looked_at == float("inf") else replace(self, looked_at=float("inf"))
         seconds = self.held_up.get(rank, 0.0) + min(1.0, max(0.0, now - self.looked_at))
         return replace(self, held_up={**self.held_up, rank: seconds}, looked_at=now)
 
     def silence(self, rank: int, now: float) -> float:
-        """How long a rank has owed its step without a word; 0 if it owes nothing."""
+        """Return the seconds that a rank has owed its step without a word; 0 if it owes nothing."""
         debt = self.debts.get(rank)
         return now - max(debt.since, self.heard_at.get(rank, debt.since)) if debt else 0.0
 
     def forgiven(self, seconds: float) -> Watch:
-        """This watch as if so much time had not passed."""
+        """Return this watch as if ``seconds`` had not passed."""
         return replace(
             self,
             heard_at={rank: at + seconds for rank, at in self.heard_at.items()},

@@ -1,6 +1,6 @@
-"""A replica's state, why it is so, and what it lacks; who may be sent requests or weights.
+"""State of a replica, its reasons, and what it lacks; who may be sent requests or weights.
 
-Questions only; nothing is decided here.
+Queries only; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft_rl.coordinator.decisions.state.values import BoundCheckpoint, ReplicaS
 
 
 def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
-    """A replica's state; cheap."""
+    """Return a replica's state; cheap."""
     if replica.lost or replica.suspicion:
         return ReplicaState.LOST
     if replica.dirty_reason or state.is_quarantined(replica.replica_id):
@@ -36,8 +36,10 @@ def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
 
 
 def is_routable(state: PoolState, replica: Replica) -> bool:
-    """Whether requests may be sent to a replica: it serves what the pool serves, and is
-    open. So may they be to a suspect, once its engine has taken the order to attend a probe."""
+    """Return whether requests may be sent to a replica: it is open and serves the pool's versions.
+
+    A suspect is routable, too, once its engine has taken the order to attend a probe.
+    """
     match replica_state(state, replica):
         case ReplicaState.READY:
             return True
@@ -50,7 +52,7 @@ def is_routable(state: PoolState, replica: Replica) -> bool:
 
 
 def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str]:
-    """A replica's state, and why it is not ready; looks at all replicas if so."""
+    """Return a replica's state, and why it is not ready; looks at all replicas if it is not."""
     if replica.lost or replica.suspicion:
         return ReplicaState.LOST, replica.suspicion or "no heartbeat"
     order = state.out_of_service.get(replica.replica_id)
@@ -91,8 +93,10 @@ CAUSES: Final[Mapping[ReplicaState, tuple[str, ...]]] = {
 
 
 def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
-    """The first of what ``explain_state`` says of a replica in this state, as one of
-    ``CAUSES``; looks at no other replica."""
+    """Return the first reason that ``explain_state`` has for this state, as one of ``CAUSES``.
+
+    Looks at no other replica.
+    """
     match known:
         case ReplicaState.LOST:
             return "left_transfer" if replica.suspicion else "silent"
@@ -109,7 +113,7 @@ def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
 
 
 def _closed(replica: Replica) -> str:
-    """Why it does not answer requests; empty where it is open."""
+    """Explain why a replica does not answer requests; empty if it is open."""
     if replica.is_open:
         return ""
     said = f", it said last: {replica.refusing}" if replica.refusing else ""
@@ -117,7 +121,7 @@ def _closed(replica: Replica) -> str:
 
 
 def _sleep(state: PoolState, replica: Replica) -> str:
-    """Why it sleeps, or is about to; empty where it is awake."""
+    """Explain why a replica sleeps, or is about to; empty if it is awake."""
     if not is_asleep(state, replica):
         return ""
     order = state.sleeps.get(replica.replica_id)
@@ -141,7 +145,7 @@ def _joined(*parts: str) -> str:
 
 
 def _missing(state: PoolState, replica: Replica) -> str:
-    """What it lacks and what is done about it; empty when it lacks nothing."""
+    """Explain what a replica lacks and what is done about it; empty if it lacks nothing."""
     lacking = lacks(state, replica)
     if not lacking:
         return ""
@@ -159,7 +163,7 @@ def _missing(state: PoolState, replica: Replica) -> str:
 
 
 def routes(state: PoolState) -> list[Replica]:
-    """The replicas to route to, by id; O(replicas)."""
+    """List the replicas to route to, by id; O(replicas)."""
     return sorted(
         (replica for replica in state.replicas.values() if is_listed(replica)),
         key=lambda replica: replica.replica_id,
@@ -167,12 +171,12 @@ def routes(state: PoolState) -> list[Replica]:
 
 
 def is_listed(replica: Replica) -> bool:
-    """Whether requests may be sent to a replica."""
+    """Return whether a replica is listed in the routes: requests may be sent to it."""
     return seen(replica) is not None
 
 
 def seen(replica: Replica | None) -> tuple[str, str, str, VersionVector] | None:
-    """What a reader of the routes sees of a replica; None where it is not listed."""
+    """Return what readers of the routes see of a replica; None if it is not listed."""
     if replica is None or not replica.routed or not replica.http_url:
         return None
     return replica.http_url, replica.address, replica.model_name, replica.vector
@@ -182,12 +186,12 @@ def seen(replica: Replica | None) -> tuple[str, str, str, VersionVector] | None:
 
 
 def eligible_targets(state: PoolState) -> list[Replica]:
-    """The eligible targets of any push, by id."""
+    """List the eligible targets of any push, by id."""
     return [r for r in base_targets(state) if not r.dirty_reason]
 
 
 def base_targets(state: PoolState) -> list[Replica]:
-    """The eligible targets of a base, by id: also the quarantined ones that it would repair."""
+    """List the eligible targets of a base, by id: also quarantined ones that it would repair."""
     return sorted(
         (
             r
@@ -199,7 +203,7 @@ def base_targets(state: PoolState) -> list[Replica]:
 
 
 def shared_backends(replicas: Sequence[Replica]) -> list[str]:
-    """Side-group backends that all of these offer, in the first one's order."""
+    """List the side-group backends that all replicas offer, in the first one's order."""
     if not replicas:
         return []
     rest = [r.capabilities.backends for r in replicas[1:]]
@@ -207,42 +211,52 @@ def shared_backends(replicas: Sequence[Replica]) -> list[str]:
 
 
 def takes_weights(state: PoolState, replica: Replica) -> bool:
-    """Whether anything new is brought to a replica: not while it drains or is suspect, nor
-    while an operator quarantines it."""
+    """Return whether anything new is brought to a replica.
+
+    It is not while the replica drains or is suspect, nor while an operator quarantines it.
+    """
     is_free = replica.drain is None and replica.suspect is None
     return is_free and not state.is_quarantined(replica.replica_id)
 
 
 def takes_clones(state: PoolState, replica: Replica) -> bool:
-    """Whether clones are brought to a replica: not while it is cordoned, either, or sleeps.
-    Pushes go to it all the same; one that is cordoned may switch to copies of its own."""
+    """Return whether clones are brought to a replica.
+
+    They are not while it takes no weights, is cordoned or sleeps. Pushes go to a cordoned or
+    sleeping replica all the same; a cordoned one may switch to copies of its own.
+    """
     is_free = takes_weights(state, replica) and not is_asleep(state, replica)
     return is_free and replica.replica_id not in state.out_of_service
 
 
 def is_asleep(state: PoolState, replica: Replica) -> bool:
-    """Whether a replica sleeps, or is to: nothing is routed to it, and nothing it lacks is
-    brought to it before it is awake, but by a push."""
+    """Return whether a replica sleeps, or is to.
+
+    Nothing is routed to it, and only a push brings it what it lacks before it is awake.
+    """
     return replica.replica_id in state.sleeps or is_unsettled(replica)
 
 
 def is_unsettled(replica: Replica) -> bool:
-    """Whether a replica sleeps, or has been told to sleep or wake and has not answered: what
-    a heartbeat says that was on its way meanwhile is not relied on."""
+    """Return whether a replica sleeps, or has not answered an order to sleep or wake.
+
+    A heartbeat that was on its way meanwhile is not relied on.
+    """
     return replica.asleep is not None or replica.sleep_call_until > float("-inf")
 
 
 def is_ready(state: PoolState, replica: Replica) -> bool:
-    """Whether a replica serves everything that the pool serves."""
+    """Return whether a replica in contact serves everything that the pool serves."""
     return replica.in_contact and not lacks(state, replica) and not doubt(state, replica)
 
 
 def is_joining(state: PoolState, replica: Replica) -> bool:
-    """Whether a replica in contact has still to catch up: it takes part in a push if it is
-    free, and no push waits for it.
+    """Return whether a replica in contact has still to catch up.
 
-    By what was announced last where that says so: to compare all that a thousand replicas
-    serve would take longer than to begin a push.
+    It takes part in a push if it is free, and no push waits for it.
+
+    The state that was announced last decides if it is READY: to compare all that a thousand
+    replicas serve would take longer than to begin a push.
     """
     if replica.announced is ReplicaState.READY:
         return False
@@ -250,7 +264,7 @@ def is_joining(state: PoolState, replica: Replica) -> bool:
 
 
 def obeys_pins(state: PoolState, replica: Replica) -> bool:
-    """Whether a replica that is brought a base drops no copy that is pinned."""
+    """Return whether a replica that is brought a base drops no pinned copy."""
     return replica.pins_obeyed.issuperset(state.pinned_bases)
 
 
@@ -258,13 +272,13 @@ def obeys_pins(state: PoolState, replica: Replica) -> bool:
 
 
 def lacks(state: PoolState, replica: Replica) -> list[str]:
-    """What a replica must still serve to be ready, as ``policy@version``.
+    """List the versions that a replica must still serve to be ready, as ``policy@version``.
 
-    Between the commit point and its own switch it serves what it should. An order to
-    switch that was given before the pool was rolled back may still take it elsewhere,
-    and a clone that it loads in place mixes its weights, whatever it said that it serves.
-    What it has under a number of other bytes it is to drop first. Nor may a bare name
-    stand for a former version of what is lost.
+    Between the commit point and its own switch a replica does not lack the committed version.
+    An order to switch that was given before the pool was rolled back may still take it
+    elsewhere. A clone that it loads in place mixes its weights, whatever it said that it
+    serves. Adapters that it has under a number of other bytes it must drop first. Nor may a
+    bare name stand for a former version of what is lost.
     """
     lacking = state.vector.missing_from(replica.vector)
     for name, number in state.lost.items():
@@ -289,9 +303,11 @@ def lacks(state: PoolState, replica: Replica) -> list[str]:
 
 
 def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
-    """What is to be brought to a replica, in order: the base, then each adapter's
-    versions from the oldest on, so that it is ready when it has them all. One whose
-    weights may be mixed gets a base before anything else; one that cannot load any gets none.
+    """List the versions to bring to a replica, in order, so that it is ready when it has them all.
+
+    The base comes first, then each adapter's versions from the oldest on. A replica whose
+    weights may be mixed gets a base before anything else; one that cannot load any base gets
+    none.
     """
     pool = state.vector
     base = PolicyVersion(BASE_POLICY, pool.base)
@@ -306,8 +322,10 @@ def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
 
 
 def lacked_adapters(state: PoolState, replica: Replica) -> list[PolicyVersion]:
-    """List the kept adapter versions that a replica does not serve, each policy's from the
-    oldest on; whether it can be brought them now or not."""
+    """List the kept adapter versions that a replica lacks, whether it takes them now or not.
+
+    Each policy's come from the oldest on.
+    """
     pool, found = state.vector, list[PolicyVersion]()
     if replica.vector == pool or not replica.capabilities.lora_enabled:
         return found
@@ -322,8 +340,10 @@ def lacked_adapters(state: PoolState, replica: Replica) -> list[PolicyVersion]:
 
 
 def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
-    """What is being done about a version that a replica lacks, for people; empty
-    when it will be brought in a moment."""
+    """Explain what is done about a version that a replica lacks, for messages.
+
+    Empty when it will be brought in a moment.
+    """
     for transfer in state.transfers.values():
         if transfer.replica_id == replica.replica_id and transfer.policy_version == version:
             return f", which comes from {transfer.purpose.origin(replica, version)}"
@@ -346,7 +366,7 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
 
 
 def who_publishes(state: PoolState, policy: str) -> str:
-    """Who brings back what nobody holds any more, for people."""
+    """Explain who brings back a version that nobody holds any more, for messages."""
     known = state.policies.get(policy)
     if known is not None and known.lease is not None:
         return f"its owner {known.lease.trainer_id} is asked to publish it again"
@@ -354,7 +374,7 @@ def who_publishes(state: PoolState, policy: str) -> str:
 
 
 def _way_on(state: PoolState, policy: str) -> str:
-    """The order by which a pool goes on without what nobody holds any more."""
+    """Return the order by which a pool goes on without a version that nobody holds any more."""
     known = state.policies.get(policy)
     if policy == BASE_POLICY:
         return "go back to what replicas were started with: weft rollback base --to 0"
@@ -373,16 +393,21 @@ _REMEDY = (
 
 
 def doubt(state: PoolState, replica: Replica) -> str:
-    """Why a replica may not answer as base@0, for people; empty where it may, or where
-    base@0 is not what the pool and it serve. Cheap where it is compared already."""
+    """Explain why a replica may not answer as base@0, for messages; empty if it may.
+
+    Also empty if the pool or the replica serves another base than base@0. Cheap if it is
+    compared already.
+    """
     if state.vector.base or replica.vector.base:
         return ""
     return difference(state, replica)
 
 
 def difference(state: PoolState, replica: Replica) -> str:
-    """How a replica's base@0 is not known to be the pool's; empty where it is, or where
-    there is nothing to compare."""
+    """Explain why a replica's base@0 is not known to be the pool's; empty if it is.
+
+    Also empty if there is nothing to compare.
+    """
     own, bound = replica.checkpoint, state.checkpoint
     match own.state:
         case CheckpointState.READING:

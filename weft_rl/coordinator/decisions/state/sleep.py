@@ -1,4 +1,4 @@
-"""Replicas that sleep: what they say, who ordered it, and who waits for it."""
+"""Sleep of replicas: reports of it, orders for it, and calls that wait for it."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Asleep:
-    """A replica says that it sleeps."""
+    """Report of a replica that it sleeps."""
 
     trainer_id: str
-    """Who put it to sleep; empty for an operator."""
+    """Trainer that put it to sleep; empty for an operator."""
     weights_awake: bool = False
-    """Whether a push has woken its weights."""
+    """True if a push has woken its weights."""
     level: int = 1
-    """At which it was put to sleep."""
+    """Level at which it was put to sleep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SleepOrder:
-    """A replica is to sleep until somebody wakes it, or its trainer's lease has ended. Not
-    durable: the replica remembers it."""
+    """Order to a replica to sleep until somebody wakes it, or its trainer's lease has ended.
+
+    Not durable: the replica remembers it.
+    """
 
     trainer_id: str
-    """Empty for an operator."""
+    """Trainer that ordered it; empty for an operator."""
     fencing_token: int = 0
-    """Of the base's lease that it is a part of; 0 for an operator's, or where a replica has
-    told of it, and the trainer has not been heard since."""
+    """Token of the base's lease that the order is a part of. 0 for an operator's, or if a
+    replica has told of it and the trainer has not been heard since."""
     level: int = 1
-    """1 moves weights to host memory, 2 discards them."""
+    """Level of sleep: 1 moves weights to host memory, 2 discards them."""
     aborts: bool = False
-    """Whether running requests are aborted, rather than finished."""
+    """True if running requests are aborted, rather than finished."""
     seconds: float = 0.0
-    """How long those may take to end."""
+    """Seconds that running requests may take to end."""
     until: float = float("inf")
-    """When one that a replica has told of ends unless its trainer is heard."""
+    """Time at which an order that a replica has told of ends unless its trainer is heard."""
     confirmed: bool = False
-    """Whether the replica has slept by it."""
+    """True if the replica has slept by it."""
 
 
 @dataclass(frozen=True)
 class SleepWait:
-    """A call that waits until replicas sleep, or are awake."""
+    """Call that waits until replicas sleep, or are awake."""
 
     replica_ids: tuple[str, ...]
     asleep: bool

@@ -1,5 +1,7 @@
-"""A transfer, the facts of what it is for, and its side group, as immutable values; times as in
-``state``."""
+"""A transfer, the facts of its purpose, and the reports of its ranks: immutable values.
+
+Times as in ``state``.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,14 @@ class FreshIds:
     group_secret: str = field(repr=False)
     """The secret of the transfer's first group."""
     secret: str = field(repr=False)
-    """The secrets of its further groups are derived from it; never sent."""
+    """Secret that the secrets of its further groups are derived from; never sent."""
 
     def group(self, nth: int) -> tuple[str, str]:
-        """The name and the secret of a transfer's nth group, from 0 on: a secret as
-        unguessable as its own, which no member of any group is ever told."""
+        """Return the name and the secret of a transfer's nth group, from 0 on.
+
+        Each secret is as unguessable as the transfer's own, which no member of any group is
+        ever told.
+        """
         if not nth:
             return self.group_id, self.group_secret
         secret = hashlib.sha256(f"{self.secret}.{nth}".encode()).hexdigest()
@@ -47,40 +52,42 @@ class FreshIds:
 
 
 def switch_id(transfer_id: str, replica_id: str) -> str:
-    """What one replica's switch to what a former transfer staged is named: each waits for
-    its turn."""
+    """Return the id of one replica's switch to what a former transfer staged.
+
+    Each such switch waits for its turn.
+    """
     return f"{transfer_id}.{replica_id}"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the ranks of a transfer's present group have said; a new group begins anew."""
+    """Reports of the ranks of a transfer's present group; a new group begins anew."""
 
     prepare_sent: bool = False
     prepared: Mapping[int, int] = field(default_factory=dict)
-    """Buckets that each receiver has verified already, by rank."""
+    """Number of buckets that each receiver has verified already, by rank."""
     staged: Mapping[int, ContentDigest] = field(default_factory=dict)
     pausing: Mapping[str, float] = field(default_factory=dict)
-    """Replicas that load in place and have not answered yet that they have paused
-    generation, and since when they are told to."""
+    """Replicas that load in place and have not answered yet that they have paused generation,
+    with the time since which they are told to."""
     watch: Watch = field(default_factory=Watch)
-    """What the ranks say of their work."""
+    """Progress of the ranks, as they report it."""
     accusations: Mapping[int, Failure] = field(default_factory=dict)
-    """Ranks that say a peer is gone, without knowing which (see course.py)."""
+    """Failures by the rank that says a peer is gone, without knowing which (see course.py)."""
     judge_at: float = 0.0
 
 
 class PurposeFacts:
-    """Facts of what one transfer is for: the part of a purpose that is known without its rules.
+    """Facts of a transfer's purpose: the part that is known without the purpose's rules.
 
-    One that has such a fact declares it as a field, all others leave it as it is here. The rules
-    are in ``transfers/purpose.py``.
+    A purpose that has such a fact declares it as a field; others leave it as it is here. The
+    rules are in ``transfers/purpose.py``.
     """
 
     name: ClassVar[str]
-    """In lower case; ``weft.v1.TransferPurpose`` has the same names."""
+    """Name in lower case; ``weft.v1.TransferPurpose`` has the same names."""
     brings_version: ClassVar[bool] = False
-    """Whether its version is a new one, which nobody had before."""
+    """True if its version is a new one, which nobody had before."""
 
     replica_id: str = ""
     """The only replica that it is for; empty where it changes what the pool serves."""
@@ -93,12 +100,12 @@ class PurposeFacts:
     served_over: int | None = None
     """The version of the base that an adapter was committed over."""
     over_another_base: bool = False
-    """Whether that is a base of another content than it was trained on."""
+    """True if that is a base of another content than it was trained on."""
     carries_runs: bool = False
-    """Whether its buckets list what they carry."""
+    """True if its buckets list what they carry."""
 
     def origin(self, replica: Replica, version: PolicyVersion) -> str:
-        """Return where the only replica that it is for gets the version from, for people."""
+        """Return where the only replica that it is for gets the version from, for messages."""
         return self.source
 
 
@@ -108,20 +115,20 @@ class Transfer:
 
     ids: FreshIds
     purpose: PurposeFacts
-    """What it is for, with what only transfers of that purpose have."""
+    """Purpose, with what only transfers of that purpose have."""
     policy: str
     kind: PolicyKind
     trainer_id: str
-    """Who sends: a trainer, ``replica_sender(...)``, or an operator who has nothing to send."""
+    """Sender: a trainer, ``replica_sender(...)``, or an operator who has nothing to send."""
     layout: Layout = NOTHING
     send_plan: SendPlan | None = field(default=None, repr=False)
-    """Who sends what, where several do. Not kept once it has ended."""
+    """Division of the buckets among several senders. Not kept once the transfer has ended."""
     adapter: AdapterSpec | None = None
     backend: str = ""
     backend_reason: str = ""
-    """Why the sender uses it, for people."""
+    """Reason why the sender uses this backend, for messages."""
     trial_names: frozenset[str] = frozenset()
-    """Of the replicas that the sender of a one-sided transfer has tried."""
+    """Trial names of the replicas that the sender of a one-sided transfer has tried."""
     begin_at: float
     deadline: float = float("inf")
     phase: Phase = Phase.WAITING
@@ -134,18 +141,19 @@ class Transfer:
     lost: tuple[str, ...] = ()
     """Replicas that the transfer continues without, in order of their loss."""
     losses: Mapping[str, Failure] = field(default_factory=dict)
-    """Why it continues without them."""
+    """Reasons why it continues without them, by replica."""
     attempt: Attempt = field(default_factory=Attempt)
     loading: frozenset[str] = frozenset()
     """Replicas that were told to load it in place, in this epoch or a former one."""
     taken_up: bool = False
-    """Whether a sender has come to it: to its group, or with a word of it to the former one."""
+    """True once a sender has joined its group, or has reported on it in a group kept from the
+    former transfer."""
     start_at: float = 0.0
     commit_at: float = 0.0
     end_at: float = 0.0
     content_digest: ContentDigest | None = None
     served_before: int = 0
-    """What its policy served when it came to its commit point."""
+    """Version that its policy served when it came to its commit point."""
     switching: frozenset[str] = frozenset()
     """Replicas whose answer to CommitTransfer is awaited."""
     served_by: frozenset[str] = frozenset()
@@ -153,7 +161,7 @@ class Transfer:
     incarnations: Mapping[str, str] = field(default_factory=dict)
     """The processes that were told to switch, by replica."""
     refusals: Mapping[str, Failure] = field(default_factory=dict)
-    """Why the others did not."""
+    """Reasons why the others did not switch, by replica."""
     pause_seconds: float = 0.0
     failure: Failure | None = None
     begin_tickets: tuple[int, ...] = ()
@@ -179,17 +187,17 @@ class Transfer:
 
     @property
     def num_senders(self) -> int:
-        """Ranks that send."""
+        """Number of ranks that send."""
         return self.send_plan.num_senders if self.send_plan else 1
 
     def sent_by(self, sender: int) -> Sequence[int]:
-        """The buckets that a rank sends, ascending."""
+        """Return the buckets that a rank sends, ascending."""
         if self.send_plan is None:
             return range(self.layout.num_buckets)
         return self.send_plan.sent_by(sender)
 
     def sender_of(self, bucket: int) -> int:
-        """The rank that sends a bucket."""
+        """Return the rank that sends a bucket."""
         return self.send_plan.buckets[bucket].sender if self.send_plan else 0
 
     @property
@@ -199,16 +207,16 @@ class Transfer:
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """What it brings; version 0 while a push waits."""
+        """Version that it brings; its number is 0 while a push waits."""
         return PolicyVersion(self.policy, self.version)
 
     @property
     def uncommitted(self) -> bool:
-        """Whether it can still be aborted with nothing changed in what is served."""
+        """True if it can still be aborted with nothing changed in what is served."""
         return self.phase < Phase.COMMITTING
 
     def record(self, state: VersionState, commit_time: float = 0.0) -> VersionRecord:
-        """What the catalog is to hold of the version that it brings; times since 1970."""
+        """Return the catalog's record of its version; times in seconds since 1970."""
         return VersionRecord(
             version=self.policy_version,
             state=state,
@@ -225,10 +233,10 @@ class Transfer:
 
     @property
     def may_be_undone(self) -> bool:
-        """Whether its policy goes back to what it served if no replica can follow."""
+        """True if its policy goes back to what it served if no replica can follow."""
         return self.phase is Phase.COMMITTING and not self.replica_id
 
     @property
     def is_replaced_kept(self) -> bool:
-        """Whether what it replaced is still there once it has failed everywhere."""
+        """True if what it replaced is still there once it has failed everywhere."""
         return not self.loading.intersection(self.targets)

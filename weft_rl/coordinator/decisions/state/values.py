@@ -1,4 +1,4 @@
-"""What the coordinator's state is made of: kinds, states, and what the catalog records."""
+"""Values that the coordinator's state is made of: kinds, states, and what the catalog records."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft_rl.contract.tensors import DataType
 
 
 class PolicyKind(enum.IntEnum):
-    """Numbers are those of ``weft.v1.PolicyKind``."""
+    """Kind of a policy; numbers are those of ``weft.v1.PolicyKind``."""
 
     BASE = 1
     ADAPTER = 2
 
 
 class VersionState(enum.IntEnum):
-    """Numbers are those of ``weft.v1.VersionState``."""
+    """State of a version; numbers are those of ``weft.v1.VersionState``."""
 
     STAGING = 1
     COMMITTED = 2
@@ -31,7 +31,7 @@ class VersionState(enum.IntEnum):
 
 
 class ReplicaState(enum.IntEnum):
-    """Numbers are those of ``weft.v1.ReplicaState``."""
+    """State of a replica; numbers are those of ``weft.v1.ReplicaState``."""
 
     PENDING_WEIGHTS = 1
     READY = 2
@@ -44,10 +44,10 @@ class ReplicaState(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """Where a transfer stands; WAITING and FORMING are both FORMING on the wire."""
+    """Phase of a transfer; WAITING and FORMING are both FORMING on the wire."""
 
     WAITING = 0
-    """Begun, without a version: for replicas, for preflight, or for its turn."""
+    """Begun, without a version: waits for replicas, for preflight, or for its turn."""
     FORMING = 1
     STAGING = 2
     COMMITTING = 3
@@ -65,25 +65,27 @@ class ContentDigest:
 
 
 def base_content(layout_digest: bytes, digest: ContentDigest) -> bytes:
-    """What tells the content of a pushed base from that of others: a content digest is one over
-    the tensors of its layout."""
+    """Return a key that tells the content of a pushed base from that of others.
+
+    The layout is part of it, since a content digest is one over the tensors of its layout.
+    """
     return layout_digest + digest.value
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What an adapter is besides its tensors; ``config_digest`` is SHA-256 of the config."""
+    """An adapter apart from its tensors; ``config_digest`` is SHA-256 of the config."""
 
     config_json: str
     config_digest: bytes
     base_fingerprint: str = ""
     trained_on_base_version: int | None = None
-    """None where nobody knows."""
+    """Version of the base that it was trained on; None if nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundCheckpoint:
-    """What base@0 is in this pool, and whose checkpoint bound it."""
+    """Checkpoint that base@0 is in this pool, and the replica that bound it."""
 
     digest: bytes
     base_dtype: DataType
@@ -94,7 +96,7 @@ class BoundCheckpoint:
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What a holder of a version tells the catalog of it."""
+    """Facts of a version that a holder of it tells the catalog."""
 
     content_digest: ContentDigest
     layout_digest: bytes
@@ -112,19 +114,19 @@ class HeldVersion:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why something ended, as a value that an error can be made of."""
+    """Reason why something ended, as a value that an error can be made of."""
 
     reason: str
     message: str
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def error(self) -> WeftError:
-        """The typed error to answer callers with."""
+        """Return the typed error to answer callers with."""
         return error_from_reason(self.reason, self.message, dict(self.metadata))
 
     @classmethod
     def of(cls, error: WeftError) -> Failure:
-        """The value behind an error."""
+        """Return the failure that stands for an error."""
         return cls(error.reason, error.message, error.metadata)
 
 
@@ -133,16 +135,16 @@ class Layout:
     """A manifest and the sums that decisions need."""
 
     manifest: Manifest | None = field(repr=False, compare=False)
-    """Not kept once a transfer has ended."""
+    """Manifest; not kept once a transfer has ended."""
     digest: bytes
     total_bytes: int
     wire_bytes: int
     num_buckets: int
-    """That are sent of it: its own, or the wire buckets of a send plan."""
+    """Number of buckets that are sent: the manifest's own, or the wire buckets of a send plan."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Layout:
-        """Sum once; O(buckets)."""
+        """Compute the sums of a manifest once; O(buckets)."""
         return cls(
             manifest,
             manifest.layout_digest,
@@ -175,7 +177,7 @@ class VersionRecord:
 
 @dataclass(frozen=True)
 class Heard:
-    """What a replica holds, with what the catalog says of that version."""
+    """Version that a replica holds, with what the catalog says of it."""
 
     held: HeldVersion
     record: VersionRecord | None

@@ -1,1 +1,1 @@
-"""A transfer's way: begin, its turn, its group, staging, the commit point; and its ends."""
+"""Course of a transfer: begin, its turn, its group, staging, the commit point; and its ends."""

@@ -1,4 +1,4 @@
-"""Giving a transfer up before its commit point: nothing that is served has changed."""
+"""Abort of a transfer before its commit point: nothing that is served has changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
 
 def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
-    """End a transfer that is not committed with ``failure``.
+    """End an uncommitted transfer with ``failure``.
 
     One that still waits never got a version: its callers are refused and nothing
     is recorded. The group goes too, since a collective may be half done in it.
@@ -40,5 +40,5 @@ def close_group(change: Change, group_id: str, why: str) -> None:
 
 
 def peer_gone(member: str, why: str, who: str = "") -> Failure:
-    """The failure of a transfer that lost a member; ``who`` of its ranks, for people."""
+    """Return the failure of a transfer that lost a member; ``who`` names its rank for messages."""
     return Failure("PEER_GONE", f"{who or member} is gone: {why}", {"member": member})

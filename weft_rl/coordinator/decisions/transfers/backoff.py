@@ -1,4 +1,4 @@
-"""Backoff: what could not be brought to a replica, and when that is retried."""
+"""Backoff: versions that could not be brought to a replica, and the time of the next attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_SECONDS = 60.0
 def note(
     change: Change, replica_id: str, version: PolicyVersion, source: str, failure: Failure
 ) -> None:
-    """Put the next attempt at bringing a version to a replica off."""
+    """Postpone the next attempt at bringing a version to a replica."""
     replica = change.state.replicas.get(replica_id)
     if replica is None:
         return

@@ -1,14 +1,13 @@
-"""The common course of a transfer: join, attend, prepare, start, staged; then, from the commit
-point on, every replica switches, or leaves service.
+"""Course that all transfers share: join, attend, prepare, start, staged; then the switch.
 
-What is committed rolls forward: a replica that does not switch is no longer ready (or is
-quarantined, if its engine may hold mixed weights). Once all have answered, the transfer's
-purpose decides how it has ended.
+From the commit point on, every replica switches, or leaves service. What is committed rolls
+forward: a replica that does not switch is no longer ready (or is quarantined, if its engine
+may hold mixed weights). Once all have answered, the transfer's purpose decides how it has
+ended.
 
-When a peer dies, the others often see its broken connection before we see its
-broken stream. A rank that reports PEER_GONE therefore accuses nobody by name,
-and is not itself to blame: judgement waits ``JUDGE_AFTER_SECONDS`` for the
-stream that really broke.
+When a peer dies, the others often see its broken connection before we see its broken stream. A
+rank that reports PEER_GONE therefore accuses nobody by name, and is not itself to blame:
+judgement waits ``JUDGE_AFTER_SECONDS`` for the stream that really broke.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ JUDGE_AFTER_SECONDS = 0.5
 
 
 def join_answered(change: Change, event: events.JoinAnswered) -> None:
-    """A replica that cannot be told to join is gone."""
+    """Continue without a replica that could not be told to join, or give up."""
     transfer = change.state.transfers.get(event.transfer_id)
     if event.failure and transfer and transfer.phase is Phase.FORMING:
         if event.failure.reason == "DEADLINE":
@@ -54,7 +53,7 @@ def join_answered(change: Change, event: events.JoinAnswered) -> None:
 
 
 def rank_attends(change: Change, event: events.RankAttends) -> None:
-    """A rank opened its stream."""
+    """Note that a rank opened its stream; prepare the transfer once all ranks have."""
     group = change.state.groups.get(event.group_id)
     if group is None:
         return
@@ -65,12 +64,12 @@ def rank_attends(change: Change, event: events.RankAttends) -> None:
 
 
 def transfer_of(state: PoolState, group_id: str) -> Transfer | None:
-    """The transfer that uses a group now."""
+    """Return the transfer that uses a group now; None if there is none."""
     return next((t for t in state.transfers.values() if t.group_id == group_id), None)
 
 
 def _named(state: PoolState, group_id: str, transfer_id: str) -> tuple[Transfer, Group] | None:
-    """A transfer that a rank spoke of, if it is of that rank's group and uncommitted."""
+    """Return an uncommitted transfer that a rank of its group spoke of, and the group."""
     transfer = state.transfers.get(transfer_id)
     group = state.groups.get(group_id)
     if transfer is None or group is None or transfer.group_id != group_id:
@@ -79,7 +78,7 @@ def _named(state: PoolState, group_id: str, transfer_id: str) -> tuple[Transfer,
 
 
 def prepare_if_complete(change: Change, transfer: Transfer) -> None:
-    """Once all attend, tell receivers what comes."""
+    """Tell receivers what comes, once all ranks attend."""
     group = change.state.groups[transfer.group_id]
     attempt = transfer.attempt
     if transfer.phase is Phase.FORMING and not attempt.prepare_sent and group.complete:
@@ -89,7 +88,7 @@ def prepare_if_complete(change: Change, transfer: Transfer) -> None:
 
 
 def rank_prepared(change: Change, event: events.RankPrepared) -> None:
-    """Once all receivers are ready, bytes may flow."""
+    """Note that a receiver is ready; once all are, let the bytes flow."""
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None or not found[0].attempt.prepare_sent or event.rank in found[1].senders:
         return
@@ -112,7 +111,7 @@ def rank_prepared(change: Change, event: events.RankPrepared) -> None:
 
 
 def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
-    """A receiver's memory is soon full: its replica is to load in place."""
+    """Order a replica to load in place, since a receiver's memory is soon full."""
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None or found[0].phase is not Phase.STAGING:
         return
@@ -123,7 +122,7 @@ def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
 
 
 def load_answered(change: Change, event: events.LoadAnswered) -> None:
-    """A replica that cannot load in place, or cannot be told to, is lost to the push."""
+    """Continue without a replica that cannot load in place, or cannot be told to."""
     transfer = change.state.transfers.get(event.transfer_id)
     if transfer and event.replica_id in transfer.attempt.pausing:
         pausing = transfer.attempt.pausing
@@ -137,7 +136,7 @@ def load_answered(change: Change, event: events.LoadAnswered) -> None:
 
 
 def rank_staged(change: Change, event: events.RankStaged) -> None:
-    """Once every rank has the same digest over everything, commit."""
+    """Note a rank's digest; commit once every rank has the same digest over everything."""
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None or found[0].phase is not Phase.STAGING:
         return
@@ -152,8 +151,11 @@ def rank_staged(change: Change, event: events.RankStaged) -> None:
 
 
 def _mismatches(transfer: Transfer, group: Group) -> dict[int, Failure]:
-    """The ranks whose digest is not that of the transfer: what its senders have. Before one of
-    them has told it, nobody knows which of two receivers is wrong."""
+    """Return the ranks whose digest is not that of the transfer, with the failure of each.
+
+    The digest of a transfer is what its senders have. Before one of them has told it, nobody
+    knows which of two receivers is wrong.
+    """
     staged = transfer.attempt.staged
     sender = next((rank for rank in staged if rank in group.senders), None)
     found = {}
@@ -172,7 +174,7 @@ def _mismatches(transfer: Transfer, group: Group) -> dict[int, Failure]:
 
 
 def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
-    """What is wrong with a digest by itself, whoever else agrees; empty when nothing is."""
+    """Explain what is wrong with a digest by itself, whoever else agrees; empty if it is right."""
     layout = transfer.layout
     if digest.size_bytes != layout.total_bytes:
         return f"{digest.size_bytes} bytes, the manifest has {layout.total_bytes}"
@@ -184,8 +186,10 @@ def _not_of_its_layout(transfer: Transfer, digest: ContentDigest) -> str:
 def _lose_ranks(
     change: Change, transfer: Transfer, group: Group, failures: Mapping[int, Failure]
 ) -> None:
-    """Ranks have failed by themselves: their replicas leave the transfer, or it ends. A sender
-    cannot be done without."""
+    """Continue without the replicas of ranks that failed by themselves, or end the transfer.
+
+    No transfer continues without one of its senders.
+    """
     lost = {group.member_name(rank): why for rank, why in failures.items()}
     ends = [
         why
@@ -200,7 +204,10 @@ def _lose_ranks(
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:
-    """A rank cannot continue: nor can its replica."""
+    """Continue without the replica of a rank that cannot continue, or end the transfer.
+
+    A rank that reports PEER_GONE only accuses: who is lost is judged later.
+    """
     found = _named(change.state, event.group_id, event.transfer_id)
     if found is None:
         return
@@ -221,7 +228,7 @@ def rank_failed(change: Change, event: events.RankFailed) -> None:
 
 
 def rank_gone(change: Change, event: events.RankGone) -> None:
-    """A stream broke: its transfer, or else the group that is kept, ends."""
+    """Handle a broken stream: lose the replica, or end the transfer or the group that is kept."""
     group = change.state.groups.get(event.group_id)
     if group is None:
         return
@@ -242,7 +249,7 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
 
 
 def watch_deadlines(change: Change) -> None:
-    """End transfers whose time is up, and those whose culprit did not show."""
+    """End transfers whose time is up, and judge accusations whose culprit did not show."""
     for transfer in list(change.state.transfers.values()):
         if transfer.phase not in (Phase.FORMING, Phase.STAGING):
             continue
@@ -254,8 +261,11 @@ def watch_deadlines(change: Change) -> None:
 
 
 def _judge(change: Change, transfer: Transfer) -> None:
-    """Nobody's stream broke: who says that a peer is gone is itself what cannot reach the others,
-    unless that is said by a sender, or by all."""
+    """Judge accusations once it is clear that nobody's stream broke.
+
+    A rank that says that a peer is gone is then itself what cannot reach the others. If a
+    sender says so, or all do, the transfer ends.
+    """
     group, accusations = change.state.groups[transfer.group_id], transfer.attempt.accusations
     lost = {group.member_name(rank): why for rank, why in accusations.items()}
     if transfer.trainer_id in lost or len(lost) == len(group.members):
@@ -265,7 +275,7 @@ def _judge(change: Change, transfer: Transfer) -> None:
 
 
 def watch_switching(change: Change) -> None:
-    """Go on without replicas that were told to switch, and do not get on with it."""
+    """Give up replicas that were told to switch and make no progress."""
     seconds = change.state.settings.stall_seconds
     for transfer in list(change.state.transfers.values()):
         for name in sorted(transfer.switching):
@@ -298,7 +308,10 @@ def _deadline(state: PoolState, transfer: Transfer) -> Failure:
 
 
 def at_commit_point(change: Change, transfer: Transfer, replicas: Sequence[Replica]) -> Transfer:
-    """The transfer once these replicas are to switch, as a value: nothing is put yet."""
+    """Return the transfer at its commit point, where these replicas are to switch.
+
+    It is a value only: nothing is put into the state yet.
+    """
     ids = tuple(replica.replica_id for replica in replicas)
     return replace(
         transfer,
@@ -320,11 +333,11 @@ def call_to_commit(
     staged_by: str = "",
     alias: int = 0,
 ) -> CallCommit:
-    """The order to switch to what a replica has staged.
+    """Return the order to switch to what a replica has staged.
 
     Args:
         staged_by: The transfer that staged it, if not this one.
-        alias: As ``CallCommit`` has it.
+        alias: See ``CallCommit.alias``.
     """
     return CallCommit(
         staged_by or transfer.transfer_id,
@@ -340,7 +353,7 @@ def call_to_commit(
 
 
 def commit_answered(change: Change, event: events.CommitAnswered) -> None:
-    """A replica has switched, or not; what it did not load it need not keep."""
+    """Note whether a replica has switched; it need not keep what it did not load."""
     transfers = change.state.transfers
     own = switch_id(event.transfer_id, event.replica_id)
     transfer = transfers.get(event.transfer_id) or transfers.get(own)

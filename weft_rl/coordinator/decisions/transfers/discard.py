@@ -1,10 +1,10 @@
-"""Dropping staged bytes that nobody will commit: told until it is answered.
+"""Discards: orders to drop staged bytes that nobody will commit, repeated until answered.
 
-A replica that was cut off when its transfer ended still holds the bytes, and
-would run out of staging memory; so orders are kept until they were answered, and
-given again when it registers and every ``REPEAT_SECONDS``, but never while the call
-that gave them last may still be answered. They stay with its name for a while: a late
-call of a dead process can replace the living one.
+A replica that was cut off when its transfer ended still holds the bytes, and would run out of
+staging memory. So orders are kept until they were answered. They are given again when the
+replica registers and every ``REPEAT_SECONDS``, but never while the call that gave them last
+may still be answered. They stay with the replica's name for a while: a late call of a dead
+process can replace the living one.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def repeat_discards(change: Change) -> None:
 
 
 def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
-    """A replica holds nothing of a transfer any more."""
+    """Forget an order whose replica holds nothing of the transfer any more."""
     kept = change.state.discards.get(event.replica_id, ())
     _keep(change, event.replica_id, tuple(t for t in kept if t != event.transfer_id))
 
 
 def tell_at_registration(change: Change, replica: Replica) -> None:
-    """Give a replica its orders again; these calls, too, have their time."""
+    """Give a replica its orders again; these calls, too, get ``REPEAT_SECONDS``."""
     if replica.replica_id in change.state.discards:
         at = max(change.state.discard_at, change.now + REPEAT_SECONDS)
         change.state = replace(change.state, discard_at=at)
@@ -59,7 +59,7 @@ def tell_at_registration(change: Change, replica: Replica) -> None:
 
 
 def _tell(change: Change, replica: Replica, until: float) -> None:
-    """Give a replica its orders that are as old as ``until``."""
+    """Give a replica its orders that were given at ``until`` or before."""
     history = change.state.history
     for transfer_id in change.state.discards.get(replica.replica_id, ()):
         # Ordered when the transfer ended; what history has forgotten is old enough.

@@ -1,11 +1,11 @@
-"""Replicas that load a base as it comes: they hold one copy, and no room for another.
+"""Loading in place: replicas that load a base as it comes, without room for a second copy.
 
-They are told to when their buffers will soon be full, and pause generation until their
+A replica is told to load when its buffers will soon be full, and pauses generation until its
 switch. The commit point stays where it is: after every rank has reported the same digest, and
-before any replica answers with the new weights. A push that ends sooner is served
-nowhere, as ever; but what has begun to load cannot go back, so its replica is taken out
-of service until a base repairs it. Hence a push that loads in place is not given up
-because of one replica, whatever its trainer requires: that is asked when it begins.
+before any replica answers with the new weights. A push that ends sooner is served nowhere, as
+ever; but what has begun to load cannot go back, so its replica is taken out of service until a
+base repairs it. Hence a push that loads in place is not given up because of one replica,
+whatever its trainer requires: that is asked when it begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft_rl.coordinator.decisions.state.values import Failure
 
 
 def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
-    """Have a replica load what it has received, and all that comes.
+    """Order a replica to load what it has received, and all that comes.
 
     It is told again in a new group; if it loads already it answers at once.
     """
@@ -43,7 +43,7 @@ def order_load(change: Change, transfer: Transfer, replica: Replica) -> None:
 
 
 def is_loading(state: PoolState, replica_id: str) -> bool:
-    """Whether a replica's weights are mixed because a transfer under way loads them."""
+    """Return whether a replica's weights are mixed because a transfer under way loads them."""
     return any(
         replica_id in transfer.loading and replica_id in transfer.targets
         for transfer in state.transfers.values()
@@ -53,7 +53,7 @@ def is_loading(state: PoolState, replica_id: str) -> bool:
 def abandon(
     change: Change, transfer: Transfer, replica_ids: Iterable[str], failure: Failure
 ) -> None:
-    """Take replicas that were loading a transfer for dirty, until they say what they are."""
+    """Mark replicas dirty whose in-place load was cut short, until they report what they are."""
     for replica_id in transfer.loading.intersection(replica_ids):
         replica = change.state.replicas.get(replica_id)
         if replica is not None:
@@ -65,7 +65,7 @@ def abandon(
 
 
 def with_price(transfer: Transfer, failure: Failure) -> Failure:
-    """The failure of a transfer that was loading in place, saying what it has cost."""
+    """Return the failure of a transfer, extended by the replicas whose weights it has cost."""
     names = ", ".join(sorted(transfer.loading.intersection(transfer.targets)))
     if not names:
         return failure

@@ -1,4 +1,4 @@
-"""May this version go to these replicas? Everything is asked before a byte moves."""
+"""Preflight: checks whether a version may go to its replicas, before a byte moves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_FITS = 4096
 def check_fit(
     manifest: Manifest, adapter: AdapterSpec | None, reference: Reference, key: FitKey
 ) -> Failure | None:
-    """Hold a layout against the base and a replica's capabilities; O(tensors)."""
+    """Compare a layout with the base and a replica's capabilities; O(tensors)."""
     metas = [slot.meta for slot in manifest.tensors]
     try:
         if adapter is None:
@@ -47,7 +47,7 @@ def check_fit(
 
 
 def fit_key(transfer: Transfer, replica: Replica) -> FitKey:
-    """What the answer for this replica depends on."""
+    """Return the key of all that the answer for this replica depends on."""
     config_digest = transfer.adapter.config_digest if transfer.adapter else b""
     return FitKey(transfer.layout.digest, config_digest, replica.capabilities)
 
@@ -63,14 +63,14 @@ def fit_checked(change: Change, event: events.FitChecked) -> None:
 
 
 def forget_unanswered(change: Change, event: events.FitChecked) -> None:
-    """Do not remember a preflight that could not be carried out."""
+    """Forget a preflight that could not be carried out."""
     if event.failure and event.failure.reason == "INTERNAL":
         known = {key: fit for key, fit in change.state.fits.items() if key != event.key}
         change.state = replace(change.state, fits=known)
 
 
 def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> bool:
-    """Whether every answer is there and positive; asks for those that are not.
+    """Return whether every answer is there and positive; asks for those that are not there.
 
     Raises:
         WeftError: The first replica's refusal.
@@ -91,8 +91,10 @@ def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> boo
 
 
 def check_names(state: PoolState, policy: str) -> None:
-    """Refuse an adapter whose name a replica's server has for something else; asked of all
-    that may serve it one day: one that is out of service comes back. O(replicas).
+    """Refuse an adapter whose name a replica's server has for something else.
+
+    All replicas are asked that may serve it one day: one that is out of service comes back.
+    O(replicas).
 
     Raises:
         InvalidNameError: Metadata names the replica and the name.
@@ -111,8 +113,10 @@ def check_names(state: PoolState, policy: str) -> None:
 
 
 def check_takes_bases(state: PoolState, policy: str) -> None:
-    """Refuse a base where a replica in contact cannot load any: the others would serve it, and
-    that one never again what the pool serves. O(replicas).
+    """Refuse a base where a replica in contact cannot load any.
+
+    The others would serve it, and that replica would never again serve what the pool serves.
+    O(replicas).
 
     Raises:
         UnsupportedError: Metadata names the replica.
@@ -132,7 +136,7 @@ def check_takes_bases(state: PoolState, policy: str) -> None:
 def without_room(
     state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
 ) -> dict[str, Failure]:
-    """The replicas that have no room for it now, and why (``STAGING_FULL``); cheap."""
+    """Return the replicas without room for a transfer now, and why (``STAGING_FULL``); cheap."""
     need = transfer.layout.wire_bytes
     full = {}
     for replica in replicas:
@@ -165,12 +169,13 @@ def check_group(
     check_finite: bool,
     carries_runs: bool,
 ) -> None:
-    """Refuse what these cannot take together: too many of them, a backend that one has not,
-    another base; cheap.
+    """Refuse what these replicas cannot take together; cheap.
+
+    That is: too many replicas, a backend that one of them has not, or another base.
 
     Args:
-        check_finite: Whether the sender gives up at the first value that is not finite.
-        carries_runs: Whether it fills the buckets in an order of its own.
+        check_finite: True if the sender gives up at the first value that is not finite.
+        carries_runs: True if the sender fills the buckets in an order of its own.
 
     Raises:
         BaseMismatchError: The adapter names another base than the pool's.
@@ -224,7 +229,10 @@ def check_group(
 
 
 def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | None:
-    """Why an adapter is refused that is to be served over the base it was trained on alone."""
+    """Return why an adapter is refused over the served base; None if it was trained on that.
+
+    Asked only for adapters that may be served over no other base.
+    """
     base = state.vector.base
     is_known = spec.trained_on_base_version is not None
     if is_known and not state.is_other_base(spec.trained_on_base_version):
@@ -272,7 +280,7 @@ def _in_no_order(replica: Replica) -> UnsupportedError:
 
 
 def _way_out(state: PoolState, transfer: Transfer, replica: Replica) -> str:
-    """What holds the memory, and how it is let go of."""
+    """Explain what holds the memory, and how it is let go of."""
     if transfer.kind is PolicyKind.ADAPTER:
         return (
             ": end what is done with (weft forget POLICY), keep fewer versions (weft retain POLICY "

@@ -1,4 +1,4 @@
-"""A purpose: the rules of what a transfer is for.
+"""Purposes: the rules of what each transfer is for.
 
 A transfer's course is the same for all purposes, and asks its own at each turn:
 
@@ -42,13 +42,15 @@ class Purpose(PurposeFacts, ABC):
     # -- its turn -----------------------------------------------------------------
 
     def place(self, state: PoolState, transfer: Transfer, now: float) -> int:
-        """Where it stands among those that wait: lower ones are asked first, and of one
-        place those that began first."""
+        """Return its place among the transfers that wait: lower ones are asked first.
+
+        Of one place those are first that began first.
+        """
         return 1
 
     @abstractmethod
     def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
-        """Start ``transfer``, which waits, if it may; or drop it.
+        """Start a waiting ``transfer`` if it may start, or drop it.
 
         Returns:
             The replicas that those behind it must wait for.
@@ -57,52 +59,52 @@ class Purpose(PurposeFacts, ABC):
     # -- under way ----------------------------------------------------------------
 
     def gives_way(self, state: PoolState, transfer: Transfer, now: float) -> bool:
-        """Whether a change of the pool interrupts it rather than wait for its replicas."""
+        """Return whether a change of the pool interrupts it rather than wait for its replicas."""
         return False
 
     def on_interrupted(self, change: Change, transfer: Transfer, by: Transfer) -> None:
-        """``by`` takes its replicas; asked only of one that gives way."""
+        """Let ``by`` take its replicas; asked only of a transfer that gives way."""
         raise AssertionError(f"a {self.name} gives way to nobody")
 
     def why_unwanted(self, state: PoolState, transfer: Transfer) -> str:
-        """Why it is to end before its commit point; empty while it is wanted."""
+        """Return why it is to end before its commit point; empty while it is wanted."""
         return ""
 
     def requires(self, replica_id: str) -> bool:
-        """Whether a failure of this replica's receivers is the transfer's."""
+        """Return whether a failure of this replica's receivers is the transfer's."""
         return True
 
     def may_continue(self, transfer: Transfer, group: Group, lost: Collection[str]) -> bool:
-        """Whether it goes on without these replicas of its group."""
+        """Return whether it goes on without these replicas of its group."""
         return False
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
-        """Every rank has the same digest over all bytes: come to the commit point."""
+        """Come to the commit point: every rank has the same digest over all bytes."""
         raise AssertionError(f"nothing is staged for a {self.name}")
 
     def on_members_lost(
         self, change: Change, transfer: Transfer, lost: Mapping[str, Failure]
     ) -> None:
-        """Replicas of its group are gone: continue without them, or abort."""
+        """Continue without replicas of its group that are gone, or abort."""
         raise AssertionError(f"a {self.name} has no side group")
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
-        """Its sender owes the next step, and has been silent for ``Settings.stall_seconds``."""
+        """React to a sender that owes a step and was silent for ``Settings.stall_seconds``."""
         raise AssertionError(f"a {self.name} has no sender")
 
     # -- its end ------------------------------------------------------------------
 
     def time_is_up(self, state: PoolState, transfer: Transfer) -> str:
-        """Why it ends at its deadline, for people."""
+        """Return why it ends at its deadline, for messages."""
         return f"the {self.name}'s time was up"
 
     def on_aborted(self, change: Change, ended: Transfer) -> None:
-        """It has ended without being committed: note that, and announce it."""
+        """Note and announce that it has ended without being committed."""
         raise AssertionError(f"a {self.name} has nothing to abort")
 
     @abstractmethod
     def on_answered(self, change: Change, transfer: Transfer) -> None:
-        """Every replica that was told to switch has answered: end it."""
+        """End it: every replica that was told to switch has answered."""
 
 
 def purpose_of(transfer: Transfer) -> Purpose:
@@ -112,10 +114,10 @@ def purpose_of(transfer: Transfer) -> Purpose:
 
 
 class Turns:
-    """The replicas that are taken, as waiting transfers are given their turns.
+    """Replicas that are taken, as waiting transfers are given their turns.
 
-    ``taken`` are those that a transfer under way takes, or that wait for one that goes
-    before; ``firm`` the same without those whose transfer gives way.
+    ``taken`` are those that a transfer under way occupies, or that an earlier waiting one
+    needs; ``firm`` are the same without those whose transfer gives way.
     """
 
     def __init__(self, state: PoolState, now: float) -> None:
@@ -123,7 +125,7 @@ class Turns:
         self.taken: set[str] = set()
         self.firm: set[str] = set()
         self.repaired: set[str] = set()
-        """Replicas that a transfer for them alone is under way to."""
+        """Replicas with a transfer under way that is for them alone."""
         self._slow: set[str] = set()
         self._targets: dict[PolicyKind, list[Replica]] = {}
         for transfer in state.transfers.values():
@@ -136,8 +138,10 @@ class Turns:
                     self._slow.add(transfer.replica_id)
 
     def targets(self, kind: PolicyKind) -> list[Replica]:
-        """The eligible targets of a policy of this kind, as they were when turns began:
-        a thousand replicas are not sorted for each transfer that waits."""
+        """Return the eligible targets of a policy of this kind, as they were when turns began.
+
+        They are kept: a thousand replicas are not sorted for each transfer that waits.
+        """
         if kind not in self._targets:
             # A base also goes to those that it would repair.
             eligible = base_targets if kind is PolicyKind.BASE else eligible_targets
@@ -145,19 +149,22 @@ class Turns:
         return self._targets[kind]
 
     def waiting(self) -> list[Transfer]:
-        """The transfers that wait, in the order of their turns."""
+        """List the transfers that wait, in the order of their turns."""
         found = [t for t in self._state.transfers.values() if t.phase is Phase.WAITING]
         return sorted(found, key=lambda t: purpose_of(t).place(self._state, t, self._now))
 
     def take(self, replica_ids: Iterable[str]) -> None:
-        """Note replicas that those behind must wait for."""
+        """Note replicas that the transfers behind must wait for."""
         more = set(replica_ids)
         self.taken |= more
         self.firm |= more
 
     def must_wait(self, replicas: Iterable[Replica]) -> bool:
-        """Whether one of these that is waited for is taken: not one that has still to catch
-        up, and is at it, nor one that takes long to switch by itself."""
+        """Return whether one of these replicas is taken and is waited for.
+
+        Not waited for are replicas that are catching up by a transfer of their own, and those
+        that take long to switch by themselves.
+        """
         return any(map(self._is_waited_for, replicas))
 
     def _is_waited_for(self, replica: Replica) -> bool:
@@ -167,5 +174,5 @@ class Turns:
         return not (name in self.repaired and is_joining(self._state, replica))
 
     def free(self, replicas: Sequence[Replica]) -> list[Replica]:
-        """The replicas of these that a change of the pool may take now, in their order."""
+        """List the replicas of these that a change of the pool may take now, in their order."""
         return [replica for replica in replicas if replica.replica_id not in self.firm]

@@ -37,7 +37,7 @@ def call_to_join(change: Change, transfer: Transfer, group: Group) -> None:
 
 
 def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: Failure) -> None:
-    """A replica of an uncommitted transfer is gone: continue without it, or give up.
+    """Continue an uncommitted transfer without a replica that is gone, or give up.
 
     Args:
         failure: What the trainer is told if the push cannot continue.
@@ -46,14 +46,16 @@ def lose_replica(change: Change, transfer: Transfer, replica_id: str, failure: F
 
 
 def lose_replicas(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
-    """Lose several replicas at once, which costs one new group; the trainer is told of the
-    first."""
+    """Lose several replicas at once, which costs one new group.
+
+    The trainer is told of the first.
+    """
     if transfer.phase is not Phase.WAITING:
         purpose_of(transfer).on_members_lost(change, transfer, lost)
 
 
 def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
-    """Let the survivors resume in a new group; there are some."""
+    """Let the survivors, of which there are some, resume in a new group."""
     group = change.state.groups[transfer.group_id]
     survivors = [member for member in group.members if member.replica_id not in lost]
     why = next(iter(lost.values())).message
@@ -97,8 +99,11 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
 
 
 def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) -> Watch:
-    """How long the survivors have been silent: what they may take is counted over the whole
-    transfer, however often it is formed anew."""
+    """Return the watch of the new group, with the silence of the survivors carried over.
+
+    What they may take is counted over the whole transfer, however often its group is formed
+    anew.
+    """
     first_ranks = {member.replica_id: member.first_rank for member in former.members}
     ranks = {rank: rank for rank in renewed.senders}
     for member in renewed.members:

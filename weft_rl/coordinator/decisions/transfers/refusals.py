@@ -25,18 +25,18 @@ _NOTHING_CHANGED = frozenset(
 
 
 def is_dirty(failure: Failure) -> bool:
-    """Whether a replica says that its weights may be mixed."""
+    """Return whether a replica says that its weights may be mixed."""
     return failure.metadata.get("dirty") == "true"
 
 
 def is_definite(failure: Failure, incarnation: str) -> bool:
-    """Whether the process ``incarnation`` has refused for good, with nothing changed."""
+    """Return whether the process ``incarnation`` has refused for good, with nothing changed."""
     signed = bool(incarnation) and failure.metadata.get("incarnation") == incarnation
     return signed and failure.reason in _NOTHING_CHANGED and not is_dirty(failure)
 
 
 def all_definite(transfer: Transfer) -> bool:
-    """Whether every replica that was told to switch has refused so."""
+    """Return whether all refusals of an order to switch are definite."""
     return all(
         is_definite(failure, transfer.incarnations.get(replica_id, ""))
         for replica_id, failure in transfer.refusals.items()

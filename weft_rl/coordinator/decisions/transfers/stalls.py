@@ -49,7 +49,7 @@ _SHARE_OF_ITS_TIME = 0.25
 
 
 def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
-    """The ranks that owe the next step, and that step for people."""
+    """Return the ranks that owe the next step, and that step in words for messages."""
     ranks = range(group.size)
     if transfer.phase is Phase.FORMING and not transfer.attempt.prepare_sent:
         return {rank: FIRST_STEP for rank in ranks if rank not in group.attending}
@@ -92,13 +92,13 @@ def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
 
 
 def stalled(transfer: Transfer, group: Group, now: float, seconds: float) -> list[int]:
-    """The ranks that have owed a step for so long without a word, ascending."""
+    """List the ranks that have owed a step for ``seconds`` without a word, ascending."""
     watch = transfer.attempt.watch
     return [r for r in range(group.size) if r in watch.debts and watch.silence(r, now) >= seconds]
 
 
 def heard(change: Change, event: events.RanksHeard) -> None:
-    """Ranks have said what they do, or have verified buckets."""
+    """Note what ranks have said that they do, and the buckets that they have verified."""
     for transfer in change.state.transfers.values():
         if transfer.group_id == event.group_id and transfer.uncommitted:
             ours = ("", transfer.transfer_id)
@@ -127,8 +127,10 @@ def watch(change: Change) -> None:
 
 
 def _has_come(transfer: Transfer, group: Group) -> bool:
-    """Whether a sender is at work for a transfer: where its group is that of the former one, it
-    attends in any case."""
+    """Return whether a sender is at work for a transfer.
+
+    In a group that is kept from the former transfer a sender attends in any case.
+    """
     is_own = group.group_id.startswith(transfer.ids.group_id)
     words = transfer.attempt.watch.words
     return any(
@@ -139,8 +141,11 @@ def _has_come(transfer: Transfer, group: Group) -> bool:
 
 
 def _holder(watch: Watch, group: Group) -> int | None:
-    """The receiver that all others wait for now. Of several the first that is at work: behind
-    one that relays to it, another waits for bytes. Nobody where a sender owes a step, too."""
+    """Return the receiver that all others wait for now; None if a sender owes a step, too.
+
+    Of several it is the first that is at work: behind one that relays to it, another waits for
+    bytes.
+    """
     owing = [rank for rank in group.receivers if rank in watch.debts]
     is_a_sender = any(rank in watch.debts for rank in group.senders)
     if is_a_sender or not owing or len(owing) == group.num_receivers:
@@ -151,8 +156,10 @@ def _holder(watch: Watch, group: Group) -> int | None:
 
 
 def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
-    """Lose a member that holds the others up for long, where the transfer would not end in its
-    time because of it, and goes on without it."""
+    """Lose a member that holds the others up for long.
+
+    Only where the transfer would not end in its time because of it, and goes on without it.
+    """
     watch, seconds = transfer.attempt.watch, transfer.deadline - transfer.begin_at
     for rank, held_up in watch.held_up.items():
         name = group.member_name(rank)
@@ -171,7 +178,7 @@ def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
 
 
 def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:
-    """Whether a transfer would end after its deadline, if it went on at the pace so far."""
+    """Return whether a transfer would end after its deadline at the pace so far."""
     if transfer.phase is not Phase.STAGING:
         return True
     num_verified = transfer.attempt.watch.num_verified
@@ -182,7 +189,7 @@ def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:
 
 
 def forgive(change: Change, seconds: float) -> None:
-    """The coordinator itself was stopped for so long: silence meanwhile says nothing."""
+    """Discount the seconds that the coordinator itself was stopped: silence says nothing then."""
     for transfer in list(change.state.transfers.values()):
         if transfer.attempt.watch != Watch():
             _watched(change, transfer, transfer.attempt.watch.forgiven(seconds))
@@ -194,7 +201,10 @@ def _watched(change: Change, transfer: Transfer, watch: Watch) -> Transfer:
 
 
 def order_not_taken(change: Change, transfer: Transfer, replica_id: str, why: str) -> None:
-    """A replica's process answers, but did not take an order in time: its worker hangs."""
+    """Lose a replica that did not take an order in time.
+
+    Its process answers, so its worker hangs.
+    """
     failure = _failure(replica_id, f"its workers did not take the order to join: {why}")
     _lose(change, transfer, {replica_id: failure})
 
@@ -230,7 +240,7 @@ def _that_do_not_pause(change: Change, transfer: Transfer) -> dict[str, Failure]
 
 
 def silent(change: Change, replica: Replica, step: str, since: float) -> Failure:
-    """The failure of a replica that was told to do a step, and does not get on with it."""
+    """Return the failure of a replica that was told to do a step and makes no progress."""
     silence = replica.silence(since, change.now)
     said = f", and last said that it was at work ({replica.work})" if replica.work else ""
     what = f"it was to {step} and has been silent for {silence:.1f} s{said}"
@@ -238,8 +248,11 @@ def silent(change: Change, replica: Replica, step: str, since: float) -> Failure
 
 
 def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> dict[str, Failure]:
-    """The members that may be given up. Where nobody would be left, members that load in place
-    are not: their weights are mixed, and may yet become whole until the deadline."""
+    """Return the members that may be given up.
+
+    Where nobody would be left, members that load in place are not: their weights are mixed,
+    and may yet become whole until the deadline.
+    """
     is_anybody_left = any(member.replica_id not in lost for member in group.members)
     if is_anybody_left:
         return dict(lost)
@@ -253,8 +266,10 @@ def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> No
 
 
 def trainer_delays_others(change: Change, transfer: Transfer) -> bool:
-    """Whether a trainer that stalls is given up: it has had its time, and another
-    transfer waits for a replica that it occupies."""
+    """Return whether a trainer that stalls is given up.
+
+    It is once it has had its time, and another transfer waits for a replica that it occupies.
+    """
     watch = transfer.attempt.watch
     silence = max(watch.silence(rank, change.now) for rank in range(transfer.num_senders))
     if silence < change.state.settings.sender_stall_seconds:
@@ -268,7 +283,7 @@ def trainer_delays_others(change: Change, transfer: Transfer) -> bool:
 
 
 def _awaited(state: PoolState, waiting: Transfer) -> Iterable[str]:
-    """The replicas that a transfer waits for its turn on."""
+    """Return the replicas that a transfer waits on for its turn."""
     if waiting.replica_id:
         return (waiting.replica_id, waiting.source)
     return (replica.replica_id for replica in base_targets(state))

@@ -29,8 +29,10 @@ LONGEST_SECONDS = 60.0
 
 
 def suspect(change: Change, replica_id: str, why: str) -> None:
-    """Let a replica take no part in transfers until it has answered a probe, which it is told
-    to at once."""
+    """Exclude a replica from transfers until it has answered a probe.
+
+    It is told to attend one at once.
+    """
     replica = change.state.replicas.get(replica_id)
     if replica is None or replica.suspect is not None:
         return
@@ -38,7 +40,7 @@ def suspect(change: Change, replica_id: str, why: str) -> None:
 
 
 def watch(change: Change) -> None:
-    """Suspect whoever says that it does not get on with what it carries out; with each tick."""
+    """Suspect replicas that report no progress with what they carry out; with each tick."""
     for replica in list(change.state.replicas.values()):
         if not replica.lost and replica.suspect is None and _hangs(change, replica):
             silence = replica.silence(float("-inf"), change.now)
@@ -51,13 +53,13 @@ def watch(change: Change) -> None:
 
 
 def _hangs(change: Change, replica: Replica) -> bool:
-    """Whether a replica is at work, by its last word, and has not got on for too long."""
+    """Return whether a replica is at work, by its last word, without progress for too long."""
     silence = replica.silence(float("-inf"), change.now)
     return bool(replica.work) and silence >= change.state.settings.stall_seconds
 
 
 def probe(change: Change) -> None:
-    """Ask suspects whether they answer, as often as it is time to; with each tick."""
+    """Ask suspects whether they answer, whenever it is time to; with each tick."""
     for group in list(change.state.groups.values()):
         if group.is_probe:
             replica = change.state.replicas.get(group.members[0].replica_id)
@@ -107,7 +109,7 @@ def _new_group(change: Change, replica: Replica) -> Group:
 
 
 def join_answered(change: Change, event: events.JoinAnswered) -> bool:
-    """Note whether a suspect's receivers were told of a probe; False if it is of none."""
+    """Note whether a suspect's receivers were told of a probe; False if the group is no probe."""
     group = change.state.groups.get(event.transfer_id)
     if group is None or not group.is_probe:
         return False
@@ -119,7 +121,7 @@ def join_answered(change: Change, event: events.JoinAnswered) -> bool:
 
 
 def rank_attends(change: Change, event: events.RankAttends) -> None:
-    """Once every receiver has attended its probe, the replica is one as any other."""
+    """Clear a suspect once every receiver has attended its probe."""
     group = change.state.groups.get(event.group_id)
     if group is None or not group.is_probe:
         return
@@ -129,8 +131,10 @@ def rank_attends(change: Change, event: events.RankAttends) -> None:
 
 
 def _clear(change: Change, replica: Replica, group: Group) -> bool:
-    """Take a replica for one as any other, if every receiver attends its probe and it gets on
-    with what it is at; returns whether it is."""
+    """Clear a suspect if every receiver attends its probe and its work makes progress.
+
+    Returns whether it is cleared.
+    """
     assert replica.suspect is not None
     if len(group.attending - {0}) < group.size - 1 or _hangs(change, replica):
         return False

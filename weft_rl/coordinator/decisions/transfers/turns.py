@@ -28,7 +28,7 @@ def admit(change: Change) -> None:
 
 
 def take_over(change: Change, replicas: Sequence[Replica], by: Transfer) -> None:
-    """Interrupt what gives way on these replicas, for ``by``, which takes them now."""
+    """Interrupt transfers that give way on these replicas, for ``by``, which takes them now."""
     names = {replica.replica_id for replica in replicas}
     for transfer in list(change.state.transfers.values()):
         purpose = purpose_of(transfer)
@@ -39,7 +39,7 @@ def take_over(change: Change, replicas: Sequence[Replica], by: Transfer) -> None
 
 
 def end_unwanted(change: Change) -> None:
-    """Abort what is not wanted any more before it is committed.
+    """Abort uncommitted transfers that are not wanted any more.
 
     Looks at those whose replicas a step has touched: O(transfers) otherwise.
     """

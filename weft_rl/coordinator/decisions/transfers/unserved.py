@@ -35,7 +35,7 @@ MAX_UNSERVED = 64
 
 
 def wait_for_reports(change: Change, ended: Transfer) -> None:
-    """Keep a commit that nobody is known to serve until it is known."""
+    """Keep a commit that no replica is known to serve until all have reported."""
     silent = frozenset(
         replica_id
         for replica_id, failure in ended.refusals.items()
@@ -49,13 +49,16 @@ def wait_for_reports(change: Change, ended: Transfer) -> None:
 
 
 def commit_answered(change: Change, event: events.CommitAnswered) -> None:
-    """A late answer: it counts if it is a definite refusal."""
+    """Count a late answer to an order to switch, if it is a definite refusal."""
     if event.failure and is_definite(event.failure, event.incarnation):
         _has_reported(change, event.transfer_id, event.replica_id, event.incarnation)
 
 
 def discard_answered(change: Change, event: events.DiscardAnswered) -> None:
-    """A replica carries out no order of a transfer any more, and says what it serves."""
+    """Note that a replica carries out no order of a transfer any more.
+
+    It counts if the replica does not serve the version.
+    """
     for version, case in change.state.unserved.items():
         if case.transfer.transfer_id == event.transfer_id and not event.vector.holds(version):
             _has_reported(change, event.transfer_id, event.replica_id, event.incarnation)
@@ -71,7 +74,7 @@ def _has_reported(change: Change, transfer_id: str, replica_id: str, incarnation
 
 
 def decide(change: Change) -> None:
-    """Decide what has become clear, the newest first; cheap where every commit is served."""
+    """Decide the cases that have become clear, newest first; cheap where every commit is served."""
     for version, case in sorted(change.state.unserved.items(), key=_version, reverse=True):
         state = change.state
         policy = state.policies[version.policy]
@@ -90,14 +93,14 @@ def _version(item: tuple[PolicyVersion, Unserved]) -> PolicyVersion:
 
 
 def _may_return(state: PoolState, version: PolicyVersion) -> bool:
-    """Whether a later change of the policy is undecided, which may go back to this one."""
+    """Return whether a later change of the policy is undecided and may go back to this version."""
     return any(v.policy == version.policy and v > version for v in state.unserved) or any(
         t.policy == version.policy and t.may_be_undone for t in state.transfers.values()
     )
 
 
 def _still_awaited(state: PoolState, version: PolicyVersion, case: Unserved) -> bool:
-    """Whether a replica may serve the version yet."""
+    """Return whether a replica may serve the version yet."""
     for replica_id in case.silent:
         replica = state.replicas.get(replica_id)
         if replica is None or replica.incarnation == case.transfer.incarnations[replica_id]:
@@ -112,7 +115,7 @@ def _has_bytes(replica: Replica, version: PolicyVersion) -> bool:
 
 
 def _stands(change: Change, version: PolicyVersion, case: Unserved) -> None:
-    """A replica serves it after all, or it is not held any more: the commit stands."""
+    """Let the commit stand: a replica serves it after all, or it is not held any more."""
     _forget(change, version)
     served = change.state.policies[version.policy].served_version
     if served != case.transfer.served_before:
@@ -136,7 +139,7 @@ def _fails(change: Change, version: PolicyVersion, case: Unserved) -> None:
 
 
 def _can_be_served(state: PoolState, ended: Transfer) -> bool:
-    """Whether anybody serves, or could bring, what the policy would go back to."""
+    """Return whether anybody serves, or could bring, what the policy would go back to."""
     if ended.kind is PolicyKind.ADAPTER:
         return True
     before = PolicyVersion(BASE_POLICY, ended.served_before)
@@ -153,8 +156,11 @@ def _forget(change: Change, version: PolicyVersion) -> None:
 
 
 def undo(change: Change, ended: Transfer) -> None:
-    """The version fails, and its policy stays with what it served before: where that is nothing,
-    with the newest version that was adopted meanwhile (see adoption.py)."""
+    """Fail the version, and let its policy stay with what it served before.
+
+    Where that is nothing, the policy stays with the newest version that was adopted meanwhile
+    (see adoption.py).
+    """
     policy = change.state.policies[ended.policy]
     before = ended.served_before
     if not before and policy.kind is PolicyKind.ADAPTER:
@@ -182,7 +188,7 @@ def _mark_failed(change: Change, ended: Transfer) -> None:
 
 
 def retire_replaced(change: Change, ended: Transfer) -> None:
-    """A base has one version: the one before it is no longer held."""
+    """Retire the base that ``ended`` replaced and nobody holds now: a base has one version."""
     if ended.kind is PolicyKind.BASE and ended.served_before:
         before = replace(ended, version=ended.served_before).policy_version
         change.emit(SaveRetired(before))

@@ -1,1 +1,1 @@
-"""What survives the coordinator: one SQLite file, checked when it is opened."""
+"""Durable state of the coordinator: one SQLite file, checked when it is opened."""

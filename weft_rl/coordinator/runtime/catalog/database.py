@@ -1,4 +1,4 @@
-"""The durable catalog: which versions were ever assigned, and what became of them.
+"""Durable catalog: all versions ever assigned, and what became of them.
 
 SQLite in WAL mode with ``synchronous=FULL``, so that a transaction that has
 returned survives a power cut. One coordinator owns a catalog: its file is locked as
@@ -80,7 +80,7 @@ _RESTARTED: Final = "the coordinator restarted while the push was under way"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a coordinator starts from."""
+    """State that a coordinator starts from."""
 
     generation: int
     epoch: int
@@ -96,7 +96,7 @@ class Snapshot:
 
 
 class Catalog:
-    """An open catalog; close it to let another coordinator have it."""
+    """Catalog that is open; close it to let another coordinator have it."""
 
     def __init__(self, file: CatalogFile) -> None:
         self._file = file
@@ -106,8 +106,9 @@ class Catalog:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
-        """Open or create a catalog, check all of it, and count a new generation; blocks for
-        a few fsyncs, and for 2 s of work per 100,000 versions.
+        """Open or create a catalog, check all of it, and begin a new generation.
+
+        Blocks for a few fsyncs, and for 2 s of work per 100,000 versions.
 
         Versions that were on their way become ABORTED: their bytes are gone.
 
@@ -159,7 +160,7 @@ class Catalog:
                         self._set_state(PolicyVersion(BASE_POLICY, version), VersionState.RETIRED)
 
     def snapshot(self) -> Snapshot:
-        """What is known at the start."""
+        """Return the state that a coordinator starts from."""
         generation, epoch, fingerprint, architecture, number_floor, checkpoint = self._read.execute(
             "SELECT generation, epoch, fingerprint, architecture, number_floor, base_checkpoint "
             "FROM meta"
@@ -222,7 +223,7 @@ class Catalog:
         )
 
     def _base_contents(self) -> dict[int, bytes]:
-        """The contents of the newest versions of the base that were ever served."""
+        """Return the contents of the newest versions of the base that were ever served."""
         rows = self._read.execute(
             "SELECT version, layout_digest, digest_value FROM versions WHERE policy=? "
             "AND state IN (?, ?) AND digest_value IS NOT NULL ORDER BY version DESC LIMIT ?",
@@ -251,7 +252,7 @@ class Catalog:
         self._file.check()
 
     def check(self) -> None:
-        """Make sure that the catalog is where it was opened; see ``CatalogFile.check``."""
+        """Check that the catalog is where it was opened; see ``CatalogFile.check``."""
         self._file.check()
 
     def _apply_one(self, save: Save) -> None:
@@ -301,16 +302,16 @@ class Catalog:
         self._rows.change(VERSIONS, key, state=state)
 
     def find_request(self, trainer_id: str, request_id: str) -> VersionRecord | None:
-        """The version that a trainer's request made, if any."""
+        """Find the version that a trainer's request made, if any."""
         return self._find("trainer_id=? AND request_id=?", (trainer_id, request_id))
 
     def find_version(self, version: PolicyVersion) -> VersionRecord | None:
-        """A version's record."""
+        """Find a version's record, if any."""
         found = self.list_versions(version.policy, version.version + 1, 1)
         return found[0] if found and found[0].version == version else None
 
     def find_transfer(self, transfer_id: str) -> VersionRecord | None:
-        """The version that a transfer brought, if any."""
+        """Find the version that a transfer brought, if any."""
         return self._find("transfer_id=?", (transfer_id,))
 
     def _find(self, where: str, values: tuple[str, ...]) -> VersionRecord | None:
@@ -318,7 +319,7 @@ class Catalog:
         return version_from_row(row) if row else None
 
     def list_versions(self, policy: str, before: int, limit: int) -> list[VersionRecord]:
-        """Versions of a policy below ``before``, newest first."""
+        """List versions of a policy below ``before``, newest first."""
         rows = self._read.execute(
             "SELECT * FROM versions WHERE policy=? AND version<? ORDER BY version DESC LIMIT ?",
             (policy, before, limit),
@@ -326,15 +327,17 @@ class Catalog:
         return [version_from_row(row) for row in rows]
 
     def close(self) -> None:
-        """Close it and let go of the lock; the writer thread must be idle."""
+        """Close the catalog and release its lock; the writer thread must be idle."""
         self._read.close()
         self._write.close()
         self._file.release()
 
 
 def _check_log(path: Path) -> None:
-    """Raises:
-    CatalogError: Transactions would be lost that were answered.
+    """Check that SQLite would drop no acknowledged transaction of the log.
+
+    Raises:
+        CatalogError: Acknowledged transactions would be lost.
     """
     dropped = find_dropped(path)
     if not dropped.is_torn_end:
@@ -354,7 +357,7 @@ def _check_log(path: Path) -> None:
 
 
 class _Transaction:
-    """BEGIN IMMEDIATE, then COMMIT, or ROLLBACK when the body raises."""
+    """Context of a transaction: BEGIN IMMEDIATE, then COMMIT, or ROLLBACK if the body raises."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -373,6 +376,6 @@ class _Transaction:
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """SQLite has rolled back already after some failures, as of a full disk."""
+        """Roll back, unless SQLite has done so already, as after a full disk."""
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")

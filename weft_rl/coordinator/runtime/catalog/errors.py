@@ -1,4 +1,4 @@
-"""Why a catalog cannot be used, each in one line: what is lost, and what to do."""
+"""Errors of a catalog that cannot be used, each in one line: what is lost, and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRUCTURE: Final = "its structure, so that any version may be lost"
 
 
 class CatalogError(WeftError):
-    """The catalog cannot be used: ``NOT_A_CATALOG``, ``CATALOG_TOO_NEW``, ``CATALOG_LOCKED``,
+    """Failure to use a catalog: ``NOT_A_CATALOG``, ``CATALOG_TOO_NEW``, ``CATALOG_LOCKED``,
     ``CATALOG_LINKED``, ``CATALOG_DAMAGED``, ``CATALOG_GONE`` or ``CATALOG_UNWRITABLE``."""
 
     status = "FAILED_PRECONDITION"
@@ -23,7 +23,7 @@ class CatalogError(WeftError):
 
 
 def in_use(path: Path) -> CatalogError:
-    """Another process has the catalog's lock."""
+    """Return the error of a catalog whose lock another process has."""
     return CatalogError(
         f"{path} is in use by another coordinator: stop that one, or give this one a catalog "
         "of its own",
@@ -32,7 +32,7 @@ def in_use(path: Path) -> CatalogError:
 
 
 def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
-    """Values or rows are lost; names the first few."""
+    """Return the error of a catalog that lost values or rows; names the first few."""
     more = len(problems) - _NAMED
     shown = "; ".join(problems[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
     return CatalogError(
@@ -45,7 +45,7 @@ def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
 
 
 def gone(path: Path, *, is_replaced: bool) -> CatalogError:
-    """A file of the catalog was removed or replaced while it was in use."""
+    """Return the error of a catalog's file that was removed or replaced while in use."""
     what = "is another file now" if is_replaced else "was removed"
     return CatalogError(
         f"{path} {what}, and the coordinator that had it open ends: what it would write is lost, "
@@ -56,7 +56,7 @@ def gone(path: Path, *, is_replaced: bool) -> CatalogError:
 
 
 def unwritable(path: Path, why: str) -> CatalogError:
-    """The catalog cannot be made, opened or written."""
+    """Return the error of a catalog that cannot be made, opened or written."""
     return CatalogError(
         f"the catalog {path} cannot be written: {why}. Nothing that was answered is lost: "
         "mend this and start the coordinator again",
@@ -65,7 +65,7 @@ def unwritable(path: Path, why: str) -> CatalogError:
 
 
 def from_sqlite(path: Path, error: sqlite3.Error) -> CatalogError:
-    """What SQLite's refusal means."""
+    """Return the catalog's error for an error of SQLite."""
     match getattr(error, "sqlite_errorcode", 0) & 0xFF:
         case sqlite3.SQLITE_NOTADB:
             return CatalogError(

@@ -1,12 +1,14 @@
-"""The file of a catalog: created whole, locked by its inode and by its path.
+"""File of a catalog: created whole, locked by its inode and by its path.
 
-The lock of the inode is one byte of the database itself, held by an open file description,
-so that every name of the file leads to it: its path, a symbolic link, a bind mount. It is a
-byte that SQLite never locks, for on network file systems every kind of lock is one of bytes.
-Somebody may remove the file, or put another in its place: the lock of the path, a file
-beside it, keeps a second coordinator from starting there meanwhile, and ``check`` finds out.
+The lock of the inode is one byte of the database itself, held by an open file description.
+So every name of the file leads to it: its path, a symbolic link, a bind mount. SQLite never
+locks that byte, since on network file systems every kind of lock is one of bytes.
+
+Somebody may remove the file, or put another in its place. The lock of the path, a file
+beside it, then keeps a second coordinator from starting there, until ``check`` finds out.
+
 SQLite's own locks belong to the process, and end when it closes *any* descriptor of the
-file: none is opened for a file that this process has open, and the one that holds the
+file. So none is opened for a file that this process has open. The descriptor that holds the
 lock is closed after SQLite's connections.
 """
 
@@ -47,11 +49,11 @@ _guard = threading.Lock()
 
 
 class CatalogFile:
-    """A catalog's file, locked until ``release``."""
+    """File of a catalog, locked until ``release``."""
 
     def __init__(self, path: Path, inode: tuple[int, int], descriptors: list[int]) -> None:
         self.path = path
-        """Without symbolic links: SQLite names its other files after it."""
+        """Path without symbolic links: SQLite names its other files after it."""
         self._inode = inode
         self._descriptors = descriptors
         self._path_lock = -1
@@ -59,10 +61,10 @@ class CatalogFile:
 
     @classmethod
     def take(cls, path: str | os.PathLike[str], create: Callable[[Path], None]) -> CatalogFile:
-        """Lock the file that ``path`` leads to; created first if there is none.
+        """Lock the file that ``path`` leads to; it is created first if there is none.
 
         Args:
-            create: Makes a new catalog at the path that it is given; it is moved to
+            create: Makes a new catalog at the path that it is given; the file is moved to
                 where it belongs when it is whole.
 
         Raises:
@@ -123,12 +125,12 @@ class CatalogFile:
         return cls(real, inode, taken)
 
     def watch_log(self) -> None:
-        """Have ``check`` look at SQLite's log, too, which is there once something was written."""
+        """Have ``check`` look at SQLite's log, too, which exists once something was written."""
         log = Path(f"{self.path}-wal")
         self._watched[log] = _inode_of(log) or (0, 0)
 
     def check(self) -> None:
-        """Make sure that what is written is still found by the catalog's path.
+        """Check that the catalog's path still leads to what is written.
 
         Raises:
             CatalogError: ``CATALOG_GONE``, or it cannot be looked at.
@@ -142,7 +144,7 @@ class CatalogFile:
                 raise gone(path, is_replaced=found is not None)
 
     def release(self) -> None:
-        """Let another coordinator have it; SQLite's connections must be closed."""
+        """Unlock the file for another coordinator; SQLite's connections must be closed."""
         with _guard:
             _unlock_path(self.path, self._path_lock)
             for descriptor in self._descriptors:
@@ -159,12 +161,12 @@ def _inode_of(path: Path) -> tuple[int, int] | None:
 
 
 def _lock_beside(real: Path) -> Path:
-    """The file by whose lock a path is taken; coordinators before schema 4 lock it alone."""
+    """Return the file whose lock takes a path; coordinators before schema 4 lock it alone."""
     return Path(f"{real}.lock")
 
 
 def _lock_path(real: Path) -> int:
-    """A descriptor that holds a path's lock.
+    """Return a descriptor that holds a path's lock.
 
     Raises:
         CatalogError: ``CATALOG_LOCKED``.
@@ -213,7 +215,7 @@ def _create(real: Path, create: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _creating(real: Path) -> Iterator[None]:
-    """Keep others from creating the file meanwhile, by a file that is gone afterwards."""
+    """Keep other processes from creating the file meanwhile, by a lock file removed afterwards."""
     path = Path(f"{real}.creating")
     give_up_at = time.monotonic() + _CREATE_SECONDS
     while True:
@@ -247,7 +249,7 @@ def _sync(directory: Path) -> None:
 
 
 def _locked(path: Path, lock: Callable[[int], None], catalog: Path) -> int:
-    """A descriptor of ``path`` that holds its lock."""
+    """Return a descriptor of ``path`` that holds its lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         lock(descriptor)
@@ -260,8 +262,10 @@ def _locked(path: Path, lock: Callable[[int], None], catalog: Path) -> int:
 
 
 def _lock_byte(descriptor: int) -> None:
-    """Raises:
-    BlockingIOError: Another open file description has it.
+    """Lock one byte of the catalog for an open file description.
+
+    Raises:
+        BlockingIOError: Another open file description has it.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)

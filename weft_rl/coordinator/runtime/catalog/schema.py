@@ -1,5 +1,7 @@
-"""The catalog's schema: how a new file is made, an older one brought up to date, and
-either checked before anything is believed of it."""
+"""Schema of the catalog: creation of a new file, migration of an older one, checks of both.
+
+Nothing in a file is believed before it is checked.
+"""
 
 from __future__ import annotations
 
@@ -77,14 +79,14 @@ _MAX_PROBLEMS: Final = 1000
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection that waits for others at most 5 s, and for the disk at every commit."""
+    """Open a connection that waits at most 5 s for others, and for the disk at every commit."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
     connection.execute("PRAGMA synchronous=FULL")
     return connection
 
 
 def create(path: Path) -> None:
-    """Make an empty catalog; on disk when it returns."""
+    """Create an empty catalog; on disk when it returns."""
     connection = connect(path)
     try:
         connection.executescript(
@@ -99,7 +101,7 @@ def create(path: Path) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Make sure that a catalog is whole, and of this schema; O(rows).
+    """Check that a catalog is whole, and migrate an older one to this schema; O(rows).
 
     Raises:
         CatalogError: It is something else, damaged, or a newer Weft's.

@@ -1,8 +1,8 @@
-"""The catalog's tables: their rows as values, a checksum on each, and how many a table has.
+"""Tables of the catalog: rows as values, a checksum of each row, a count of each table's rows.
 
 SQLite notices damage to its own structure, but not to a value, and not a row that is
 gone. So each row carries a checksum of its values, and ``counts`` how many rows each
-table has; both are written in the transaction that changes the row.
+table has. Both are written in the transaction that changes the row.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _DOUBLE: Final = struct.Struct("<d")
 
 @dataclass(frozen=True)
 class Table:
-    """A table's columns, with the type that SQLite gives their values back in."""
+    """Columns of a table, each with the type in which SQLite returns its values."""
 
     name: str
     columns: Mapping[str, type]
     identity: tuple[str, ...]
-    """Columns that never change; no other row may have what is unique among them."""
+    """Columns that never change; no other row may have the same values in the unique ones."""
     row_is: str
-    """What a row tells, for people."""
+    """Content of a row, for error messages."""
     kinds: Mapping[str, type[enum.IntEnum]] = field(default_factory=dict)
-    """Columns whose values are numbers of these."""
+    """Enums by column, for columns that hold numbers of an enum."""
 
     def values(self, given: Sequence[Any]) -> tuple[Any, ...]:
-        """What will be read back of a row that is written."""
+        """Return the values that will be read back of a row that is written."""
         kinds = zip(given, self.columns.values(), strict=True)
         return tuple(None if value is None else kind(value) for value, kind in kinds)
 
     def unknown(self, values: Sequence[Any]) -> str:
-        """The first column whose value cannot be, with the value; empty if there is none."""
+        """Return the first column with an impossible value, and the value; empty if none."""
         for (name, kind), value in zip(self.columns.items(), values, strict=True):
             known = self.kinds.get(name)
             is_kind = value is None or isinstance(value, kind)
@@ -63,7 +63,7 @@ class Table:
         return ""
 
     def checksum(self, values: Sequence[Any]) -> bytes:
-        """A row's checksum: BLAKE2b over its table's name and every value, with type and length."""
+        """Return BLAKE2b over the table's name and every value of a row, with type and length."""
         parts = [self.name.encode()]
         for value in values:
             kind, data = _encode(value)
@@ -74,13 +74,13 @@ class Table:
 
     @cached_property
     def update_query(self) -> str:
-        """Takes a row with its checksum, then the row's identity."""
+        """Query that takes a row with its checksum, then the row's identity."""
         names, marks = self._row
         return f"UPDATE {self.name} SET ({names})=({marks}){_where(self.identity)}"
 
     @cached_property
     def insert_query(self) -> str:
-        """Takes a row with its checksum."""
+        """Query that takes a row with its checksum."""
         names, marks = self._row
         return f"INSERT INTO {self.name} ({names}) VALUES ({marks})"
 
@@ -194,8 +194,7 @@ INSERT INTO counts VALUES ('as_started', 0);
 
 
 class Rows:
-    """Reads and writes rows of ``TABLES`` through one connection; transactions are the
-    caller's."""
+    """Rows of ``TABLES``, accessed through one connection; transactions are the caller's."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -216,18 +215,18 @@ class Rows:
             self._count(table, 1)
 
     def change(self, table: Table, where: Mapping[str, Any], **changes: Any) -> None:
-        """Change columns of every row that ``where`` fits."""
+        """Change columns of every row that matches ``where``."""
         for row in self.select(table, where):
             known = dict(zip(table.columns, row, strict=True))
             self.put(table, [*{**known, **changes}.values()])
 
     def delete(self, table: Table, where: Mapping[str, Any]) -> None:
-        """Delete every row that ``where`` fits."""
+        """Delete every row that matches ``where``."""
         gone = self._execute(f"DELETE FROM {table.name}{_where(where)}", tuple(where.values()))
         self._count(table, -gone.rowcount)
 
     def select(self, table: Table, where: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Every row that ``where`` fits, without its checksum."""
+        """Return every row that matches ``where``, without its checksum."""
         names = ",".join(table.columns)
         query = f"SELECT {names} FROM {table.name}{_where(where)}"
         return self._execute(query, tuple(where.values())).fetchall()
@@ -248,7 +247,7 @@ class Rows:
             self._execute("UPDATE counts SET num_rows=? WHERE name=?", (count, table.name))
 
     def problems(self, *, sealed: bool) -> Iterator[str]:
-        """What cannot be right, for people.
+        """Yield the problems found in the tables, for error messages.
 
         Args:
             sealed: Whether rows have checksums, and tables counts.
@@ -280,7 +279,7 @@ class Rows:
 
 
 def _text(data: bytes) -> str:
-    """Text that may be damaged."""
+    """Decode text that may be damaged."""
     return data.decode(errors="surrogateescape")
 
 
@@ -295,7 +294,7 @@ def _shown(table: Table, values: Sequence[Any]) -> str:
 
 
 def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
-    """A version's record as the values of its row, in the order of the columns."""
+    """Encode a version's record as the values of its row, in the order of the columns."""
     digest, adapter, failure = record.content_digest, record.adapter, record.failure
     return (
         record.version.policy,
@@ -323,7 +322,7 @@ def version_to_row(record: VersionRecord) -> tuple[Any, ...]:
 
 
 def version_from_row(row: Sequence[Any]) -> VersionRecord:
-    """The record that a row's values are of; what follows them is not looked at."""
+    """Decode a version's record from the values of a row; further values are ignored."""
     return VersionRecord(
         version=PolicyVersion(row[0], row[1]),
         state=VersionState(row[2]),
@@ -340,7 +339,7 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
 
 
 def checkpoint_to_text(bound: BoundCheckpoint) -> str:
-    """What base@0 is, as the catalog holds it: JSON."""
+    """Encode the checkpoint of base@0 as the catalog holds it: JSON."""
     return json.dumps(
         {
             "digest": bound.digest.hex(),
@@ -354,7 +353,7 @@ def checkpoint_to_text(bound: BoundCheckpoint) -> str:
 
 
 def checkpoint_from_text(text: str) -> BoundCheckpoint | None:
-    """What ``checkpoint_to_text`` wrote; None of nothing."""
+    """Decode what ``checkpoint_to_text`` wrote; None for empty text."""
     if not text:
         return None
     known = json.loads(text)

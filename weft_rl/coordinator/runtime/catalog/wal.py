@@ -1,9 +1,8 @@
-"""What SQLite would drop of a catalog's write-ahead log without a word.
+"""Detection of what SQLite would silently drop from a catalog's write-ahead log.
 
-A coordinator that was killed leaves its newest transactions in the file CATALOG-wal.
-SQLite takes them from there up to the first that is not whole, as the last one is when
-power was lost while it was written. One that is damaged it takes for that end, and
-forgets all that came after it.
+A coordinator that was killed leaves its newest transactions in the file CATALOG-wal. SQLite
+reads them up to the first that is not whole: the last one is not, when power was lost while
+it was written. SQLite takes a damaged one for that end, and drops all that came after it.
 
 Source: https://www.sqlite.org/fileformat2.html, section 4, The Write-Ahead Log.
 """
@@ -23,22 +22,24 @@ _SUMMED_OF_FRAME: Final = 8
 
 
 class Dropped(NamedTuple):
-    """What is not whole."""
+    """Part of a log that SQLite would drop."""
 
     transactions: int
-    """That ended after the first damage."""
+    """Number of transactions that ended after the first damage."""
     header: bool = False
-    """Whether the damage is in the header, so that nothing can be read."""
+    """True if the damage is in the header, so that nothing can be read."""
 
     @property
     def is_torn_end(self) -> bool:
-        """Whether it may be the end of a log whose last write a power cut interrupted: it was
-        answered to nobody then."""
+        """True if it may be the end of a log whose last write a power cut interrupted.
+
+        Nobody was told that such a write had succeeded.
+        """
         return not self.header and self.transactions <= 1
 
 
 def find_dropped(catalog: Path) -> Dropped:
-    """Look through a catalog's log before SQLite does; O(its size), a second per 30 MB."""
+    """Find damage in a catalog's log before SQLite reads it; O(its size), a second per 30 MB."""
     try:
         data = Path(f"{catalog}-wal").read_bytes()
     except FileNotFoundError:
@@ -69,7 +70,7 @@ def _frames(data: bytes, page_bytes: int) -> Iterator[bytes]:
 
 
 def _sum(data: bytes, order: str, total: tuple[int, int]) -> tuple[int, int]:
-    """SQLite's checksum, of two sums of 32 bits, continued from ``total``."""
+    """Return SQLite's checksum, two sums of 32 bits, continued from ``total``."""
     words = array("I", data)
     if (struct.pack("=I", 1) == struct.pack("<I", 1)) != (order == "<"):
         words.byteswap()
