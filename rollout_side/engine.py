@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.version_facts import VersionFacts
+from weft_rl.contract import replica_report
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
@@ -129,17 +130,11 @@ class SleepOrder:
 
 
 @dataclass(frozen=True)
-class Asleep:
-    """State of an engine that sleeps."""
+class Asleep(replica_report.Asleep):
+    """Sleep of an engine, with what it needs to wake."""
 
-    trainer_id: str
-    """Trainer that put the engine to sleep; empty for an operator."""
-    weights_awake: bool = False
-    """True if a switch has woken the weights; the KV cache sleeps on."""
-    level: int = 1
-    """Sleep level at which the engine was put to sleep."""
     base_discarded: bool = False
-    """True if the engine must load a base before it can serve."""
+    """True if it must load a base before it can serve."""
 
 
 class EngineWork(NamedTuple):

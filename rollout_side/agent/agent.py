@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_side.agent.drain import Drain
-from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey, Work
+from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
 from rollout_side.agent.orders import ProbeOrders
 from rollout_side.agent.registration import Registration
 from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
@@ -32,6 +32,7 @@ from rollout_side.engine import (
 from rollout_side.ticks import seconds_to_tick
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport, Work
 from weft_rl.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
@@ -205,21 +206,29 @@ class Agent:
         number = order.number if order.generation == known else 0
         now, drain = self.serving, self._drain.note()
         checkpoint, vector = self.engine.checkpoint, now.vector
+        memory = now.memory
+        report = ReplicaReport(
+            vector=vector,
+            retained=memory.retained_bases,
+            spilled=frozenset(memory.spilled),
+            dirty_reason=now.mixed_reason,
+            base_as_started=now.is_as_started(vector.base),
+            refusing=self.refusing,
+            order_number=number,
+            asleep=self.engine.asleep,
+            drain=drain,
+            adapter_used_bytes=memory.adapter_bytes,
+            pins_obeyed=frozenset(now.pins),
+            pinned_bytes=memory.pinned_base_bytes,
+            work=self._work(),
+        )
         return Holdings(
-            vector,
-            now.memory,
-            now.mixed_reason,
-            drain,
-            now.pins,
+            report,
+            memory.staged_transfer_ids,
             checkpoint,
-            self.refusing,
-            number,
             held=frozenset(now.held()),
             last_epoch=self._last_epoch,
-            asleep=self.engine.asleep,
             to_sleep=self._sleeps.to_sleep,
-            work=self._work(),
-            base_as_started=now.is_as_started(vector.base),
         )
 
     def _work(self) -> Work | None:

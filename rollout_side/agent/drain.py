@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from weft_rl.contract.replica_report import DrainNote
 
 _log = logging.getLogger(__name__)
 
@@ -14,15 +15,6 @@ _log = logging.getLogger(__name__)
 #: hear that this replica is not ready.
 NOTICE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Draining:
-    """A drain as it is told, in either direction."""
-
-    seconds: float
-    """What is left of its time."""
-    reason: str
 
 
 class Drain:
@@ -50,11 +42,11 @@ class Drain:
         """Whether it has begun; it never ends but with the process."""
         return self._began.is_set()
 
-    def note(self) -> Draining | None:
+    def note(self) -> DrainNote | None:
         """What the coordinator is told of it. Quick and thread-safe."""
         if not self.under_way:
             return None
-        return Draining(max(0.0, self._deadline - time.monotonic()), self._reason)
+        return DrainNote(max(0.0, self._deadline - time.monotonic()), self._reason)
 
     def begin(self, seconds: float, reason: str) -> None:
         """Begin, or shorten the time of the one under way."""

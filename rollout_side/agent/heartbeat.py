@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollout_side.agent.drain import Draining
-from rollout_side.engine import AbsentPolicy, Asleep, MemoryUse
+from rollout_side.engine import AbsentPolicy
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import (
-    duration_from_proto,
-    duration_to_proto,
     version_to_proto,
     versions_from_proto,
 )
+from weft_rl.rpc.report_codec import drain_from_proto
 from weft_rl.v1 import registry_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -32,16 +31,6 @@ class Identity:
     model_name: str
 
 
-@dataclass(frozen=True)
-class Work:
-    """Work under way for the coordinator; see ``weft.v1.Work``."""
-
-    what: str
-    silence: float
-    """Seconds."""
-
-
-_LONGEST_SILENCE_SECONDS = 86_400.0
 _NOT_KNOWN = not_compared("it does not say what it was started with")
 
 
@@ -49,32 +38,18 @@ _NOT_KNOWN = not_compared("it does not say what it was started with")
 class Holdings:
     """What a replica serves and holds now."""
 
-    vector: VersionVector
-    memory: MemoryUse
-    dirty_reason: str
-    """Why its engine may hold mixed weights; empty when it does not."""
-    drain: Draining | None = None
-    """Set while it drains."""
-    pins: tuple[int, ...] = ()
-    """Pinned versions of the base that the engine knows to be so."""
+    report: ReplicaReport
+    """Its ``asleep`` is set while the engine sleeps, not while it waits to."""
+    staged: tuple[str, ...] = ()
+    """Transfers of which bytes are staged, whole or in part."""
     checkpoint: Checkpoint = _NOT_KNOWN
-    """What the engine was started with."""
-    refusing: str = ""
-    """Why new requests are refused, mixed weights aside; empty while they are taken."""
-    order_number: int = 0
-    """The number of the order by which they are."""
+    """Checkpoint that the engine was started with."""
     held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
     """Versions with their digests, and whether they are spilled."""
     last_epoch: int = 0
-    """The highest epoch of a side group that it was told."""
-    asleep: Asleep | None = None
-    """Set while the engine sleeps."""
+    """Highest epoch of a side group that it was told."""
     to_sleep: Asleep | None = None
     """Set while it waits to sleep, refusing new requests."""
-    work: Work | None = None
-    """Set while an order is carried out, or the engine owes an answer."""
-    base_as_started: bool = False
-    """Whether the base that it serves was pushed with the bytes of ``checkpoint``."""
 
 
 @dataclass(frozen=True, order=True)
@@ -90,7 +65,7 @@ class OrderKey:
 class HeartbeatAnswer:
     """What the coordinator answered to a heartbeat."""
 
-    drain: Draining | None
+    drain: DrainNote | None
     """Set when the replica is to drain."""
     is_draining: bool
     """Whether the coordinator knew, as it answered, that the replica drains."""
@@ -121,11 +96,8 @@ def answer_from_proto(
     vector: VersionVector,
 ) -> HeartbeatAnswer:
     """An answer to a heartbeat, which said what is served and whether the replica drains."""
-    drain = None
-    if response.HasField("drain"):
-        drain = Draining(duration_from_proto(response.drain.time_left), response.drain.reason)
     return HeartbeatAnswer(
-        drain,
+        drain_from_proto(response.drain) if response.HasField("drain") else None,
         is_draining,
         response.in_transfer,
         response.refuse_reason,
@@ -148,27 +120,3 @@ def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVers
     return types_pb2.HeldVersion(
         version=version_to_proto(version), content_digest=digest, spilled=spilled
     )
-
-
-def sleep_to_proto(asleep: Asleep | None) -> pb.Sleep | None:
-    """A sleep as the coordinator takes it; None of an engine that is awake."""
-    if asleep is None:
-        return None
-    return pb.Sleep(
-        trainer_id=asleep.trainer_id, weights_awake=asleep.weights_awake, level=asleep.level
-    )
-
-
-def work_to_proto(work: Work | None) -> pb.Work | None:
-    """Work as the coordinator takes it; None while there is none."""
-    if work is None:
-        return None
-    silence = duration_to_proto(min(max(0.0, work.silence), _LONGEST_SILENCE_SECONDS))
-    return pb.Work(what=work.what, silence=silence)
-
-
-def drain_to_proto(drain: Draining | None) -> pb.Drain | None:
-    """A drain as the coordinator takes it; None while there is none."""
-    if drain is None:
-        return None
-    return pb.Drain(time_left=duration_to_proto(drain.seconds), reason=drain.reason)

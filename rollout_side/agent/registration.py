@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 
@@ -19,10 +20,7 @@ from rollout_side.agent.heartbeat import (
     Identity,
     OrderKey,
     answer_from_proto,
-    drain_to_proto,
     held_to_proto,
-    sleep_to_proto,
-    work_to_proto,
 )
 from rollout_side.config import AgentConfig
 from weft_rl.contract.checkpoint import READING, Checkpoint
@@ -42,11 +40,10 @@ from weft_rl.rpc.checkpoint_codec import checkpoint_to_proto
 from weft_rl.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
-    vector_to_proto,
-    version_to_proto,
 )
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import reference_to_chunks
+from weft_rl.rpc.report_codec import report_to_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import registry_pb2 as pb
@@ -265,22 +262,15 @@ class Registration:
             address=identity.address,
             http_url=config.http_url,
             capabilities=capabilities_to_proto(identity.capabilities),
-            version_vector=vector_to_proto(now.vector),
             model_name=identity.model_name,
-            retained_base_versions=now.memory.retained_bases,
-            dirty_reason=now.dirty_reason,
-            spilled_versions=map(version_to_proto, now.memory.spilled),
-            drain=drain_to_proto(now.drain),
+            report=report_to_proto(now.report),
             held_versions=map(held_to_proto, sorted(now.held)),
             last_coordinator_generation=self.coordinator_generation,
             last_epoch=max(now.last_epoch, self._epoch),
             out_of_service=self._out_of_service,
             last_coordinator_id=self._coordinator_id,
             checkpoint=checkpoint_to_proto(now.checkpoint),
-            refusing=now.refusing,
             protocol_revision=PROTOCOL_REVISION,
-            sleep=sleep_to_proto(now.asleep),
-            base_as_started=now.base_as_started,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
@@ -311,25 +301,14 @@ class Registration:
     def _heartbeat(self) -> bool:
         """Returns whether the replica drains."""
         now = self._current()
+        report = replace(now.report, asleep=now.report.asleep or now.to_sleep)
         request = pb.HeartbeatRequest(
             replica_id=self._config.replica_id,
             incarnation=self._config.incarnation,
-            version_vector=vector_to_proto(now.vector),
-            adapter_used_bytes=now.memory.adapter_bytes,
-            retained_base_versions=now.memory.retained_bases,
-            dirty_reason=now.dirty_reason,
-            staged_transfer_ids=now.memory.staged_transfer_ids,
-            spilled_versions=map(version_to_proto, now.memory.spilled),
-            drain=drain_to_proto(now.drain),
-            pinned_base_versions=now.pins,
-            pinned_base_bytes=now.memory.pinned_base_bytes,
+            report=report_to_proto(report),
+            staged_transfer_ids=now.staged,
             held_versions=map(held_to_proto, sorted(self._to_tell(now.held))),
             held_versions_complete=self._held_wanted,
-            refusing=now.refusing,
-            order_number=now.order_number,
-            sleep=sleep_to_proto(now.asleep or now.to_sleep),
-            work=work_to_proto(now.work),
-            base_as_started=now.base_as_started,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_told, self._held_wanted = now.held, response.held_versions_wanted
@@ -346,10 +325,12 @@ class Registration:
             self.ready.set()
         else:
             self.ready.clear()
-        is_draining = now.drain is not None
+        is_draining = now.report.drain is not None
         if not self._stopping:
             self._on_answer(
-                answer_from_proto(response, is_draining, self.coordinator_generation, now.vector)
+                answer_from_proto(
+                    response, is_draining, self.coordinator_generation, now.report.vector
+                )
             )
         return is_draining
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.heartbeat import OrderKey, sleep_to_proto
+from rollout_side.agent.heartbeat import OrderKey
 from rollout_side.agent.serving import SpilledCopy
 from rollout_side.engine import JoinOrder, SendOrder, SleepOrder, SwitchTimes
 from rollout_side.version_facts import VersionFacts
@@ -31,6 +31,7 @@ from weft_rl.rpc.codec import (
     version_to_proto,
 )
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.rpc.report_codec import asleep_to_proto
 from weft_rl.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer, parent_in
 from weft_rl.v1 import publish_pb2, types_pb2
@@ -321,7 +322,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             timeout_seconds=duration_from_proto(request.timeout),
         )
         await agent.fall_asleep(order)
-        return pb.SleepResponse(sleep=sleep_to_proto(agent.engine.asleep))
+        return pb.SleepResponse(sleep=asleep_to_proto(agent.engine.asleep))
 
     async def WakeUp(  # noqa: N802
         self, request: pb.WakeUpRequest, context: _Context
@@ -350,7 +351,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             staging_used_bytes=serving.memory.staging_bytes,
             retained_base_versions=serving.memory.retained_bases,
             spilled_versions=map(version_to_proto, serving.memory.spilled),
-            sleep=sleep_to_proto(agent.engine.asleep),
+            sleep=asleep_to_proto(agent.engine.asleep),
         )
 
 

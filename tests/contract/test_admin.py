@@ -120,17 +120,19 @@ async def test_a_pin_of_the_base_is_told_with_each_heartbeat(pool: Pool) -> None
     request = registry_pb2.HeartbeatRequest(
         replica_id="r0",
         incarnation=replica.incarnation,
-        version_vector=vector_to_proto(replica.vector),
-        retained_base_versions=replica.retained,
+        report=registry_pb2.ReplicaReport(
+            version_vector=vector_to_proto(replica.vector),
+            retained_base_versions=replica.retained,
+        ),
     )
     assert list((await replica.registry.Heartbeat(request)).pinned_base_versions) == [1]
     status = await refusal(base.begin(timeout=duration_to_proto(1.0)))
     assert status == "DEADLINE_EXCEEDED/DEADLINE"
-    request.pinned_base_versions.append(1)
-    request.pinned_base_bytes = CAPABILITIES.staging_capacity_bytes
+    request.report.pinned_base_versions.append(1)
+    request.report.pinned_base_bytes = CAPABILITIES.staging_capacity_bytes
     await replica.registry.Heartbeat(request)
     assert await refusal(base.begin()) == "RESOURCE_EXHAUSTED/STAGING_FULL"
-    request.pinned_base_bytes = 0
+    request.report.pinned_base_bytes = 0
     await replica.registry.Heartbeat(request)
     await base.push()
 

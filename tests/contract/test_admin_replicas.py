@@ -87,7 +87,7 @@ async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
     assert response.drain.reason == "by an operator: old card"
     assert 0 < duration_from_proto(response.drain.time_left) <= 20
     assert not response.in_transfer
-    beat.drain.time_left.CopyFrom(duration_to_proto(5.0))
+    beat.report.drain.time_left.CopyFrom(duration_to_proto(5.0))
     assert duration_from_proto((await replica.registry.Heartbeat(beat)).drain.time_left) <= 5
     await replica.registry.Leave(
         registry_pb2.LeaveRequest(replica_id="r0", incarnation=replica.incarnation)
@@ -100,8 +100,8 @@ async def test_a_replica_in_a_transfer_is_told_to_stay(pool: Pool) -> None:
     trainer = await pool.trainer()
     begun = await trainer.begin()
     beat = registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)
-    beat.drain.time_left.CopyFrom(duration_to_proto(30.0))
-    beat.drain.reason = "told to stop"
+    beat.report.drain.time_left.CopyFrom(duration_to_proto(30.0))
+    beat.report.drain.reason = "told to stop"
     assert (await replica.registry.Heartbeat(beat)).in_transfer
     assert await _state(pool) == ("DRAINING", "told to stop")
     await trainer.send(begun)

@@ -61,10 +61,15 @@ async def _listings(pool: Pool) -> inspect_pb2.GetPoolResponse:
 async def test_a_drain_of_three_million_years_is_not_taken(pool: Pool) -> None:
     replica = await pool.replica()
     drain = registry_pb2.Drain(time_left=_YEARS)
-    fields: dict[str, Any] = {"replica_id": "r0", "incarnation": replica.incarnation}
+    report = registry_pb2.ReplicaReport(drain=drain)
+    fields: dict[str, Any] = {
+        "replica_id": "r0",
+        "incarnation": replica.incarnation,
+        "report": report,
+    }
     for call in (
-        replica.registry.Heartbeat(registry_pb2.HeartbeatRequest(drain=drain, **fields)),
-        replica.registry.Register(registry_pb2.RegisterRequest(drain=drain, **fields)),
+        replica.registry.Heartbeat(registry_pb2.HeartbeatRequest(**fields)),
+        replica.registry.Register(registry_pb2.RegisterRequest(**fields)),
     ):
         error = await fails(call, "INVALID_ARGUMENT", "INVALID_REQUEST")
         assert error.metadata["field"] == "Drain.time_left"
@@ -116,7 +121,9 @@ async def test_no_listing_fails_for_one_entrys_sake(
     assert pool.coordinator is not None
     driver = pool.coordinator._driver
     assert driver is not None
-    odd = dataclasses.replace(driver.state.replicas["r0"], adapter_used_bytes=2**70)
+    known = driver.state.replicas["r0"]
+    report = dataclasses.replace(known.report, adapter_used_bytes=2**70)
+    odd = dataclasses.replace(known, report=report)
     transfers = {
         name: dataclasses.replace(transfer, epoch=2**70)
         for name, transfer in driver.state.history.items()

@@ -17,7 +17,6 @@ from grpc_status import rpc_status
 from rollout_side.agent.heartbeat import Holdings, Identity
 from rollout_side.agent.registration import Registration
 from rollout_side.config import AgentConfig
-from rollout_side.engine import MemoryUse
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
 from weft_rl.contract.errors import (
@@ -31,7 +30,7 @@ from weft_rl.contract.errors import (
     UnauthenticatedError,
     WeftError,
 )
-from weft_rl.contract.names import VersionVector
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.rpc.codec import duration_to_proto
 from weft_rl.rpc.status import status_from_error
 from weft_rl.v1 import registry_pb2, registry_pb2_grpc
@@ -105,7 +104,7 @@ def _serve(server: grpc.Server, registry: Registry) -> str:
 
 
 def _holdings() -> Holdings:
-    return Holdings(VersionVector(), MemoryUse(adapter_bytes=0, staging_bytes=0), "")
+    return Holdings(ReplicaReport())
 
 
 def _registration(

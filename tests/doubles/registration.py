@@ -25,11 +25,15 @@ async def register(
     """Register, and put the reference of the base where the coordinator wants it.
 
     Args:
-        fields: Of the request: replica_id, incarnation, address, ...
+        fields: Of the request, and of its report: replica_id, incarnation, address, ...
     """
+    of_report = registry_pb2.ReplicaReport.DESCRIPTOR.fields_by_name.keys() & fields.keys()
+    report = registry_pb2.ReplicaReport(
+        version_vector=vector_to_proto(vector), **{name: fields.pop(name) for name in of_report}
+    )
     request = registry_pb2.RegisterRequest(
         capabilities=capabilities_to_proto(capabilities),
-        version_vector=vector_to_proto(vector),
+        report=report,
         model_name="tiny",
         **{"protocol_revision": PROTOCOL_REVISION, **fields},
     )

@@ -137,14 +137,16 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
             registry_pb2.HeartbeatRequest(
                 replica_id=self.replica_id,
                 incarnation=self.incarnation,
-                version_vector=vector_to_proto(self.vector),
-                retained_base_versions=self.retained,
-                spilled_versions=self.spilled,
+                report=registry_pb2.ReplicaReport(
+                    version_vector=vector_to_proto(self.vector),
+                    retained_base_versions=self.retained,
+                    spilled_versions=self.spilled,
+                    refusing=self.refusing,
+                    order_number=self.order_number,
+                    work=self.work,
+                ),
                 held_versions=self._held(),
                 held_versions_complete=True,
-                refusing=self.refusing,
-                order_number=self.order_number,
-                work=self.work,
             )
         )
         self._obey(response.refuse_reason, response.order_number)

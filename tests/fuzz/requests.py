@@ -51,8 +51,10 @@ def _register(world: World) -> list[Message]:
         http_url="http://127.0.0.1:1",
         model_name="double",
         capabilities=capabilities_to_proto(world.engine.capabilities),
-        version_vector=vector_to_proto(world.agent.serving.vector),
-        retained_base_versions=[1],
+        report=registry.ReplicaReport(
+            version_vector=vector_to_proto(world.agent.serving.vector),
+            retained_base_versions=[1],
+        ),
         protocol_revision=PROTOCOL_REVISION,
         out_of_service=registry.OutOfService(quarantined=True, reason="why not"),
     )
@@ -63,15 +65,17 @@ def _heartbeat(world: World) -> list[Message]:
     beat = registry.HeartbeatRequest(
         replica_id="stranger",
         incarnation="i1",
-        version_vector=types.VersionVector(
-            base=1, adapters=[types.AdapterVersions(policy="math", versions=[1], alias=1)]
+        report=registry.ReplicaReport(
+            version_vector=types.VersionVector(
+                base=1, adapters=[types.AdapterVersions(policy="math", versions=[1], alias=1)]
+            ),
+            spilled_versions=[types.PolicyVersion(policy="math", version=1)],
+            pinned_base_versions=[1],
+            drain=registry.Drain(time_left=_SOON, reason="leaving"),
+            sleep=registry.Sleep(trainer_id="fuzz", weights_awake=True, level=2),
+            work=registry.Work(what="switching to math@1", silence=_SOON),
         ),
         staged_transfer_ids=["t-1"],
-        spilled_versions=[types.PolicyVersion(policy="math", version=1)],
-        pinned_base_versions=[1],
-        drain=registry.Drain(time_left=_SOON, reason="leaving"),
-        sleep=registry.Sleep(trainer_id="fuzz", weights_awake=True, level=2),
-        work=registry.Work(what="switching to math@1", silence=_SOON),
     )
     return [beat]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.contract.replica_report import DrainNote
+from weft_rl.coordinator.decisions import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
@@ -23,11 +24,11 @@ class SimDrain:
         self._in_transfer = True
         self.under_way = False
 
-    def note(self) -> events.DrainNote | None:
+    def note(self) -> DrainNote | None:
         """What the coordinator is told of it."""
         if not self.under_way:
             return None
-        return events.DrainNote(max(0.0, self._deadline - self._replica.clock.now), "drained")
+        return DrainNote(max(0.0, self._deadline - self._replica.clock.now), "drained")
 
     def hear(self, answer: effects.HeartbeatAnswer, *, is_noted: bool) -> None:
         """Take what the coordinator says; ``is_noted`` when it had been told of the drain."""

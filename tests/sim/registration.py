@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.sim.clock import Future
 from tests.unit.coordinator.decisions.machine import CAPABILITIES
 from weft_rl.contract.errors import NotFoundError, WeftError
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import HeldVersion
 
@@ -40,19 +41,20 @@ class SimRegistration:
                     "heartbeat",
                     replica_id=replica.name,
                     incarnation=replica.incarnation,
-                    vector=replica.vector,
-                    adapter_used_bytes=0,
-                    retained=replica.memory[0],
-                    dirty_reason=replica.dirty_reason,
+                    report=ReplicaReport(
+                        vector=replica.vector,
+                        retained=replica.memory[0],
+                        dirty_reason=replica.dirty_reason,
+                        pins_obeyed=frozenset(replica.pins),
+                        drain=note,
+                        refusing=replica.refusing,
+                        order_number=replica.order[1],
+                        asleep=replica.asleep or replica.sleep.to_sleep,
+                        work=replica.work(),
+                    ),
                     staged=replica.memory[1],
-                    pins_obeyed=frozenset(replica.pins),
-                    drain=note,
                     held=sorted(held if complete else held - self._told, key=str),
                     held_complete=complete,
-                    refusing=replica.refusing,
-                    order_number=replica.order[1],
-                    asleep=replica.asleep or replica.sleep.to_sleep,
-                    work=replica.work(),
                 )
                 self._told, self._held_wanted = held, answer.held_wanted
                 replica.ready = answer.ready
@@ -84,17 +86,19 @@ class SimRegistration:
             incarnation=replica.incarnation,
             address=replica.name,
             capabilities=capabilities,
-            vector=replica.vector,
-            retained=replica.memory[0],
-            dirty_reason=replica.dirty_reason,
-            drain=replica.drain.note(),
+            report=ReplicaReport(
+                vector=replica.vector,
+                retained=replica.memory[0],
+                dirty_reason=replica.dirty_reason,
+                drain=replica.drain.note(),
+                refusing=replica.refusing,
+                asleep=replica.asleep,
+            ),
             held=sorted(held, key=str),
             last_generation=replica.generation,
             last_epoch=replica.last_epoch,
             last_coordinator_id=self._coordinator_id,
             out_of_service=self._out_of_service,
-            refusing=replica.refusing,
-            asleep=replica.asleep,
         )
         self._told = held
         replica.world.checks.losses.registered(replica, answer.generation)

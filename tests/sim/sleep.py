@@ -13,8 +13,8 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft_rl.contract.replica_report import Asleep
 from weft_rl.coordinator.decisions import effects
-from weft_rl.coordinator.decisions.state.sleep import Asleep
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

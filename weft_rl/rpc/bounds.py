@@ -31,7 +31,7 @@ from weft_rl.tracing import MAX_TRACEPARENT_CHARS
 
 #: Of this process. Raised by a change that a peer of before would misunderstand; see
 #: docs/protocol.md.
-PROTOCOL_REVISION: Final = 3
+PROTOCOL_REVISION: Final = 4
 #: Ten years; longer than anything here waits, runs or pauses.
 MAX_DURATION_SECONDS: Final = 315_360_000
 MAX_DRAIN_SECONDS: Final = 86_400

@@ -381,11 +381,11 @@ class Replica(_message.Message):
 
     @_builtins.property
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See RegisterRequest.retained_base_versions."""
+        """See ReplicaReport.retained_base_versions."""
 
     @_builtins.property
     def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """See RegisterRequest.spilled_versions."""
+        """See ReplicaReport.spilled_versions."""
 
     @_builtins.property
     def drain(self) -> _registry_pb2.Drain:

@@ -662,7 +662,7 @@ class BeginTransferRequest(_message.Message):
     that is not set.
     """
     protocol_revision: _builtins.int
-    """Of the trainer's process: 2. See types.proto."""
+    """Protocol revision of the trainer's process. See types.proto."""
     carries_runs: _builtins.bool
     """Whether the sender fills the layout's buckets in an order of its own, and each lists
     what it carries; see Bucket. Of the base only. Refused with UNSUPPORTED where a

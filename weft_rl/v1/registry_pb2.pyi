@@ -410,22 +410,15 @@ class RegisterRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     HTTP_URL_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
-    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
-    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
-    DIRTY_REASON_FIELD_NUMBER: _builtins.int
-    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_FIELD_NUMBER: _builtins.int
     LAST_COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     LAST_COORDINATOR_ID_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
-    REFUSING_FIELD_NUMBER: _builtins.int
-    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
-    SLEEP_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
-    BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
+    PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -436,8 +429,6 @@ class RegisterRequest(_message.Message):
     """Base URL of its OpenAI-compatible server."""
     model_name: _builtins.str
     """Name of the served model in the OpenAI API."""
-    dirty_reason: _builtins.str
-    """Why its engine may hold mixed weights; empty when it does not."""
     last_coordinator_generation: _builtins.int
     """RegisterResponse.coordinator_generation, the highest it was ever told; 0 where
     it was told none.
@@ -446,57 +437,25 @@ class RegisterRequest(_message.Message):
     """GroupPlan.epoch, or the epoch of an answer of this service, the highest it was ever told."""
     last_coordinator_id: _builtins.str
     """RegisterResponse.coordinator_id of the coordinator that it registered with last."""
-    refusing: _builtins.str
-    """Why it refuses new requests now, by an order or because it is out of contact or
-    about to end; empty while it is open. (What mixed weights refuse is said in
-    dirty_reason.)
-    """
     protocol_revision: _builtins.int
-    """Of the replica's process: 2. See types.proto."""
-    base_as_started: _builtins.bool
-    """Whether the base that it serves, where that was pushed, holds the very bytes of the
-    checkpoint that it was started with: compared tensor by tensor, by their digests, as it lies
-    in its files. False where that cannot be told: while the files are read, where the types
-    differ, or where it keeps no copy of the base.
-    """
+    """Protocol revision of the replica's process. See types.proto."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
 
     @_builtins.property
-    def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves now."""
-
-    @_builtins.property
-    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Versions of the base that it holds a copy of, in host memory, newest use
-        first; others can be cloned from it, and it can go back to them.
-        """
-
-    @_builtins.property
-    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """Versions that lie whole in its spill directory, at most 4,096; it can switch
-        to them as to those that it holds in memory. Empty without such a directory.
-        """
-
-    @_builtins.property
-    def drain(self) -> Global___Drain:
-        """Set while it drains."""
+    def report(self) -> Global___ReplicaReport:
+        """Its state now."""
 
     @_builtins.property
     def held_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HeldVersion]:
-        """The versions named in version_vector, retained_base_versions and
-        spilled_versions, with their digests, as far as it knows these. A catalog that
-        has no record of them records those whose holders agree.
+        """The versions named in the report, with their digests, as far as it knows these. A
+        catalog that has no record of them records those whose holders agree.
         """
 
     @_builtins.property
     def checkpoint(self) -> Global___Checkpoint:
         """What base@0 is here, as far as it is known."""
-
-    @_builtins.property
-    def sleep(self) -> Global___Sleep:
-        """Set while it sleeps. A coordinator that did not order it takes the order for given."""
 
     @_builtins.property
     def out_of_service(self) -> Global___OutOfService:
@@ -512,30 +471,126 @@ class RegisterRequest(_message.Message):
         address: _builtins.str = ...,
         http_url: _builtins.str = ...,
         capabilities: Global___Capabilities | None = ...,
-        version_vector: _types_pb2.VersionVector | None = ...,
         model_name: _builtins.str = ...,
-        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
-        dirty_reason: _builtins.str = ...,
-        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
-        drain: Global___Drain | None = ...,
+        report: Global___ReplicaReport | None = ...,
         held_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
         last_coordinator_generation: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
         last_coordinator_id: _builtins.str = ...,
         checkpoint: Global___Checkpoint | None = ...,
-        refusing: _builtins.str = ...,
-        protocol_revision: _builtins.int = ...,
-        sleep: Global___Sleep | None = ...,
         out_of_service: Global___OutOfService | None = ...,
-        base_as_started: _builtins.bool = ...,
+        protocol_revision: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "drain", b"drain", "out_of_service", b"out_of_service", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "out_of_service", b"out_of_service", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "base_as_started", b"base_as_started", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "protocol_revision", b"protocol_revision", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "protocol_revision", b"protocol_revision", "replica_id", b"replica_id", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaReport(_message.Message):
+    """State of a replica, as it says at registration and with each heartbeat."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
+    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
+    DIRTY_REASON_FIELD_NUMBER: _builtins.int
+    BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
+    REFUSING_FIELD_NUMBER: _builtins.int
+    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
+    PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    dirty_reason: _builtins.str
+    """Why its engine may hold mixed weights; empty when it does not."""
+    base_as_started: _builtins.bool
+    """Whether the base that it serves, where that was pushed, holds the very bytes of the
+    checkpoint that it was started with: compared tensor by tensor, by their digests, as it lies
+    in its files. False where that cannot be told: while the files are read, where the types
+    differ, or where it keeps no copy of the base.
+    """
+    refusing: _builtins.str
+    """Why it refuses new requests now, by an order or because it is out of contact or
+    about to end; empty while it is open. (What mixed weights refuse is said in
+    dirty_reason.)
+    """
+    order_number: _builtins.int
+    """The order_number of what it enforces: that of the newest order it has heard of
+    this coordinator generation; 0 for none.
+    """
+    adapter_used_bytes: _builtins.int
+    """Bytes of adapters in host memory."""
+    pinned_base_bytes: _builtins.int
+    """Bytes of the copies of those that it holds."""
+    @_builtins.property
+    def version_vector(self) -> _types_pb2.VersionVector:
+        """Versions that it serves."""
+
+    @_builtins.property
+    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Versions of the base that it holds a copy of, in host memory, newest use
+        first; others can be cloned from it, and it can go back to them.
+        """
+
+    @_builtins.property
+    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
+        """Versions that lie whole in its spill directory, at most 4,096; it can switch
+        to them as to those that it holds in memory. Empty without such a directory.
+        """
+
+    @_builtins.property
+    def sleep(self) -> Global___Sleep:
+        """Set while it sleeps; in heartbeats, too, while it is about to sleep and refuses new
+        requests. A coordinator that did not order it takes the order for given.
+        """
+
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """Set while it drains, by an order or because its process was told to stop."""
+
+    @_builtins.property
+    def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """HeartbeatResponse.pinned_base_versions as it obeys them now, ascending. A base
+        goes only to replicas that obey all.
+        """
+
+    @_builtins.property
+    def work(self) -> Global___Work:
+        """Set while it carries out an order, or its engine owes it an answer. One that has made no
+        progress for the coordinator's --stall-seconds is suspect, and nobody waits for it.
+        """
+
+    def __init__(
+        self,
+        *,
+        version_vector: _types_pb2.VersionVector | None = ...,
+        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        dirty_reason: _builtins.str = ...,
+        base_as_started: _builtins.bool = ...,
+        refusing: _builtins.str = ...,
+        order_number: _builtins.int = ...,
+        sleep: Global___Sleep | None = ...,
+        drain: Global___Drain | None = ...,
+        adapter_used_bytes: _builtins.int = ...,
+        pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
+        pinned_base_bytes: _builtins.int = ...,
+        work: Global___Work | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaReport: _TypeAlias = ReplicaReport  # noqa: Y015
 
 @_typing.final
 class RegisterResponse(_message.Message):
@@ -691,45 +746,19 @@ class HeartbeatRequest(_message.Message):
 
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
-    ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     STAGED_TRANSFER_IDS_FIELD_NUMBER: _builtins.int
-    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
-    DIRTY_REASON_FIELD_NUMBER: _builtins.int
-    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
-    PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
-    PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_FIELD_NUMBER: _builtins.int
     HELD_VERSIONS_COMPLETE_FIELD_NUMBER: _builtins.int
-    REFUSING_FIELD_NUMBER: _builtins.int
-    ORDER_NUMBER_FIELD_NUMBER: _builtins.int
-    SLEEP_FIELD_NUMBER: _builtins.int
-    WORK_FIELD_NUMBER: _builtins.int
-    BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """As registered."""
     incarnation: _builtins.str
     """As registered."""
-    adapter_used_bytes: _builtins.int
-    """Bytes of adapters in host memory."""
-    dirty_reason: _builtins.str
-    """See RegisterRequest.dirty_reason."""
-    pinned_base_bytes: _builtins.int
-    """Bytes of the copies of those that it holds."""
     held_versions_complete: _builtins.bool
     """Whether these are all."""
-    refusing: _builtins.str
-    """See RegisterRequest.refusing."""
-    order_number: _builtins.int
-    """The order_number of what it enforces: that of the newest order it has heard of
-    this coordinator generation; 0 for none.
-    """
-    base_as_started: _builtins.bool
-    """See RegisterRequest.base_as_started."""
     @_builtins.property
-    def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves now."""
+    def report(self) -> Global___ReplicaReport:
+        """Its state now."""
 
     @_builtins.property
     def staged_transfer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -738,37 +767,9 @@ class HeartbeatRequest(_message.Message):
         """
 
     @_builtins.property
-    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See RegisterRequest.retained_base_versions."""
-
-    @_builtins.property
-    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """See RegisterRequest.spilled_versions."""
-
-    @_builtins.property
-    def drain(self) -> Global___Drain:
-        """Set while it drains, by an order or because its process was told to stop."""
-
-    @_builtins.property
-    def pinned_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """HeartbeatResponse.pinned_base_versions as it obeys them now, ascending. A base
-        goes only to replicas that obey all.
-        """
-
-    @_builtins.property
     def held_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.HeldVersion]:
         """As RegisterRequest.held_versions: those whose digests it has not told yet, or
         all of them.
-        """
-
-    @_builtins.property
-    def sleep(self) -> Global___Sleep:
-        """See RegisterRequest.sleep. Set, too, while it is about to sleep and refuses new requests."""
-
-    @_builtins.property
-    def work(self) -> Global___Work:
-        """Set while it carries out an order, or its engine owes it an answer. One that has made no
-        progress for the coordinator's --stall-seconds is suspect, and nobody waits for it.
         """
 
     def __init__(
@@ -776,26 +777,14 @@ class HeartbeatRequest(_message.Message):
         *,
         replica_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
-        version_vector: _types_pb2.VersionVector | None = ...,
-        adapter_used_bytes: _builtins.int = ...,
+        report: Global___ReplicaReport | None = ...,
         staged_transfer_ids: _abc.Iterable[_builtins.str] | None = ...,
-        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
-        dirty_reason: _builtins.str = ...,
-        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
-        drain: Global___Drain | None = ...,
-        pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
-        pinned_base_bytes: _builtins.int = ...,
         held_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
         held_versions_complete: _builtins.bool = ...,
-        refusing: _builtins.str = ...,
-        order_number: _builtins.int = ...,
-        sleep: Global___Sleep | None = ...,
-        work: Global___Work | None = ...,
-        base_as_started: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staged_transfer_ids", b"staged_transfer_ids", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_versions", b"held_versions", "held_versions_complete", b"held_versions_complete", "incarnation", b"incarnation", "replica_id", b"replica_id", "report", b"report", "staged_transfer_ids", b"staged_transfer_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -464,7 +464,7 @@ class Hello(_message.Message):
     rank: _builtins.int
     """The rank that speaks."""
     protocol_revision: _builtins.int
-    """Of its process: 2. See types.proto."""
+    """Protocol revision of its process. See types.proto."""
     num_buckets_in_flight: _builtins.int
     """Of a sender: how many of its buckets it keeps, from the oldest that not every receiver
     has verified, and so how many receives from it a receiver may have posted; 1 to 8.

@@ -149,7 +149,7 @@ class CommitTransferResponse(_message.Message):
     RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     BASE_AS_STARTED_FIELD_NUMBER: _builtins.int
     base_as_started: _builtins.bool
-    """See RegisterRequest.base_as_started."""
+    """See ReplicaReport.base_as_started."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What is served now."""
@@ -164,7 +164,7 @@ class CommitTransferResponse(_message.Message):
 
     @_builtins.property
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See RegisterRequest.retained_base_versions."""
+        """See ReplicaReport.retained_base_versions."""
 
     def __init__(
         self,
@@ -646,7 +646,7 @@ class SwitchVersionResponse(_message.Message):
 
     @_builtins.property
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See RegisterRequest.retained_base_versions."""
+        """See ReplicaReport.retained_base_versions."""
 
     def __init__(
         self,
@@ -707,9 +707,9 @@ class RefuseRequestsResponse(_message.Message):
     REFUSING_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     refusing: _builtins.str
-    """See RegisterRequest.refusing."""
+    """See ReplicaReport.refusing."""
     order_number: _builtins.int
-    """See HeartbeatRequest.order_number."""
+    """See ReplicaReport.order_number."""
     def __init__(
         self,
         *,
@@ -777,7 +777,7 @@ class SleepResponse(_message.Message):
     SLEEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sleep(self) -> _registry_pb2.Sleep:
-        """See RegisterRequest.sleep."""
+        """See ReplicaReport.sleep."""
 
     def __init__(
         self,
@@ -899,15 +899,15 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See RegisterRequest.retained_base_versions."""
+        """See ReplicaReport.retained_base_versions."""
 
     @_builtins.property
     def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """See RegisterRequest.spilled_versions."""
+        """See ReplicaReport.spilled_versions."""
 
     @_builtins.property
     def sleep(self) -> _registry_pb2.Sleep:
-        """See RegisterRequest.sleep."""
+        """See ReplicaReport.sleep."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ Conventions of this package, unless a comment says otherwise:
   ROLE_MISSING or POLICY_NOT_ALLOWED, and RESOURCE_EXHAUSTED/TOO_MANY_CALLS (as
   many in flight as one identity may have).
 
-This is protocol revision 2. Who registers, begins a transfer or attends a group says
+This is protocol revision 4. Who registers, begins a transfer or attends a group says
 which one it speaks (`protocol_revision`); another than the coordinator's, or none, is
 refused with FAILED_PRECONDITION/REVISION_MISMATCH: metadata `caller_revision`,
 `coordinator_revision`, and `older`, which is "caller" or "coordinator". What the bytes

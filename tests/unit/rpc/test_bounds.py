@@ -39,13 +39,22 @@ def _register(**fields: object) -> Message:
     return registry_pb2.RegisterRequest(**fields)  # type: ignore[arg-type]
 
 
+def _report(**fields: object) -> Message:
+    return _register(report=registry_pb2.ReplicaReport(**fields))  # type: ignore[arg-type]
+
+
+def _beat(dirty_reason: str) -> registry_pb2.HeartbeatRequest:
+    report = registry_pb2.ReplicaReport(dirty_reason=dirty_reason)
+    return registry_pb2.HeartbeatRequest(report=report)
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (_register(drain=registry_pb2.Drain(time_left=Duration(seconds=10**14))), "time_left"),
-        (_register(drain=registry_pb2.Drain(time_left=Duration(seconds=86_401))), "time_left"),
-        (_register(drain=registry_pb2.Drain(time_left=Duration(seconds=-1))), "time_left"),
-        (_register(drain=registry_pb2.Drain(time_left=Duration(nanos=-1))), "time_left"),
+        (_report(drain=registry_pb2.Drain(time_left=Duration(seconds=10**14))), "time_left"),
+        (_report(drain=registry_pb2.Drain(time_left=Duration(seconds=86_401))), "time_left"),
+        (_report(drain=registry_pb2.Drain(time_left=Duration(seconds=-1))), "time_left"),
+        (_report(drain=registry_pb2.Drain(time_left=Duration(nanos=-1))), "time_left"),
         (replica_pb2.CommitTransferResponse(pause=Duration(seconds=2**62)), "pause"),
         (replica_pb2.SwitchVersionResponse(load=Duration(seconds=2**62)), "load"),
         (_register(address="127.0.0.1"), "address"),
@@ -62,14 +71,14 @@ def _register(**fields: object) -> Message:
         (rendezvous_pb2.Prepare(trace_context="0" * 129), "trace_context"),
         (_register(incarnation="a\0b"), "incarnation"),
         (_register(model_name="m" * 4097), "model_name"),
-        (_register(retained_base_versions=[1, 2**53]), "retained_base_versions"),
-        (_register(retained_base_versions=[-1]), "retained_base_versions"),
-        (_register(retained_base_versions=range(65_537)), "retained_base_versions"),
-        (_register(version_vector=types_pb2.VersionVector(base=2**63 - 1)), "base"),
+        (_report(retained_base_versions=[1, 2**53]), "retained_base_versions"),
+        (_report(retained_base_versions=[-1]), "retained_base_versions"),
+        (_report(retained_base_versions=range(65_537)), "retained_base_versions"),
+        (_report(version_vector=types_pb2.VersionVector(base=2**63 - 1)), "base"),
         (_register(capabilities=registry_pb2.Capabilities(num_receivers=1025)), "num_receivers"),
         (_register(capabilities=registry_pb2.Capabilities(base_dtype=99)), "base_dtype"),
         (_register(capabilities=registry_pb2.Capabilities(backends=["x"] * 17)), "backends"),
-        (registry_pb2.HeartbeatRequest(pinned_base_bytes=2**63), "pinned_base_bytes"),
+        (_report(pinned_base_bytes=2**63), "pinned_base_bytes"),
         (publish_pb2.RenewLeaseRequest(fencing_token=-1), "fencing_token"),
         (publish_pb2.BeginTransferRequest(layout_digest=b"d" * 65), "layout_digest"),
         (admin_pb2.RetireRequest(version={"version": 2**63 - 1}), "version"),  # type: ignore[arg-type]
@@ -90,8 +99,9 @@ def test_what_is_out_of_bounds_is_refused_by_name(message: Message, field: str) 
 @pytest.mark.parametrize(
     "message",
     [
-        _register(address="[::1]:50051", http_url="https://h/v1", drain=registry_pb2.Drain()),
-        _register(address="pod-0.weft.svc:1", retained_base_versions=[2**53 - 1, 0]),
+        _register(address="[::1]:50051", http_url="https://h/v1"),
+        _register(address="pod-0.weft.svc:1"),
+        _report(retained_base_versions=[2**53 - 1, 0], drain=registry_pb2.Drain()),
         _register(capabilities=registry_pb2.Capabilities(staging_capacity_bytes=2**63 - 1)),
         rendezvous_pb2.StoreAdd(key="k", amount=-(2**63)),
         publish_pb2.BeginTransferResponse(nonce=2**64 - 1),
@@ -106,12 +116,13 @@ def test_what_is_within_them_is_taken(message: Message) -> None:
 
 
 def test_texts_for_people_are_cut() -> None:
-    beat = registry_pb2.HeartbeatRequest(dirty_reason="d" * 9999)
-    beat.drain.reason = "r" * 9999
+    beat = _beat("d" * 9999)
+    said = beat.report
+    said.drain.reason = "r" * 9999
     order = admin_pb2.CordonRequest(reason="r" * 9999)
     for message in (beat, order):
         check(message)
-    assert (len(beat.dirty_reason), len(beat.drain.reason)) == (2000, 2000)
+    assert (len(said.dirty_reason), len(said.drain.reason)) == (2000, 2000)
     assert len(order.reason) == 500
 
 
@@ -167,8 +178,7 @@ def test_any_float_can_be_listed(seconds: float) -> None:
 
 def test_a_large_message_is_cut_each_time_it_comes() -> None:
     parse = parser(registry_pb2.HeartbeatRequest.FromString)
-    whole = registry_pb2.HeartbeatRequest(dirty_reason="d" * 1500).SerializeToString()
-    long = registry_pb2.HeartbeatRequest(dirty_reason="d" * 9000).SerializeToString()
+    whole, long = (_beat("d" * count).SerializeToString() for count in (1500, 9000))
     for _ in range(2):
-        assert len(parse(whole).dirty_reason) == 1500
-        assert len(parse(long).dirty_reason) == 2000
+        assert len(parse(whole).report.dirty_reason) == 1500
+        assert len(parse(long).report.dirty_reason) == 2000

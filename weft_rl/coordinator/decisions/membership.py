@@ -17,6 +17,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.effects import (
     AbsentPolicy,
@@ -61,6 +62,7 @@ def register(change: Change, event: events.Register) -> None:
     if old and old.address != event.address:
         change.emit(CloseChannel(old.address))
     base_binding.bind(change, event.capabilities)
+    report = event.report
     replica = Replica(
         replica_id=event.replica_id,
         incarnation=event.incarnation,
@@ -68,27 +70,27 @@ def register(change: Change, event: events.Register) -> None:
         http_url=event.http_url,
         model_name=event.model_name,
         capabilities=event.capabilities,
-        vector=event.vector,
+        vector=report.vector,
         last_heard=change.now,
-        dirty_reason=event.dirty_reason or (old.dirty_reason if old else ""),
+        report=replace(report, work=report.work or (old.report.work if old else None)),
+        dirty_reason=report.dirty_reason or (old.dirty_reason if old else ""),
         announced=old.announced if old else None,
         routed=old.routed if old else False,
         suspect=old.suspect if old else None,
-        retained=event.retained,
-        spilled=event.spilled,
-        drain=drains.noted(old, event.drain, change.now),
+        retained=report.retained,
+        spilled=report.spilled,
+        drain=drains.noted(old, report.drain, change.now),
         checkpoint=event.checkpoint,
-        refusing=event.refusing,
-        asleep=event.asleep or (old.asleep if old else None),
+        refusing=report.refusing,
+        asleep=report.asleep or (old.asleep if old else None),
         sleep_call_until=old.sleep_call_until if old else float("-inf"),
-        work=old.work if old else "",
-        worked_at=old.worked_at if old else float("-inf"),
+        worked_at=_worked_at(change, old, report),
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
     replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
     checkpoints.note(change, replica)
-    if event.base_as_started:
+    if report.base_as_started:
         checkpoints.note_as_started(change, replica)
     sleeps.adopt(change, event)
     adopt(change, event)
@@ -185,35 +187,33 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         )
         change.refuse([event.ticket], error)
         return
+    report = event.report
     replica = replace(
         replica,
         last_heard=change.now,
-        adapter_used_bytes=event.adapter_used_bytes,
+        report=report,
         suspicion="",
-        spilled=event.spilled,
-        drain=drains.noted(replica, event.drain, change.now),
-        pins_obeyed=event.pins_obeyed,
-        pinned_bytes=event.pinned_bytes,
+        spilled=report.spilled,
+        drain=drains.noted(replica, report.drain, change.now),
         # One that was on its way while it fell asleep says that it is awake: that it woke, only
         # its answer tells.
-        asleep=event.asleep or replica.asleep,
-        work=event.work.what if event.work else "",
-        worked_at=_worked_at(change, replica, event),
+        asleep=report.asleep or replica.asleep,
+        worked_at=_worked_at(change, replica, report),
     )
-    replica = heard(change.state, replica, event.refusing, event.order_number)
+    replica = heard(change.state, replica, report.refusing, report.order_number)
     # While it loads in place its weights are mixed, as they must be.
     loading = in_place.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
     believed_from = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
     is_believed = change.now > believed_from
     if is_believed:
-        is_new = event.vector != replica.vector
+        is_new = report.vector != replica.vector
         replica = replace(
             replica,
             # Kept where it is the same: it is compared and listed more often than it changes.
-            vector=replica.vector if event.vector == replica.vector else event.vector,
-            retained=event.retained,
-            dirty_reason=replica.dirty_reason if loading else event.dirty_reason,
+            vector=report.vector if is_new else replica.vector,
+            retained=report.retained,
+            dirty_reason=replica.dirty_reason if loading else report.dirty_reason,
         )
         if is_new or event.held:
             numbering.versions_heard(change, replica, event.held)
@@ -222,7 +222,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     else:
         replica = holdings.counted(change.state, replica)
     change.put_replica(replica)
-    if is_believed and event.base_as_started:
+    if is_believed and report.base_as_started:
         checkpoints.note_as_started(change, replica)
     restart.restore_or_discard(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
@@ -230,19 +230,20 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     wanted = undecided or replica.mistaken or (event.held and not is_believed)
     answer = replace(answer, held_wanted=bool(wanted))
     # What it says of itself now counts at once against it, though not yet for it.
-    whole = loading or not event.dirty_reason
+    whole = loading or not report.dirty_reason
     change.reply(event.ticket, replace(answer, ready=answer.ready and whole))
 
 
-def _worked_at(change: Change, replica: Replica, event: events.Heartbeat) -> float:
+def _worked_at(change: Change, replica: Replica | None, report: ReplicaReport) -> float:
     """When a replica last got on with what it carries out. A gap in its heartbeats is not held
     against it: the whole process may have been stopped."""
-    if event.work is None:
-        return replica.worked_at
-    gap = change.now - replica.last_heard
+    worked_at = replica.worked_at if replica else float("-inf")
+    if report.work is None:
+        return worked_at
+    gap = change.now - replica.last_heard if replica else 0.0
     is_long = gap > 2 * change.state.settings.heartbeat_seconds
-    silence = max(0.0, event.work.silence - gap * is_long)
-    return max(replica.worked_at, change.now - silence)
+    silence = max(0.0, report.work.silence - gap * is_long)
+    return max(worked_at, change.now - silence)
 
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:

@@ -310,7 +310,7 @@ def replica_to_proto(
         version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,
-        adapter_used_bytes=replica.adapter_used_bytes,
+        adapter_used_bytes=replica.report.adapter_used_bytes,
         retained_base_versions=replica.retained,
         spilled_versions=map(version_to_proto, sorted(replica.spilled)),
         checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),

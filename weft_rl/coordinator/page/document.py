@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
@@ -161,10 +162,11 @@ class Document:
             message.lease.ClearField("time_to_live")
         return message
 
-    def _seen_replica(self, replica: Replica) -> tuple[Replica, str]:
+    def _seen_replica(self, replica: Replica) -> tuple[Replica, int, str]:
         is_ready = replica.announced is ReplicaState.READY
         why = "" if is_ready else explain_state(self._state(), replica)[1]
-        return replace(replica, last_heard=0.0), why
+        shown = replace(replica, last_heard=0.0, report=ReplicaReport())
+        return shown, replica.report.adapter_used_bytes, why
 
     def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool, bool]:
         state, lease = self._state(), policy.lease

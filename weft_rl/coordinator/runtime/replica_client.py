@@ -18,7 +18,7 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.values import Failure, VersionFacts
-from weft_rl.coordinator.messages.sleep import asleep_from_proto, sleep_request
+from weft_rl.coordinator.messages.sleep import sleep_request
 from weft_rl.coordinator.messages.wire import (
     adapter_to_proto,
     digest_to_proto,
@@ -36,6 +36,7 @@ from weft_rl.rpc.codec import (
 )
 from weft_rl.rpc.inbound import CheckedChannel
 from weft_rl.rpc.manifest_codec import ManifestDecoder
+from weft_rl.rpc.report_codec import asleep_from_proto
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.tracing import call_metadata, untraced
@@ -447,7 +448,7 @@ class ReplicaCaller:
         try:
             if isinstance(request, replica_pb2.SleepRequest):
                 response = await stub.Sleep(request, timeout=call.timeout_seconds)
-                asleep = asleep_from_proto(response)
+                asleep = asleep_from_proto(response.sleep) if response.HasField("sleep") else None
             else:
                 woken = await stub.WakeUp(request, timeout=call.timeout_seconds)
                 dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]

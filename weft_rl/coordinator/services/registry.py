@@ -11,10 +11,8 @@ import grpc
 
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.membership import check_free
-from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft_rl.coordinator.decisions.state.values import Heard, ReplicaState
-from weft_rl.coordinator.messages.sleep import asleep_from_proto
 from weft_rl.coordinator.messages.wire import held_from_proto
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
@@ -24,22 +22,18 @@ from weft_rl.rpc.bounds import check_revision
 from weft_rl.rpc.checkpoint_codec import checkpoint_from_proto
 from weft_rl.rpc.codec import (
     capabilities_from_proto,
-    duration_from_proto,
     duration_to_proto,
-    vector_from_proto,
     version_to_proto,
-    versions_from_proto,
 )
 from weft_rl.rpc.manifest_codec import ReferenceDecoder
+from weft_rl.rpc.report_codec import MAX_SPILLED, report_from_proto
 from weft_rl.v1 import registry_pb2, registry_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 #: Leftovers that one heartbeat may speak of; the others come with the next.
 _MAX_STAGED: Final = 64
-#: Spilled versions that are taken note of.
-_MAX_SPILLED: Final = 4096
 #: Versions whose digests are taken note of: those, and what is in memory.
-_MAX_HELD: Final = 3 * _MAX_SPILLED
+_MAX_HELD: Final = 3 * MAX_SPILLED
 _HELD_AT_ONCE: Final = 256
 #: Versions that a replica lacks, and is told of.
 _MAX_LACKING: Final = 4096
@@ -74,20 +68,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 http_url=request.http_url,
                 model_name=request.model_name,
                 capabilities=capabilities,
-                vector=vector_from_proto(request.version_vector),
-                retained=tuple(request.retained_base_versions),
-                dirty_reason=request.dirty_reason,
-                spilled=frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
-                drain=_drain_note(request),
+                report=report_from_proto(request.report),
                 held=held,
                 last_generation=request.last_coordinator_generation,
                 last_epoch=request.last_epoch,
                 last_coordinator_id=request.last_coordinator_id,
                 checkpoint=checkpoint,
-                refusing=request.refusing,
-                asleep=asleep_from_proto(request),
                 out_of_service=_order_from_proto(request),
-                base_as_started=request.base_as_started,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -147,22 +134,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 ticket,
                 request.replica_id,
                 request.incarnation,
-                vector_from_proto(request.version_vector),
-                request.adapter_used_bytes,
-                tuple(request.retained_base_versions),
-                request.dirty_reason,
+                report_from_proto(request.report),
                 staged,
-                frozenset(versions_from_proto(request.spilled_versions[:_MAX_SPILLED])),
-                _drain_note(request),
-                frozenset(request.pinned_base_versions),
-                request.pinned_base_bytes,
                 held,
                 request.held_versions_complete,
-                request.refusing,
-                request.order_number,
-                asleep_from_proto(request),
-                _work(request),
-                request.base_as_started,
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
@@ -212,12 +187,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         return tuple(heard)
 
 
-def _work(request: registry_pb2.HeartbeatRequest) -> Work | None:
-    if not request.HasField("work"):
-        return None
-    return Work(request.work.what, duration_from_proto(request.work.silence))
-
-
 def _order_from_proto(request: registry_pb2.RegisterRequest) -> OutOfService | None:
     if not request.HasField("out_of_service"):
         return None
@@ -232,11 +201,3 @@ def _order_to_proto(order: OutOfService | None) -> registry_pb2.OutOfService | N
     return registry_pb2.OutOfService(
         quarantined=order.state is ReplicaState.QUARANTINED, reason=order.reason
     )
-
-
-def _drain_note(
-    request: registry_pb2.RegisterRequest | registry_pb2.HeartbeatRequest,
-) -> events.DrainNote | None:
-    if not request.HasField("drain"):
-        return None
-    return events.DrainNote(duration_from_proto(request.drain.time_left), request.drain.reason)

@@ -10,11 +10,11 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport, Work
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
-from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
 from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft_rl.coordinator.decisions.state.values import (
@@ -94,19 +94,20 @@ class Machine:
                         0,
                         replica.replica_id,
                         replica.incarnation,
-                        vector,
-                        0,
-                        retained,
-                        replica.dirty_reason,
-                        spilled=spilled,
-                        pins_obeyed=replica.pins_obeyed,
-                        pinned_bytes=replica.pinned_bytes,
+                        ReplicaReport(
+                            vector=vector,
+                            retained=retained,
+                            dirty_reason=replica.dirty_reason,
+                            spilled=spilled,
+                            pins_obeyed=replica.report.pins_obeyed,
+                            pinned_bytes=replica.report.pinned_bytes,
+                            refusing=refuse_reason(self.state, replica.replica_id),
+                            order_number=self.state.order_number,
+                            asleep=replica.asleep,
+                            work=self.works.get(replica.replica_id),
+                        ),
                         held=self.heard(held),
                         held_complete=bool(held),
-                        refusing=refuse_reason(self.state, replica.replica_id),
-                        order_number=self.state.order_number,
-                        asleep=replica.asleep,
-                        work=self.works.get(replica.replica_id),
                     )
                 )
             for policy, token in self.tokens.items() if renews else []:
@@ -160,17 +161,19 @@ class Machine:
                 http_url=http_url,
                 model_name="tiny",
                 capabilities=dataclasses.replace(CAPABILITIES, **capabilities),
-                vector=vector,
-                retained=retained,
-                dirty_reason=dirty_reason,
-                spilled=spilled,
                 held=self.heard(held),
                 last_generation=last_generation,
                 last_epoch=last_epoch,
                 last_coordinator_id=last_coordinator_id,
                 checkpoint=checkpoint,
-                asleep=asleep,
                 out_of_service=out_of_service,
+                report=ReplicaReport(
+                    vector=vector,
+                    retained=retained,
+                    dirty_reason=dirty_reason,
+                    spilled=spilled,
+                    asleep=asleep,
+                ),
             )
         )
         return ticket

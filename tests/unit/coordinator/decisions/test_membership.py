@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     CAUSES,
@@ -99,7 +100,7 @@ def test_silence_loses_a_replica_and_it_must_register_again() -> None:
     m = Machine().pool("r0")
     m.pass_time(7, beats=False)
     assert _state(m, "r0")[0] is ReplicaState.LOST
-    m.do(events.Heartbeat(9, "r0", "i1", VersionVector(), 0))
+    m.do(events.Heartbeat(9, "r0", "i1", ReplicaReport()))
     assert m.error(9).reason == "REPLICA_UNKNOWN"
     m.register("r0", "i2")
     assert _state(m, "r0")[0] is ReplicaState.READY
@@ -108,7 +109,7 @@ def test_silence_loses_a_replica_and_it_must_register_again() -> None:
 def test_unknown_replica_or_other_process_cannot_beat() -> None:
     m = Machine().pool("r0")
     for i, (name, incarnation) in enumerate([("r9", "i1"), ("r0", "i9")]):
-        m.do(events.Heartbeat(90 + i, name, incarnation, VersionVector(), 0))
+        m.do(events.Heartbeat(90 + i, name, incarnation, ReplicaReport()))
         assert m.error(90 + i).reason == "REPLICA_UNKNOWN"
 
 
@@ -127,13 +128,13 @@ def test_readiness_is_the_version_vector() -> None:
     assert _state(m, "r0") == (ReplicaState.READY, "")
     m.register("r1")
     assert _state(m, "r1") == (ReplicaState.PENDING_WEIGHTS, "lacks base@1, math@1")
-    m.do(events.Heartbeat(91, "r1", "i1", VersionVector(), 0))
+    m.do(events.Heartbeat(91, "r1", "i1", ReplicaReport()))
     lacking = (PolicyVersion("base", 1), PolicyVersion("math", 1))
     assert m.answer(91) == effects.HeartbeatAnswer(
         ready=False, generation=1, lacking=lacking, epoch=2
     )
     vector = VersionVector(1, {"math": AdapterVersions((1,), 1)})
-    m.do(events.Heartbeat(92, "r1", "i1", vector, 0))
+    m.do(events.Heartbeat(92, "r1", "i1", ReplicaReport(vector=vector)))
     assert m.answer(92) == effects.HeartbeatAnswer(ready=True, generation=1, epoch=2)
     assert [a.subject for a in m.found(effects.Announce) if a.kind == "replica_ready"] == ["r1"]
 
@@ -156,13 +157,13 @@ def test_aliases_are_answered_until_the_switch_and_not_after_one_that_failed() -
     ticket = m.run_to(Phase.COMMITTING)
     m.now += 2.0
     before = m.state.replicas["r1"].vector
-    m.do(events.Heartbeat(96, "r1", "i1", before, 0))
+    m.do(events.Heartbeat(96, "r1", "i1", ReplicaReport(vector=before)))
     assert m.answer(96) == effects.HeartbeatAnswer(
         ready=True, in_transfer=True, generation=1, epoch=2
     )
     m.answer_commits(ticket, r1=LOAD_FAILED)
     m.now += 2.0
-    m.do(events.Heartbeat(97, "r1", "i1", before, 0))
+    m.do(events.Heartbeat(97, "r1", "i1", ReplicaReport(vector=before)))
     answer = m.answer(97)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.lacking == (PolicyVersion("math", 2),)
@@ -173,10 +174,10 @@ def test_heartbeat_from_before_the_switch_changes_nothing() -> None:
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     m.now += 0.1
-    m.do(events.Heartbeat(93, "r0", "i1", VersionVector(), 0))
+    m.do(events.Heartbeat(93, "r0", "i1", ReplicaReport()))
     assert m.answer(93) == effects.HeartbeatAnswer(ready=True, generation=1, epoch=1)
     m.now += 2.0
-    m.do(events.Heartbeat(94, "r0", "i1", VersionVector(), 0))
+    m.do(events.Heartbeat(94, "r0", "i1", ReplicaReport()))
     lacking = (PolicyVersion("math", 1),)
     assert m.answer(94) == effects.HeartbeatAnswer(
         ready=False, generation=1, lacking=lacking, epoch=1
@@ -199,7 +200,11 @@ def test_one_that_says_it_is_dirty_is_not_told_ready_even_right_after_a_switch()
     m.acquire("math")
     m.run_to(Phase.COMMITTED)
     vector = m.state.replicas["r0"].vector
-    m.do(events.Heartbeat(95, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
+    m.do(
+        events.Heartbeat(
+            95, "r0", "i1", ReplicaReport(vector=vector, dirty_reason="the engine broke")
+        )
+    )
     assert m.answer(95) == effects.HeartbeatAnswer(ready=False, generation=1, epoch=1)
 
 
@@ -228,7 +233,7 @@ def test_what_a_dirty_replica_could_not_load_it_need_not_keep() -> None:
 
 def test_agent_and_coordinator_agree_on_what_is_dirty() -> None:
     m = _with_dirty()
-    beat = events.Heartbeat(0, "r1", "i1", m.state.replicas["r1"].vector, 0)
+    beat = events.Heartbeat(0, "r1", "i1", ReplicaReport(vector=m.state.replicas["r1"].vector))
     m.do(beat)  # on its way since before the load failed
     assert _state(m, "r1")[0] is ReplicaState.QUARANTINED
     m.now += 3

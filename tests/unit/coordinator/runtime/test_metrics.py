@@ -17,6 +17,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.layout.manifest import WSUM64
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
@@ -254,7 +255,9 @@ def test_replicas_by_state_and_by_the_kind_of_reason() -> None:
     for name, kind in (("r1", ReplicaState.CORDONED), ("r2", ReplicaState.QUARANTINED)):
         m.do(events.TakeOutOfService(next(m.ids), name, OutOfService(kind, "disk")))
     m.do(events.DrainReplica(next(m.ids), "r3", 60.0, "new kernel"))
-    m.do(events.Heartbeat(0, "r0", "i1", m.state.vector, 0, refusing="it starts"))
+    m.do(
+        events.Heartbeat(0, "r0", "i1", ReplicaReport(vector=m.state.vector, refusing="it starts"))
+    )
     m.register("r4")
     m.register("r5", dirty_reason="a load failed midway")
     seen = {

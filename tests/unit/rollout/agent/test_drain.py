@@ -11,12 +11,12 @@ import torch
 
 from rollout_side.agent import drain as drain_module
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.drain import Draining
 from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
 from rollout_side.service.main import _Stop
 from tests.doubles.agent import Registered
 from tests.doubles.engine import EngineDouble
+from weft_rl.contract.replica_report import DrainNote
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ async def test_an_order_begins_it_and_hurries_one_heartbeat(
     agent: Agent, registered: Registered
 ) -> None:
     for _ in range(3):
-        _told(agent, drain=Draining(60.0, "by an operator"))
+        _told(agent, drain=DrainNote(60.0, "by an operator"))
     assert registered.hurried == 1
-    note = agent._holdings().drain
+    note = agent._holdings().report.drain
     assert note is not None
     assert (note.reason, note.seconds > 50) == ("by an operator", True)
 
@@ -106,4 +106,4 @@ async def test_signals(
     stop.agent = agent
     for number in signals:
         stop.signal(number)
-    assert ((agent._holdings().drain is not None), stop.told.is_set()) == (drains, at_once)
+    assert ((agent._holdings().report.drain is not None), stop.told.is_set()) == (drains, at_once)

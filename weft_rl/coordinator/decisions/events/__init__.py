@@ -47,7 +47,6 @@ from weft_rl.coordinator.decisions.events.ranks import (
     RankStaged,
 )
 from weft_rl.coordinator.decisions.events.replicas import (
-    DrainNote,
     Heartbeat,
     Leave,
     ReferenceKnown,
@@ -81,7 +80,6 @@ __all__ = [
     "AbortTransfer",
     "SleepRollouts",
     "WakeRollouts",
-    "DrainNote",
     "Register",
     "ReportCheckpoint",
     "Heartbeat",

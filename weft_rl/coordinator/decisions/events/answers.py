@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import Asleep
 from weft_rl.coordinator.decisions.state.pool import FitKey
-from weft_rl.coordinator.decisions.state.sleep import Asleep
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
 

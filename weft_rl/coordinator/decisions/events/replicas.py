@@ -7,20 +7,9 @@ from dataclasses import dataclass, field
 
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
-from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.coordinator.decisions.state.progress import Work
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
-from weft_rl.coordinator.decisions.state.sleep import Asleep
 from weft_rl.coordinator.decisions.state.values import Heard, VersionRecord
-
-
-@dataclass(frozen=True)
-class DrainNote:
-    """What a replica that drains says of it."""
-
-    seconds: float
-    """What is left of its time."""
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +23,7 @@ class Register:
     http_url: str
     model_name: str
     capabilities: Capabilities
-    vector: VersionVector
-    retained: tuple[int, ...] = ()
-    dirty_reason: str = ""
-    spilled: frozenset[PolicyVersion] = frozenset()
-    drain: DrainNote | None = None
+    report: ReplicaReport
     held: tuple[Heard, ...] = ()
     """All versions that it holds."""
     last_generation: int = 0
@@ -48,13 +33,8 @@ class Register:
     last_coordinator_id: str = ""
     """The coordinator whose generation that is."""
     checkpoint: Checkpoint = NOT_TOLD
-    refusing: str = ""
-    """Why it refuses new requests; empty while it is open."""
-    asleep: Asleep | None = None
     out_of_service: OutOfService | None = None
     """The operator's order that it was told last."""
-    base_as_started: bool = False
-    """See ``CommitAnswered.base_as_started``."""
 
 
 @dataclass(frozen=True)
@@ -74,27 +54,12 @@ class Heartbeat:
     ticket: int
     replica_id: str
     incarnation: str
-    vector: VersionVector
-    adapter_used_bytes: int
-    retained: tuple[int, ...] = ()
-    dirty_reason: str = ""
+    report: ReplicaReport
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
-    spilled: frozenset[PolicyVersion] = frozenset()
-    drain: DrainNote | None = None
-    pins_obeyed: frozenset[int] = frozenset()
-    pinned_bytes: int = 0
     held: tuple[Heard, ...] = ()
     """What it has not told before, or all."""
     held_complete: bool = False
-    refusing: str = ""
-    order_number: int = 0
-    """The number of the order by which it refuses requests, or takes them."""
-    asleep: Asleep | None = None
-    work: Work | None = None
-    """Set while it carries out an order, or its engine owes an answer."""
-    base_as_started: bool = False
-    """See ``CommitAnswered.base_as_started``."""
 
 
 @dataclass(frozen=True)

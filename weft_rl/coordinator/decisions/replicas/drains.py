@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import InvalidRequestError, NotFoundError
+from weft_rl.contract.replica_report import DrainNote
 from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.effects import Done
 from weft_rl.coordinator.decisions.effects.change import Change
@@ -29,12 +30,12 @@ def drain(change: Change, event: events.DrainReplica) -> None:
         change.refuse([event.ticket], error)
     else:
         reason = ": ".join(filter(None, ["by an operator", event.reason]))
-        note = events.DrainNote(event.seconds, reason)
+        note = DrainNote(event.seconds, reason)
         change.put_replica(replace(replica, drain=noted(replica, note, change.now)))
         change.reply(event.ticket, Done())
 
 
-def noted(replica: Replica | None, note: events.DrainNote | None, now: float) -> Drain | None:
+def noted(replica: Replica | None, note: DrainNote | None, now: float) -> Drain | None:
     """Return a replica's drain once ``note`` is heard; nothing takes a drain back.
 
     Its first reason stands, and the earlier end counts.

@@ -138,9 +138,10 @@ def adopt(change: Change, event: events.Register) -> None:
     """Adopt the order behind the sleep that a replica carries from a former coordinator."""
     state = change.state
     known_here = event.last_coordinator_id == state.coordinator_id
-    if event.asleep is None or known_here or event.replica_id in state.sleeps:
+    asleep = event.report.asleep
+    if asleep is None or known_here or event.replica_id in state.sleeps:
         return
-    trainer_id, level = event.asleep.trainer_id, event.asleep.level
+    trainer_id, level = asleep.trainer_id, asleep.level
     until = change.now + state.settings.lease_seconds if trainer_id else float("inf")
     order = SleepOrder(trainer_id=trainer_id, level=level, until=until, confirmed=True)
     _put(change, event.replica_id, order)

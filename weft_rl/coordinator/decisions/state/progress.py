@@ -50,15 +50,6 @@ class Word:
         return "working"
 
 
-@dataclass(frozen=True)
-class Work:
-    """Report of a replica on what it carries out; see ``weft.v1.Work``."""
-
-    what: str
-    silence: float
-    """Seconds since it last made progress."""
-
-
 #: What every rank of a new group owes first.
 FIRST_STEP = "join the group"
 

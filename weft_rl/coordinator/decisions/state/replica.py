@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
-from weft_rl.coordinator.decisions.state.sleep import Asleep
+from weft_rl.contract.replica_report import Asleep, ReplicaReport
 from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
 
 
@@ -70,14 +70,13 @@ class Replica:
     capabilities: Capabilities
     vector: VersionVector
     last_heard: float
-    adapter_used_bytes: int = 0
+    report: ReplicaReport = field(default_factory=ReplicaReport)
+    """Its last report, whole; what is believed of it, or came of other answers, is below."""
     lost: bool = False
     suspicion: str = ""
     """Why it may be dead: a transfer lost it, and it was not heard of since."""
     suspect: Suspicion | None = None
     """Set while it takes no part in transfers, though its process is heard."""
-    work: str = ""
-    """What it said last that it carries out; empty where it said nothing."""
     worked_at: float = float("-inf")
     """When that was last seen to get on, by what it said; of late, by what it carried out last."""
     dirty_reason: str = ""
@@ -100,10 +99,6 @@ class Replica:
     """Versions that lie in its spill directory."""
     drain: Drain | None = None
     """Set while it is to leave."""
-    pins_obeyed: frozenset[int] = frozenset()
-    """Versions of the base that it keeps copies of where it holds them."""
-    pinned_bytes: int = 0
-    """What those copies take up."""
     unrecorded: frozenset[HeldVersion] = frozenset()
     """What it holds and the catalog does not know; see ``adoption``."""
     mistaken: frozenset[HeldVersion] = frozenset()
@@ -122,6 +117,11 @@ class Replica:
     """Set while it says that it sleeps."""
     sleep_call_until: float = float("-inf")
     """Until when it is not told again to sleep, or to wake; -inf once it has answered."""
+
+    @property
+    def work(self) -> str:
+        """Work that it reported last; empty where there was none."""
+        return self.report.work.what if self.report.work else ""
 
     @property
     def is_open(self) -> bool:

@@ -265,7 +265,7 @@ def is_joining(state: PoolState, replica: Replica) -> bool:
 
 def obeys_pins(state: PoolState, replica: Replica) -> bool:
     """Return whether a replica that is brought a base drops no pinned copy."""
-    return replica.pins_obeyed.issuperset(state.pinned_bases)
+    return replica.report.pins_obeyed.issuperset(state.pinned_bases)
 
 
 # -- what a replica lacks ----------------------------------------------------

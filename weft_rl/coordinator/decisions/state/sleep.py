@@ -5,18 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class Asleep:
-    """Report of a replica that it sleeps."""
-
-    trainer_id: str
-    """Trainer that put it to sleep; empty for an operator."""
-    weights_awake: bool = False
-    """True if a push has woken its weights."""
-    level: int = 1
-    """Level at which it was put to sleep."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SleepOrder:
     """Order to a replica to sleep until somebody wakes it, or its trainer's lease has ended.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Phase
@@ -33,11 +34,12 @@ def _obey(m: Machine, replica_id: str, *versions: int, num_bytes: int = 0) -> tu
             ticket,
             replica_id,
             replica.incarnation,
-            replica.vector,
-            0,
-            replica.retained,
-            pins_obeyed=frozenset(versions),
-            pinned_bytes=num_bytes,
+            ReplicaReport(
+                vector=replica.vector,
+                retained=replica.retained,
+                pins_obeyed=frozenset(versions),
+                pinned_bytes=num_bytes,
+            ),
         )
     )
     m.check_fits()

@@ -13,6 +13,7 @@ from tests.unit.coordinator.decisions.machine import (
     saved_versions,
 )
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
@@ -173,7 +174,14 @@ def test_room_names_the_replica() -> None:
 
 def test_what_is_used_already_counts() -> None:
     m = Machine().pool("r0")
-    m.do(events.Heartbeat(5, "r0", "i1", m.state.replicas["r0"].vector, (1 << 20) - 10))
+    m.do(
+        events.Heartbeat(
+            5,
+            "r0",
+            "i1",
+            ReplicaReport(vector=m.state.replicas["r0"].vector, adapter_used_bytes=(1 << 20) - 10),
+        )
+    )
     m.acquire("math")
     assert m.error(m.begin()).reason == "STAGING_FULL"
 
@@ -330,7 +338,7 @@ def test_a_group_that_does_not_fit_is_replaced(change: str) -> None:
         m.register("r2")
     elif change == "new process":
         m.now += 4.5
-        m.do(events.Heartbeat(5, "r0", "i1", m.state.replicas["r0"].vector, 0))
+        m.do(events.Heartbeat(5, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector)))
         m.register("r1", "i2")
     elif change == "new session":
         m.do(events.ReleasePolicy(6, "math", 1))

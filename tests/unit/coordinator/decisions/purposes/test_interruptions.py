@@ -12,6 +12,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
 )
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state.replica import OutOfService
@@ -273,7 +274,11 @@ def test_a_replica_that_loads_a_clone_in_place_is_not_ready_whatever_it_said() -
     (clone,) = m.answer_look_ups(layout=LARGE)
     _stage_some(m, clone)
     m.do(events.RankLoadDue(m.transfer(clone).group_id, f"t{clone}", 1))
-    m.do(events.Heartbeat(77, "r1", "i1", m.state.vector, 0, (1,), ""))
+    m.do(
+        events.Heartbeat(
+            77, "r1", "i1", ReplicaReport(vector=m.state.vector, retained=(1,), dirty_reason="")
+        )
+    )
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert not answer.ready

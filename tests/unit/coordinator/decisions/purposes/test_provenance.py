@@ -19,6 +19,7 @@ from tests.unit.coordinator.decisions.machine import (
 from weft_rl.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointState
 from weft_rl.contract.errors import InvalidAdapterError
 from weft_rl.contract.names import PolicyVersion, provenance
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state import pool
 from weft_rl.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
@@ -140,7 +141,11 @@ def _tell_as_started(m: Machine, replica_id: str) -> None:
     m.pass_time(3.0)
     replica = m.state.replicas[replica_id]
     incarnation, vector = replica.incarnation, replica.vector
-    m.do(events.Heartbeat(0, replica_id, incarnation, vector, 0, base_as_started=True))
+    m.do(
+        events.Heartbeat(
+            0, replica_id, incarnation, ReplicaReport(vector=vector, base_as_started=True)
+        )
+    )
 
 
 def test_what_decides_is_the_content_and_not_the_number() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
 from weft_rl.coordinator.decisions.policies.republish import publish_again_version
@@ -204,7 +205,11 @@ def test_a_heartbeat_brings_what_is_new_and_is_asked_for_all_in_doubt() -> None:
 
     def beat(vector: VersionVector, held: dict[str, bytes], *, complete: bool) -> bool:
         heard = machine.heard(held)
-        machine.do(events.Heartbeat(9, "r0", "i1", vector, 0, held=heard, held_complete=complete))
+        machine.do(
+            events.Heartbeat(
+                9, "r0", "i1", ReplicaReport(vector=vector), held=heard, held_complete=complete
+            )
+        )
         (reply,) = machine.found(effects.Reply)
         assert isinstance(reply.answer, effects.HeartbeatAnswer)
         return reply.answer.held_wanted
@@ -541,7 +546,7 @@ def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
             m.answer_commits(rollback)
         assert m.state.epoch > before
         assert m.ever(effects.SaveEpoch)[-1].epoch == m.state.epoch
-    m.do(events.Heartbeat(77, "r0", "i1", m.state.replicas["r0"].vector, 0))
+    m.do(events.Heartbeat(77, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector)))
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.epoch == m.state.epoch

@@ -22,6 +22,7 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     standing_of,
 )
 from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
@@ -142,7 +143,7 @@ def test_a_broken_stream_puts_it_off_and_disturbs_nothing_else(rank: int) -> Non
         assert standing_of(m, "r1")[0] is ReplicaState.LOST
         m.do(events.Tick())
         assert not m.look_ups()
-        m.do(events.Heartbeat(7, "r1", "i1", VersionVector(), 0))
+        m.do(events.Heartbeat(7, "r1", "i1", ReplicaReport()))
     where, why = standing_of(m, "r1")
     assert where is ReplicaState.PENDING_WEIGHTS
     assert "could not be brought yet" in why
@@ -320,7 +321,11 @@ def test_a_clone_is_not_begun_to_who_was_lost_while_it_was_looked_up() -> None:
     m.do(events.Tick())
     for _ in range(8):
         m.now += 1
-        m.do(events.Heartbeat(8, "r0", "i1", m.state.replicas["r0"].vector, 0, retained=(1,)))
+        m.do(
+            events.Heartbeat(
+                8, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector, retained=(1,))
+            )
+        )
         m.do(events.Tick())
     assert m.state.replicas["r1"].lost
     assert m.answer_look_ups() == []

@@ -11,6 +11,7 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     standing_of,
 )
 from weft_rl.contract.names import AdapterVersions, VersionVector
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.restore import Restore
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
@@ -37,7 +38,14 @@ def test_a_dirty_replica_is_repaired_from_its_own_copy() -> None:
     m.run_to(Phase.COMMITTED, "base")
     replica = m.state.replicas["r0"]
     m.now += 5
-    m.do(events.Heartbeat(9, "r0", "i1", replica.vector, 0, (1,), "a layer burned"))
+    m.do(
+        events.Heartbeat(
+            9,
+            "r0",
+            "i1",
+            ReplicaReport(vector=replica.vector, retained=(1,), dirty_reason="a layer burned"),
+        )
+    )
     assert standing_of(m, "r0") == (ReplicaState.QUARANTINED, "a layer burned")
     ticket = next_clone(m)
     assert isinstance(m.transfer(ticket).purpose, Restore)

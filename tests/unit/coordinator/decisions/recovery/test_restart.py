@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine, saved_versions
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Phase, VersionRecord, VersionState
@@ -14,7 +15,9 @@ from weft_rl.coordinator.decisions.state.values import Phase, VersionRecord, Ver
 def _beat(m: Machine, replica_id: str, staged: dict[str, VersionRecord | None]) -> None:
     replica = m.state.replicas[replica_id]
     m.do(
-        events.Heartbeat(0, replica_id, replica.incarnation, replica.vector, 0, staged=staged),
+        events.Heartbeat(
+            0, replica_id, replica.incarnation, ReplicaReport(vector=replica.vector), staged=staged
+        ),
     )
 
 
@@ -134,6 +137,8 @@ def test_a_base_that_was_left_behind_waits_for_the_pins_to_be_heard() -> None:
     _beat(m, "r0", {f"t{ticket}": record})
     assert not m.found(effects.CallCommit)
     replica = m.state.replicas["r0"]
-    beat = events.Heartbeat(0, "r0", "i1", replica.vector, 0, pins_obeyed=frozenset({1}))
+    beat = events.Heartbeat(
+        0, "r0", "i1", ReplicaReport(vector=replica.vector, pins_obeyed=frozenset({1}))
+    )
     m.do(replace(beat, staged={f"t{ticket}": record}))
     assert [c.replica_id for c in m.found(effects.CallCommit)] == ["r0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.restore import Restore
@@ -87,7 +88,7 @@ def test_a_corrupt_copy_is_noted_and_once_it_is_not_listed_the_owner_is_asked() 
     _, why = explain_state(m.state, m.state.replicas["r0"])
     assert "could not be brought yet, it is tried again: these are not its files" in why
     replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i2", replica.vector, 0))
+    m.do(events.Heartbeat(0, "r0", "i2", ReplicaReport(vector=replica.vector)))
     m.pass_time(4)
     asked = {e.subject for e in m.ever(effects.Announce) if e.kind == "publish_again_wanted"}
     assert asked == {"base@1", "math@2"}
@@ -105,11 +106,15 @@ def test_one_who_restored_is_cloned_from() -> None:
 def test_a_copy_in_memory_is_not_read_from_disk() -> None:
     m = _restarted("base@1")
     m.answer_commit(_next(m), "r0")
-    m.do(events.Heartbeat(0, "r0", "i2", m.state.replicas["r0"].vector, 0, (1,), "mixed",
-                          spilled=frozenset({PolicyVersion("base", 1)})))  # fmt: skip
+    report = ReplicaReport(
+        vector=m.state.replicas["r0"].vector,
+        retained=(1,),
+        dirty_reason="mixed",
+        spilled=frozenset({PolicyVersion("base", 1)}),
+    )
+    m.do(events.Heartbeat(0, "r0", "i2", report))
     m.pass_time(1.5)
-    m.do(events.Heartbeat(0, "r0", "i2", m.state.replicas["r0"].vector, 0, (1,), "mixed",
-                          spilled=frozenset({PolicyVersion("base", 1)})))  # fmt: skip
+    m.do(events.Heartbeat(0, "r0", "i2", report))
     _next(m)
     assert m.found(effects.CallSwitch)
     assert not m.found(effects.CallRestore)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft_rl.contract.names import VersionVector
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
@@ -40,21 +40,20 @@ def _drain(m: Machine, replica_id: str, seconds: float = 60.0, reason: str = "")
     return ticket
 
 
-def _beat(
-    m: Machine, replica_id: str, note: events.DrainNote | None = None
-) -> effects.HeartbeatAnswer:
+def _beat(m: Machine, replica_id: str, note: DrainNote | None = None) -> effects.HeartbeatAnswer:
     ticket, replica = next(m.ids), m.state.replicas[replica_id]
     m.do(
         events.Heartbeat(
             ticket,
             replica_id,
             replica.incarnation,
-            replica.vector,
-            0,
-            replica.retained,
-            drain=note,
-            refusing=refuse_reason(m.state, replica_id),
-            order_number=m.state.order_number,
+            ReplicaReport(
+                vector=replica.vector,
+                retained=replica.retained,
+                drain=note,
+                refusing=refuse_reason(m.state, replica_id),
+                order_number=m.state.order_number,
+            ),
         )
     )
     answer = m.answer(ticket)
@@ -204,7 +203,7 @@ def test_a_drain_only_becomes_shorter() -> None:
 
 def test_a_replica_that_drains_of_its_own_accord() -> None:
     m = Machine().pool("r0", "r1")
-    note = events.DrainNote(30.0, "told to stop")
+    note = DrainNote(30.0, "told to stop")
     assert _beat(m, "r1", note).drain_seconds == pytest.approx(30.0)
     assert _state(m, "r1") == (ReplicaState.DRAINING, "told to stop")
     m.register("r1")  # the same process: the drain goes on
@@ -229,8 +228,7 @@ def test_a_restarted_coordinator_hears_of_a_drain_when_the_replica_registers() -
             http_url="",
             model_name="tiny",
             capabilities=known.capabilities,
-            vector=VersionVector(),
-            drain=events.DrainNote(5.0, "told to stop"),
+            report=ReplicaReport(drain=DrainNote(5.0, "told to stop")),
         )
     )
     assert _state(m, "r0")[0] is ReplicaState.DRAINING
@@ -318,7 +316,11 @@ def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
     _uncordon(m, "r1")
     _says(m, "r1", "", 2)
     vector = m.state.replicas["r1"].vector
-    m.do(events.Heartbeat(0, "r1", "i1", vector, 0, refusing="late", order_number=number))
+    m.do(
+        events.Heartbeat(
+            0, "r1", "i1", ReplicaReport(vector=vector, refusing="late", order_number=number)
+        )
+    )
     assert _state(m, "r1")[0] is ReplicaState.READY
     m.do(events.RefuseAnswered("r1", "i0", "another process", 2))
     assert _state(m, "r1")[0] is ReplicaState.READY
@@ -327,7 +329,11 @@ def test_what_is_late_or_was_never_ordered_does_not_count(number: int) -> None:
 def test_one_that_refuses_by_itself_is_not_ready() -> None:
     m = _open_pool()
     vector = m.state.replicas["r1"].vector
-    m.do(events.Heartbeat(0, "r1", "i1", vector, 0, refusing="bare names are refused"))
+    m.do(
+        events.Heartbeat(
+            0, "r1", "i1", ReplicaReport(vector=vector, refusing="bare names are refused")
+        )
+    )
     assert _state(m, "r1") == (
         ReplicaState.PENDING_WEIGHTS,
         "it has not said yet that it takes requests, it said last: bare names are refused",
@@ -344,7 +350,8 @@ def test_a_process_that_registers_while_it_refuses_is_told_with_the_answer() -> 
     assert isinstance(answer, effects.RegisterAnswer)
     assert (answer.refuse_reason[-8:], answer.order_number) == ("nonsense", 1)
     again = _registered(m, "r1")
-    m.do(dataclasses.replace(again, refusing="an operator quarantined it"))
+    report = dataclasses.replace(again.report, refusing="an operator quarantined it")
+    m.do(dataclasses.replace(again, report=report))
     assert _state(m, "r1")[0] is ReplicaState.PENDING_WEIGHTS
     answer = m.answer(900)
     assert isinstance(answer, effects.RegisterAnswer)
@@ -361,7 +368,7 @@ def _registered(m: Machine, replica_id: str) -> events.Register:
         http_url=replica.http_url,
         model_name=replica.model_name,
         capabilities=replica.capabilities,
-        vector=replica.vector,
+        report=ReplicaReport(vector=replica.vector),
     )
 
 
@@ -377,7 +384,11 @@ def test_a_cordon_is_told_at_once_and_refuses_nothing() -> None:
 def test_what_no_operator_keeps_out_of_service_no_operator_puts_back() -> None:
     m = _open_pool()
     vector = m.state.replicas["r0"].vector
-    m.do(events.Heartbeat(0, "r0", "i1", vector, 0, dirty_reason="the engine broke"))
+    m.do(
+        events.Heartbeat(
+            0, "r0", "i1", ReplicaReport(vector=vector, dirty_reason="the engine broke")
+        )
+    )
     error = m.error(_uncordon(m, "r0"))
     assert (error.reason, "the engine broke" in error.message) == ("NOT_TAKEN_OUT_OF_SERVICE", True)
     _drain(m, "r1", reason="old card")

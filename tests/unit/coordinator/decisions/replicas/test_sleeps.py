@@ -12,7 +12,7 @@ from weft_rl.contract.errors import (
     RequestConflictError,
     TransferTimeoutError,
 )
-from weft_rl.contract.names import VersionVector
+from weft_rl.contract.replica_report import Asleep, ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     CAUSES,
@@ -21,7 +21,6 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     explain_state,
     wants,
 )
-from weft_rl.coordinator.decisions.state.sleep import Asleep
 from weft_rl.coordinator.decisions.state.values import Failure, ReplicaState
 
 
@@ -280,9 +279,7 @@ def test_a_call_that_waits_is_told_that_the_opposite_was_ordered() -> None:
 def test_a_new_order_puts_woken_weights_to_sleep_again() -> None:
     m = _slept()
     m.state.replicas["r0"]
-    m.do(
-        events.Heartbeat(0, "r0", "i1", VersionVector(), 0, asleep=Asleep("t1", weights_awake=True))
-    )
+    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(asleep=Asleep("t1", weights_awake=True))))
     assert _state(m, "r0")[1] == "for trainer t1, its weights awake"
     ticket = _sleep(m)
     assert _called(m, effects.CallSleep) == ["r0", "r1", "r0", "r1"]

@@ -14,6 +14,7 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import (
@@ -59,7 +60,12 @@ def _state(m: Machine, replica_id: str) -> tuple[ReplicaState, str]:
 def _beat(m: Machine, replica_id: str, dirty_reason: str = "") -> effects.HeartbeatAnswer:
     ticket = next(m.ids)
     replica = m.state.replicas[replica_id]
-    beat = events.Heartbeat(ticket, replica_id, "i1", replica.vector, 0, (), dirty_reason)
+    beat = events.Heartbeat(
+        ticket,
+        replica_id,
+        "i1",
+        ReplicaReport(vector=replica.vector, retained=(), dirty_reason=dirty_reason),
+    )
     m.do(beat)
     answer = m.answer(ticket)
     assert isinstance(answer, effects.HeartbeatAnswer)
@@ -235,7 +241,15 @@ def test_what_came_whole_is_committed_though_the_coordinator_died() -> None:
     m.register("r0", loads_in_place=True, dirty_reason=dirty, incarnation="i2")
     staged = {"t-old": record}
     replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(next(m.ids), "r0", "i2", replica.vector, 0, (), dirty, staged))
+    m.do(
+        events.Heartbeat(
+            next(m.ids),
+            "r0",
+            "i2",
+            ReplicaReport(vector=replica.vector, retained=(), dirty_reason=dirty),
+            staged=staged,
+        )
+    )
     (call,) = m.found(effects.CallCommit)
     assert record is not None
     assert (call.transfer_id, call.version) == (record.transfer_id, BASE_1)

@@ -6,8 +6,8 @@ import itertools
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, pass_stuck, suspects_of
+from weft_rl.contract.replica_report import ReplicaReport, Work
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
     explain_state,
@@ -65,7 +65,7 @@ def test_a_suspect_is_routed_only_once_its_engine_takes_orders_and_serves_all() 
     assert [r.replica_id for r in routes(m.state)] == ["r0"]
     assert eligible_targets(m.state) == [], "what receives may hang on"
     replica = m.state.replicas["r0"]
-    m.do(events.Heartbeat(77, "r0", replica.incarnation, replica.vector, 0))
+    m.do(events.Heartbeat(77, "r0", replica.incarnation, ReplicaReport(vector=replica.vector)))
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
     assert answer.ready

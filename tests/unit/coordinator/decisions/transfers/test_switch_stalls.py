@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import pass_stuck, suspects_of
+from weft_rl.contract.replica_report import ReplicaReport, Work
 from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.state.progress import Work
 from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase
 
@@ -240,7 +240,7 @@ def test_one_that_is_lost_is_not_waited_for_either() -> None:
     m = _pool("r0", "r1")
     ticket, _ = _committing(m)
     m.pass_time(5.0, beats=False)
-    m.do(events.Heartbeat(0, "r1", "i1", m.state.replicas["r1"].vector, 0))
+    m.do(events.Heartbeat(0, "r1", "i1", ReplicaReport(vector=m.state.replicas["r1"].vector)))
     m.pass_time(1.5, beats=False)
     assert m.transfer(ticket).refusals["r0"].reason == "PEER_GONE"
     assert m.transfer(ticket).served_by == {"r1"}

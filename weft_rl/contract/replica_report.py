@@ -1,0 +1,69 @@
+"""State of a replica as it reports it, at registration and with each heartbeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft_rl.contract.names import PolicyVersion, VersionVector
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """Sleep of a replica's engine."""
+
+    trainer_id: str
+    """Trainer that put it to sleep; empty for an operator."""
+    weights_awake: bool = False
+    """True if a push has woken its weights; the KV cache sleeps on."""
+    level: int = 1
+    """Level at which it was put to sleep."""
+
+
+@dataclass(frozen=True)
+class DrainNote:
+    """Drain of a replica, as either side tells the other."""
+
+    seconds: float
+    """Time left for it."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work under way for the coordinator; see ``weft.v1.Work``."""
+
+    what: str
+    silence: float
+    """Seconds since it made progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """Report of a replica; see ``weft.v1.ReplicaReport``."""
+
+    vector: VersionVector = field(default_factory=VersionVector)
+    """Versions that it serves."""
+    retained: tuple[int, ...] = ()
+    """Versions of the base that it holds a copy of, last used first."""
+    spilled: frozenset[PolicyVersion] = frozenset()
+    """Versions that lie whole in its spill directory."""
+    dirty_reason: str = ""
+    """Reason why its engine may hold mixed weights; empty when it does not."""
+    base_as_started: bool = False
+    """True if the base that it serves was pushed with the bytes that it was started with."""
+    refusing: str = ""
+    """Reason why it refuses new requests, mixed weights aside; empty while it is open."""
+    order_number: int = 0
+    """Number of the order by which it refuses requests, or takes them."""
+    asleep: Asleep | None = None
+    """Set while its engine sleeps, or is about to."""
+    drain: DrainNote | None = None
+    """Set while it drains."""
+    adapter_used_bytes: int = 0
+    """Host memory of its adapters."""
+    pins_obeyed: frozenset[int] = frozenset()
+    """Pinned versions of the base whose copies it keeps where it holds them."""
+    pinned_bytes: int = 0
+    """Memory of those copies."""
+    work: Work | None = None
+    """Set while it carries out an order, or its engine owes an answer."""
