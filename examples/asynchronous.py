@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from trainer_side import PolicyVersion, Publisher, RolloutClient, SampleGroup, Sampling
-from trainer_side.rollouts.padded import pad
+from trainer_side.rollouts.padding import pad
 
 PROMPTS, SAMPLES, TOKENS = 8, 4, 32
 SAMPLING = Sampling(num_samples=SAMPLES, max_tokens=TOKENS)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer_side import Publisher, RolloutClient, Sampling
-from trainer_side.rollouts.padded import Padded, pad
+from trainer_side.rollouts.padding import Padded, pad
 
 WAIT = 300.0
 PROMPTS, SAMPLES = 8, 4

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from trainer_side import Publisher, RolloutClient, Sampling
-from trainer_side.rollouts.padded import pad
+from trainer_side.rollouts.padding import pad
 
 WAIT = 300.0
 PROMPTS, SAMPLES = 8, 4

@@ -32,7 +32,7 @@ from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
-from trainer_side.sharded.plan import DEFAULT_MAX_SENDERS
+from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sleeping import RolloutSleep
 from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors

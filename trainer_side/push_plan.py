@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from trainer_side.pool.sender import bucket_capacity, packs_on_device
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks.ranks import SENDER, Ranks
-from trainer_side.sharded.plan import DEFAULT_MAX_SENDERS, ShardPlans
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlans
+from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.content import Content
 from trainer_side.sources.named_source import DESCRIPTION, NamedBase, RunSource

@@ -19,7 +19,7 @@ from trainer_side.push_plan import Planner, PushPlan
 from trainer_side.push_report import PushReport, report_of
 from trainer_side.push_request import PushRequest
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.named_source import NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins

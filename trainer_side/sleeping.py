@@ -20,8 +20,7 @@ from weft_rl.contract.sleep import (
     SleepLevel,
     WhenRunning,
 )
-from weft_rl.rpc.codec import duration_to_proto
-from weft_rl.rpc.sleep_codec import when_running_to_proto
+from weft_rl.rpc.codec import duration_to_proto, when_running_to_proto
 from weft_rl.transport.backends import gpu_uuid
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2

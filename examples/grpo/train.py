@@ -27,7 +27,7 @@ from examples.grpo.loss import (
 )
 from examples.grpo.task import MAX_TOKENS, PAD, problems, rewards
 from trainer_side import PolicyVersion, Publisher, RolloutClient, Sampling
-from trainer_side.rollouts.padded import Padded, pad
+from trainer_side.rollouts.padding import Padded, pad
 
 BASE = "base"
 _PROMPTS = 16

@@ -28,7 +28,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.speaking import SPEAK_SECONDS
+from weft_rl.transport.progress import SPEAK_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
 #: How long an engine may take, without a word, to finish its layers after the last bucket.

@@ -11,7 +11,7 @@ from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import CapacityError
 from weft_rl.transport.group import CPU
-from weft_rl.transport.speaking import Speak, silent
+from weft_rl.transport.progress import Speak, silent
 
 #: Left to the engine as it runs: activations, NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30

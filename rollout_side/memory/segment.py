@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from weft_rl.contract.errors import CapacityError, NotReadyError
-from weft_rl.transport.speaking import Speak, silent, speaking
+from weft_rl.transport.progress import Speak, silent, speaking
 
 _GIB = 2**30
 #: Memory is made and copied in slices of so much, which take a fraction of a second.

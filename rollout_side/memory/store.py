@@ -37,7 +37,7 @@ from weft_rl.contract.errors import (
     TransferAbortedError,
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
-from weft_rl.transport.speaking import Speak, silent
+from weft_rl.transport.progress import Speak, silent
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256

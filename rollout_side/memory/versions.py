@@ -18,7 +18,7 @@ from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft_rl.transport.speaking import Speak
+from weft_rl.transport.progress import Speak
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 

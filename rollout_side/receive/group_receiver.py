@@ -36,7 +36,7 @@ from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
 from weft_rl.transport.member import FetchedManifests, Membership
-from weft_rl.transport.speaking import Speak
+from weft_rl.transport.progress import Speak
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from rollout_side.vllm_engine.http.version_headers import name_versions
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server import model_reference, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import check_answers

@@ -28,7 +28,7 @@ from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.server.answers import Answers
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
 from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.switching.learning import learn_copies

@@ -20,8 +20,8 @@ import pytest_asyncio
 from tests.contract.conftest import Pool
 from tests.contract.test_access import TOKEN, TOKEN_ACCESS, Secured
 from tests.doubles.certificates import Authority
+from weft_rl.cli.doctor.backends import check_own, check_way
 from weft_rl.cli.doctor.finding import Finding
-from weft_rl.cli.doctor.way import check_own, check_way
 from weft_rl.rpc.security.credentials import Credentials
 
 _SECONDS = 60.0

@@ -20,7 +20,7 @@ from tests.doubles.certificates import Authority
 from tests.doubles.http import Answer, ask
 from tests.doubles.replicas import FakeReplica
 from weft_rl.coordinator.page import document
-from weft_rl.rpc.message_json import as_dict
+from weft_rl.rpc.codec import as_dict
 from weft_rl.telemetry.config import TelemetryConfig
 
 ON_LOOPBACK = TelemetryConfig(metrics="127.0.0.1:0")

@@ -13,8 +13,8 @@ import pytest
 from tests.contract.conftest import Pool
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import vector_from_proto
+from weft_rl.rpc.pool_listing import RouteList
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.whole import RouteList
 from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, inspect_pb2_grpc
 
 

@@ -12,7 +12,7 @@ from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.answers import Answer

@@ -212,7 +212,7 @@ def _sending_rank(strike: Strike) -> None:
 
 def _giving_rank(strike: Strike) -> None:
     """Points of a trainer rank that hands what it holds to one that sends it."""
-    from trainer_side.sharded.push import ShardPush
+    from trainer_side.sharding.push import ShardPush
     from trainer_side.sources.shard_source import ShardSource
 
     match strike.point:

@@ -31,7 +31,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import AdapterVersions, PolicyVersion
 from weft_rl.rpc.channel import open_channel
-from weft_rl.rpc.whole import get_pool
+from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.transport import member
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft_rl.transport.digests import apart, copied, kernel
-from weft_rl.transport.digests.apart import digests_of
+from weft_rl.transport.digests import batches as apart
+from weft_rl.transport.digests import copied, kernel
+from weft_rl.transport.digests.batches import digests_of
 from weft_rl.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
 from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
 

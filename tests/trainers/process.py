@@ -28,9 +28,9 @@ from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
 from trainer_side.pool.peer import Peer
-from trainer_side.sharded import push as shard_push
-from trainer_side.sharded.plan import Handed
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding import push as shard_push
+from trainer_side.sharding.plan import Handed
+from trainer_side.sharding.push import ShardPush
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run
 

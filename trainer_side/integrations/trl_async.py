@@ -25,9 +25,9 @@ from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY, check_name
 from weft_rl.contract.sampling import Sampling
 from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.pool_listing import list_policies
 from weft_rl.rpc.security.credentials import Tls, credentials_of
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.whole import list_policies
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _ASK_SECONDS = 10.0

@@ -11,7 +11,7 @@ import torch
 from trainer_side.packing.packer import Packer
 from trainer_side.packing.run_packer import RunPacker
 from trainer_side.packing.shard_packer import ShardPacker
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.source import Source
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.transport.wire.buckets import Sealed, in_manifest_order

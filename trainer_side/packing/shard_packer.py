@@ -9,7 +9,7 @@ import torch
 
 from trainer_side.packing.finite import check_finite
 from trainer_side.packing.packer import is_worth_it, lying, made_buffers
-from trainer_side.sharded.hand_over import Filling
+from trainer_side.sharding.hand_over import Filling
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.contract.layout.runs import Run

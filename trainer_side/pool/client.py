@@ -17,8 +17,8 @@ from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import Sender
 from trainer_side.ranks.ranks import SENDER
-from trainer_side.sharded.plan import ShardPlan
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.plan import ShardPlan
+from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source

@@ -13,7 +13,7 @@ from dataclasses import replace
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.contact import data_address
 from trainer_side.pool.sender import Sender
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.push import ShardPush
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.rpc.codec import ticket_from_proto

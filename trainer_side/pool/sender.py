@@ -23,7 +23,7 @@ from trainer_side.packing.packer import Packer
 from trainer_side.packing.run_packer import RunPacker
 from trainer_side.packing.shard_packer import ShardPacker
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.named_source import RunSource
 from trainer_side.sources.source import Source
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED

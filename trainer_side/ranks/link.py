@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
 
-from weft_rl.ipc.descriptors import close_in_children
+from weft_rl.ipc.sockets import close_in_children
 
 #: Which call a message belongs to, and how many bytes follow.
 _HEAD: Final = struct.Struct("<IQ")

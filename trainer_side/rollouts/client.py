@@ -9,7 +9,8 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from trainer_side.rollouts.asked import (
+from trainer_side.rollouts.loop import LoopThread, closed_error
+from trainer_side.rollouts.requests import (
     Ask,
     Number,
     OnError,
@@ -19,7 +20,6 @@ from trainer_side.rollouts.asked import (
     checked_prompts,
     wanted_of,
 )
-from trainer_side.rollouts.loop import LoopThread, closed_error
 from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.sampler import Sampler, SamplerConfig
 from trainer_side.rollouts.stream import RolloutStream

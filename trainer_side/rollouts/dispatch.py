@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer_side.rollouts.asked import Wanted
+from trainer_side.rollouts.requests import Wanted
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
 #: How long a replica that failed is left alone, at first and at most.

@@ -19,9 +19,9 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import vector_from_proto, version_from_proto
+from weft_rl.rpc.pool_listing import RouteList
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.whole import RouteList
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 

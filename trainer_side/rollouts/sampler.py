@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from trainer_side.rollouts.asked import Ask, Wanted
 from trainer_side.rollouts.dispatch import Dispatch, Place, Target
 from trainer_side.rollouts.failures import Next, after
+from trainer_side.rollouts.requests import Ask, Wanted
 from trainer_side.rollouts.routes import Routes
 from trainer_side.rollouts.sample import Draft, Sample, SampleGroup
 from weft_rl.containers.lru import Lru

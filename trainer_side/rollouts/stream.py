@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 
-from trainer_side.rollouts.asked import Number, Prompt, Wanted, checked_prompt, wanted_of
 from trainer_side.rollouts.loop import closed_error
+from trainer_side.rollouts.requests import Number, Prompt, Wanted, checked_prompt, wanted_of
 from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.window import Admitted, Window
 from weft_rl.contract.errors import TransferTimeoutError

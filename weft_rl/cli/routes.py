@@ -13,8 +13,8 @@ from weft_rl.cli.console.output import print_json
 from weft_rl.cli.lists.status import vector_text
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.pool_listing import RouteList
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.whole import RouteList
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 

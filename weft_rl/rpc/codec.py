@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.capabilities import Capabilities
@@ -230,3 +232,36 @@ def send_plan_from_proto(message: types_pb2.SendPlan) -> SendPlan:
     if len({len(entries) for entries in lists}) != 1:
         raise InvalidRequestError("the lists of a send plan are of different lengths")
     return make_send_plan(message.num_senders, map(WireBucket, *lists))
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """Convert a message by the names of its proto; what is empty, zero or false is left out."""
+    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+    return found
+
+
+def level_from_proto(value: int) -> int:
+    """Return vLLM's level at which a replica is to sleep.
+
+    Raises:
+        InvalidRequestError: There is no such level.
+    """
+    if value not in (0, 1, 2):
+        raise InvalidRequestError(f"level is {value}, and must be 1 or 2")
+    return value or 1
+
+
+def when_running_to_proto(aborts: bool) -> registry_pb2.WhenRunning.ValueType:
+    """Encode what becomes of running requests: they are aborted, or finish."""
+    return registry_pb2.WHEN_RUNNING_ABORT if aborts else registry_pb2.WHEN_RUNNING_FINISH
+
+
+def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:
+    """Return whether running requests are aborted, rather than finished.
+
+    Raises:
+        InvalidRequestError: The value is unset or unknown.
+    """
+    if value not in (registry_pb2.WHEN_RUNNING_ABORT, registry_pb2.WHEN_RUNNING_FINISH):
+        raise InvalidRequestError("when_running must say what becomes of running requests")
+    return value == registry_pb2.WHEN_RUNNING_ABORT

@@ -26,8 +26,8 @@ from weft_rl.transport.backends import (
     open_backend,
     works_to_hold,
 )
+from weft_rl.transport.progress import SPEAK_SECONDS, speaking
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.speaking import SPEAK_SECONDS, speaking
 from weft_rl.transport.wire.options import WHOLE, Arrived, BucketOptions
 
 __all__ = [

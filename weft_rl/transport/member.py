@@ -33,8 +33,8 @@ from weft_rl.rpc.manifest_codec import manifest_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
+from weft_rl.transport.progress import SPEAK_SECONDS
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.speaking import SPEAK_SECONDS
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub

@@ -37,7 +37,7 @@ from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
-from weft_rl.transport.speaking import speaking_time
+from weft_rl.transport.progress import speaking_time
 from weft_rl.transport.wire.buckets import Sealed
 from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb

@@ -23,8 +23,7 @@ from typing import Final, TypeVar
 
 from rollout_side.memory.ranks.messages import HEAD, Failed, Message, pack, read_head, unpack
 from weft_rl.contract.errors import PeerUnavailableError, WeftError
-from weft_rl.ipc.connect import connect_unix
-from weft_rl.ipc.descriptors import close_in_children
+from weft_rl.ipc.sockets import close_in_children, connect_unix
 
 _CREDENTIALS: Final = struct.Struct("3i")
 _PROOF_BYTES: Final = 32

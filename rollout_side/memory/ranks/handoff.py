@@ -44,9 +44,9 @@ from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.ipc.descriptors import close_in_children
+from weft_rl.ipc.sockets import close_in_children
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.speaking import SPEAK_SECONDS
+from weft_rl.transport.progress import SPEAK_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
 _M = TypeVar("_M")

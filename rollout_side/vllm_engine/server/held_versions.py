@@ -13,10 +13,10 @@ from rollout_side.disk import answer_within
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.version_facts import VersionFacts
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft_rl.checkpoints.in_layout import digest_in_layout
+from weft_rl.checkpoints.layout_digest import digest_in_layout
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import (
     InvalidManifestError,

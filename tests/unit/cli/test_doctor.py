@@ -14,7 +14,8 @@ import pytest
 
 from tests.doubles.certificates import Authority
 from weft_rl import __version__
-from weft_rl.cli.doctor import machine, way
+from weft_rl.cli.doctor import backends as way
+from weft_rl.cli.doctor import machine
 from weft_rl.cli.doctor.certificates import expiry, first_of, validity_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.v1 import inspect_pb2 as pb

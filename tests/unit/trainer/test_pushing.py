@@ -16,8 +16,8 @@ from trainer_side.push_plan import Planner
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import TorchRanks
-from trainer_side.sharded.plan import plan_shards
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.plan import plan_shards
+from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft_rl.contract.errors import CapacityError, InvalidManifestError

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
-from weft_rl.transport import member, speaking
+from weft_rl.transport import member
+from weft_rl.transport import progress as speaking
 from weft_rl.transport.group import CPU, Operation, SideGroup
 from weft_rl.transport.member import Progress
 from weft_rl.transport.wire.options import WHOLE, BucketOptions

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 from rich.markup import escape
 
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
-from weft_rl.rpc.message_json import as_dict
+from weft_rl.rpc.codec import as_dict
 
 #: The coordinator did not answer: nothing was done, the same command may be tried again.
 NO_ANSWER: Final = 3
@@ -89,3 +91,13 @@ def rate(num_bytes: int, seconds: float) -> str:
         if a_second >= size:
             return f"{a_second / size:.3g} {unit}"
     return f"{a_second / 1e3:.3g} kB/s"
+
+
+def shown_time(time: Timestamp, *, now: datetime | None = None) -> str:
+    """Format a time as ``12:31:05`` today, ``2026-11-21 12:31:05`` on another day, in this
+    machine's time zone; a dash where it is not set."""
+    if not time.seconds:
+        return "-"
+    here = time.ToDatetime(tzinfo=UTC).astimezone()
+    today = (now or datetime.now(UTC)).astimezone().date()
+    return here.strftime("%H:%M:%S" if here.date() == today else "%Y-%m-%d %H:%M:%S")

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from weft_rl.cli.console.output import plural, print_json
+from weft_rl.cli.doctor.backends import check_own, check_way
 from weft_rl.cli.doctor.finding import Finding, Level, fail
 from weft_rl.cli.doctor.machine import check_addresses, check_engine, check_room
-from weft_rl.cli.doctor.way import check_own, check_way
 from weft_rl.contract.errors import WeftError
 from weft_rl.rpc.security.credentials import Credentials
 

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft_rl.cli.console.connection import CALL_SECONDS, connect
-from weft_rl.cli.console.output import print_json
-from weft_rl.cli.lists.times import shown_time
+from weft_rl.cli.console.output import print_json, shown_time
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.status import error_from_rpc

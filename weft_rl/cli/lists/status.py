@@ -17,8 +17,8 @@ from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import provenance
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
+from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.whole import get_pool
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft_rl.cli.console.connection import CALL_SECONDS, connect
-from weft_rl.cli.console.output import print_json
-from weft_rl.cli.lists.times import shown_time
+from weft_rl.cli.console.output import print_json, shown_time
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1 import publish_pb2 as pb

@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weft_rl.cli.console.connection import CALL_SECONDS, connect
-from weft_rl.cli.console.output import print_json
-from weft_rl.cli.lists.times import shown_time
-from weft_rl.rpc.whole import list_policies
+from weft_rl.cli.console.output import print_json, shown_time
+from weft_rl.rpc.pool_listing import list_policies
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 

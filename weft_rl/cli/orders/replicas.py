@@ -12,8 +12,7 @@ from weft_rl.cli.console.connection import CALL_SECONDS, connect
 from weft_rl.cli.console.output import report
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.sleep import SWITCH_SECONDS
-from weft_rl.rpc.codec import duration_to_proto
-from weft_rl.rpc.sleep_codec import when_running_to_proto
+from weft_rl.rpc.codec import duration_to_proto, when_running_to_proto
 from weft_rl.v1 import admin_pb2, inspect_pb2
 from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub

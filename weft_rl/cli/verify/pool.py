@@ -14,8 +14,8 @@ from weft_rl.contract.errors import NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft_rl.rpc.checkpoint_codec import tensors_from_proto
 from weft_rl.rpc.codec import vector_from_proto, version_to_proto
+from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.whole import get_pool
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub

@@ -44,8 +44,8 @@ from weft_rl.coordinator.decisions.transfers import (
     stalls,
     suspects,
     turns,
-    unserved,
 )
+from weft_rl.coordinator.decisions.transfers import withdrawals as unserved
 
 _EVENT_KINDS = {
     ReplicaState.READY: EventKind.REPLICA_READY,

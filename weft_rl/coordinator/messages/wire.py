@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.effects import BeginAnswer
+from weft_rl.coordinator.decisions.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import (
@@ -42,8 +42,9 @@ from weft_rl.rpc.codec import (
     vector_to_proto,
     version_from_proto,
     version_to_proto,
+    when_running_to_proto,
 )
-from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, types_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
 # Of a name of a machine, and of what tells its runs apart.
 _MAX_PROCESS_CHARS = 128
@@ -393,3 +394,21 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
     if lease and now < lease.expires_at:
         message.lease.CopyFrom(lease_to_proto(policy.name, lease, lease.expires_at - now))
     return message
+
+
+def sleep_request(
+    call: CallSleep | CallWake, generation: int
+) -> replica_pb2.SleepRequest | replica_pb2.WakeUpRequest:
+    """A call to a replica, as its service takes it."""
+    if isinstance(call, CallWake):
+        return replica_pb2.WakeUpRequest(
+            coordinator_generation=generation, incarnation=call.incarnation
+        )
+    return replica_pb2.SleepRequest(
+        coordinator_generation=generation,
+        incarnation=call.incarnation,
+        trainer_id=call.trainer_id,
+        when_running=when_running_to_proto(call.aborts),
+        timeout=duration_to_proto(call.seconds),
+        level=call.level,
+    )

@@ -37,7 +37,7 @@ from weft_rl.coordinator.page.history import (
     without_names,
 )
 from weft_rl.coordinator.runtime.watchers import Feed
-from weft_rl.rpc.message_json import as_dict
+from weft_rl.rpc.codec import as_dict
 from weft_rl.telemetry.http_server import Request, Response
 from weft_rl.v1 import inspect_pb2
 

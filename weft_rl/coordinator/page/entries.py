@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from weft_rl.rpc.message_json import as_dict
+from weft_rl.rpc.codec import as_dict
 
 #: Entries whose end is remembered; who has not heard of older ones begins anew.
 MAX_GONE: Final = 1000

@@ -19,7 +19,7 @@ from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.messages.wire import transfer_to_proto
-from weft_rl.coordinator.runtime.log import Log
+from weft_rl.coordinator.runtime.watchers import Log
 from weft_rl.v1 import publish_pb2
 
 #: Pushes and rollbacks that are remembered, and as many clones and restores.

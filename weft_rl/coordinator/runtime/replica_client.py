@@ -18,13 +18,13 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.state.values import Failure, VersionFacts
-from weft_rl.coordinator.messages.sleep import sleep_request
 from weft_rl.coordinator.messages.wire import (
     adapter_to_proto,
     digest_to_proto,
     facts_from_proto,
     group_to_proto,
     held_to_proto,
+    sleep_request,
 )
 from weft_rl.rpc.bounds import MAX_TEXT_CHARS
 from weft_rl.rpc.channel import open_aio_channel

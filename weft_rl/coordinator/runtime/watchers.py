@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.coordinator.decisions.effects import EventKind
-from weft_rl.coordinator.runtime.log import Log
 from weft_rl.rpc.codec import timestamp_to_proto
 from weft_rl.v1 import inspect_pb2
 
@@ -198,3 +198,43 @@ class RouteFeed:
 
 def _stopping() -> PeerUnavailableError:
     return PeerUnavailableError("the coordinator is stopping", reason="COORDINATOR_AWAY")
+
+
+class Entry(Protocol):
+    """Immutable entry of a log; a log has them in the order of their revisions."""
+
+    @property
+    def revision(self) -> int:
+        """Place of the entry among all that happened."""
+        ...
+
+
+_E = TypeVar("_E", bound=Entry)
+
+
+class Log(Generic[_E]):
+    """Log of the newest entries. Readers need no lock: its list is appended to, or replaced whole.
+
+    Args:
+        max_entries: Number of entries that readers see; twice as many are held for a while.
+        on_drop: Called with the oldest entries, before they are forgotten.
+    """
+
+    def __init__(
+        self, max_entries: int, on_drop: Callable[[Sequence[_E]], None] | None = None
+    ) -> None:
+        self._max_entries, self._on_drop = max_entries, on_drop
+        self._entries: list[_E] = []
+
+    def add(self, entry: _E) -> None:
+        """Add the newest entry; O(1) but for one time in ``max_entries``."""
+        self._entries.append(entry)
+        if len(self._entries) >= 2 * self._max_entries:
+            if self._on_drop is not None:
+                self._on_drop(self._entries[: -self._max_entries])
+            self._entries = self._entries[-self._max_entries :]
+
+    def since(self, revision: int = 0) -> list[_E]:
+        """Return the entries newer than ``revision``, oldest first."""
+        newest = self._entries[-self._max_entries :]
+        return newest[bisect_right(newest, revision, key=lambda entry: entry.revision) :]

@@ -17,13 +17,14 @@ from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import fresh_ids
 from weft_rl.rpc.codec import (
+    aborts_from_proto,
     duration_from_proto,
     duration_to_proto,
+    level_from_proto,
     vector_to_proto,
     version_from_proto,
     version_to_proto,
 )
-from weft_rl.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -33,10 +33,15 @@ from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, f
 from weft_rl.coordinator.runtime.traces import TransferTraces
 from weft_rl.coordinator.services.uploads import Uploads
 from weft_rl.rpc.bounds import check_revision
-from weft_rl.rpc.codec import dtype_to_proto, duration_from_proto, send_plan_from_proto
+from weft_rl.rpc.codec import (
+    aborts_from_proto,
+    dtype_to_proto,
+    duration_from_proto,
+    level_from_proto,
+    send_plan_from_proto,
+)
 from weft_rl.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
 from weft_rl.rpc.security.guard import CALLER
-from weft_rl.rpc.sleep_codec import aborts_from_proto, level_from_proto
 from weft_rl.tracing import parent_in
 from weft_rl.v1 import publish_pb2, publish_pb2_grpc
 

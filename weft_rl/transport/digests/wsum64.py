@@ -21,7 +21,7 @@ import xxhash
 
 from weft_rl.contract.layout.manifest import ALIGN_BYTES
 from weft_rl.transport.digests import kernel
-from weft_rl.transport.digests.to_host import Fetched
+from weft_rl.transport.digests.host_copy import Fetched
 from weft_rl.transport.digests.weights import (
     NUM_ROWS,
     NUM_WRITTEN_ROWS,

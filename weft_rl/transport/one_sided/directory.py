@@ -18,8 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from weft_rl.ipc.connect import connect_unix
-from weft_rl.ipc.descriptors import close_in_children
+from weft_rl.ipc.sockets import close_in_children, connect_unix
 from weft_rl.transport.one_sided.errors import OneSidedError
 
 #: Names the directory. The default depends on nothing but the user, so that both ends agree.

@@ -14,7 +14,7 @@ import struct
 from dataclasses import astuple, dataclass
 from typing import Final
 
-from weft_rl.ipc.descriptors import close_in_children
+from weft_rl.ipc.sockets import close_in_children
 from weft_rl.transport.one_sided.errors import OneSidedError
 
 #: Grows with each change that an older peer would not understand.

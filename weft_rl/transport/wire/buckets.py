@@ -30,8 +30,8 @@ from weft_rl.contract.layout.runs import Run, check_coverage, pack_runs, unpack_
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.transport.digests.copied import Place, copied_words, copy_words
 from weft_rl.transport.digests.copied_on_host import copy_digesting
+from weft_rl.transport.digests.host_copy import Fetched
 from weft_rl.transport.digests.kernel import Words
-from weft_rl.transport.digests.to_host import Fetched
 from weft_rl.transport.digests.wsum64 import Digests, Part, joined, start_digests
 from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
 

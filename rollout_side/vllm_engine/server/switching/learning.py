@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import WeftError

@@ -20,7 +20,7 @@ from weft_rl.coordinator.runtime.live_groups import LiveGroups
 from weft_rl.coordinator.runtime.watchers import Feed, RouteFeed
 from weft_rl.coordinator.services.inspect import InspectServicer
 from weft_rl.rpc.codec import vector_from_proto
-from weft_rl.rpc.whole import RouteList, get_pool
+from weft_rl.rpc.pool_listing import RouteList, get_pool
 from weft_rl.v1 import inspect_pb2 as pb
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.page import history
 from weft_rl.coordinator.page.history import Mark, PastTransfer
-from weft_rl.coordinator.runtime.log import Log
+from weft_rl.coordinator.runtime.watchers import Log
 
 
 def _last(m: Watched) -> PastTransfer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_side.agent.known_versions import KnownVersions
+from rollout_side.agent.serving import KnownVersions
 from rollout_side.version_facts import VersionFacts
 from weft_rl.contract.names import PolicyVersion
 

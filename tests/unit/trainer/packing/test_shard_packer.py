@@ -14,7 +14,7 @@ from tests.doubles.wire import put_tail
 from trainer_side.packing.shard_packer import ShardPacker
 from trainer_side.params.elements import Elements, held_by
 from trainer_side.params.sharded import HeldRun, Sharded
-from trainer_side.sharded.plan import ShardPlan, plan_shards
+from trainer_side.sharding.plan import ShardPlan, plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, Source, tensor_source
 from weft_rl.contract.errors import NotFiniteError

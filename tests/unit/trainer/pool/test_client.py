@@ -14,7 +14,7 @@ from trainer_side.pool import client as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.progress import reporter_for
-from trainer_side.sharded.push import ShardPush
+from trainer_side.sharding.push import ShardPush
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.rollouts.asked import Wanted
 from trainer_side.rollouts.dispatch import Dispatch, Place, Target
+from trainer_side.rollouts.requests import Wanted
 from weft_rl.contract.names import AdapterVersions, VersionVector
 
 BASE = Place(Wanted("base"))

@@ -26,14 +26,8 @@ from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers import (
-    abort,
-    in_place,
-    reform,
-    stalls,
-    suspects,
-    unserved,
-)
+from weft_rl.coordinator.decisions.transfers import abort, in_place, reform, stalls, suspects
+from weft_rl.coordinator.decisions.transfers import withdrawals as unserved
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 from weft_rl.coordinator.decisions.transfers.refusals import is_dirty
 

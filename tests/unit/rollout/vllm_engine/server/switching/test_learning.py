@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.http.request_tracker import RequestTracker
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.switching.caches import EngineCaches
 from rollout_side.vllm_engine.server.switching.learning import learn_copies
 from rollout_side.vllm_engine.server.switching.request_gate import RequestGate

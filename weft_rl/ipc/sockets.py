@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+import weakref
 from typing import Final
 
 # Between two attempts to connect to who has not accepted yet.
@@ -29,3 +31,20 @@ def connect_unix(connecting: socket.socket, address: str, timeout_seconds: float
             time.sleep(_RETRY_SECONDS)
         else:
             return
+
+
+_SOCKETS: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Close a socket in each child that this process forks from now on, which takes nothing from
+    this process."""
+    _SOCKETS.add(sock)
+
+
+def _close_inherited() -> None:
+    for sock in _SOCKETS:
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

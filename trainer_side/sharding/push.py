@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer_side.ranks.ranks import Ranks, Sum
-from trainer_side.sharded.hand_over import Givers, hand_over
-from trainer_side.sharded.plan import ShardPlan
+from trainer_side.sharding.hand_over import Givers, hand_over
+from trainer_side.sharding.plan import ShardPlan
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import torch_dtypes
 from weft_rl.contract.layout.runs import Run

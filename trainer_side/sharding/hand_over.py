@@ -16,7 +16,7 @@ import torch
 
 from trainer_side.params.params import copy_into
 from trainer_side.ranks.ranks import Ranks, decode_error, encode_error
-from trainer_side.sharded.plan import Handed
+from trainer_side.sharding.plan import Handed
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.runs import Run
 

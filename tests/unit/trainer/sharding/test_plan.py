@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_side.sharded.plan import Held, ShardPlan, ShardPlans, plan_shards, senders_of
+from trainer_side.sharding.plan import Held, ShardPlan, ShardPlans, plan_shards, senders_of
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run, check_coverage
 from weft_rl.contract.layout.send_plan import check_send_plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_side.vllm_engine.server.started_with import StartedWith
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import CheckpointReader
 from weft_rl.contract.checkpoint import (

@@ -12,9 +12,9 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
-from trainer_side.sharded import hand_over as module
-from trainer_side.sharded.hand_over import Givers, hand_over
-from trainer_side.sharded.plan import Handed
+from trainer_side.sharding import hand_over as module
+from trainer_side.sharding.hand_over import Givers, hand_over
+from trainer_side.sharding.plan import Handed
 from weft_rl.contract.errors import NotFiniteError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run
 

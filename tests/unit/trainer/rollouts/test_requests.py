@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.rollouts.asked import (
+from trainer_side.rollouts.failures import Next, after
+from trainer_side.rollouts.requests import (
     Ask,
     Wanted,
     check_sampling,
     checked_prompts,
     wanted_of,
 )
-from trainer_side.rollouts.failures import Next, after
 from trainer_side.rollouts.sample import Draft
 from weft_rl.contract.errors import (
     CapacityError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.rollouts.padded import pad
+from trainer_side.rollouts.padding import pad
 from trainer_side.rollouts.sample import Sample, SampleGroup
 from weft_rl.contract.errors import InvalidRequestError, NotFoundError
 
