@@ -120,7 +120,7 @@ class Agent:
     # -- requests for tokens ---------------------------------------------------
 
     def requested(self, asked: str) -> PolicyVersion:
-        """The version that a request for ``asked`` is answered by; see ``resolve``."""
+        """Return the version that answers a request for ``asked``; see ``resolve``."""
         newest = self.serving.known.newest
         return resolve(asked, self._served(), newest, self._aliases, self._absent)
 
@@ -170,7 +170,7 @@ class Agent:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the coordinator says that this replica serves all it should."""
+        """True if the coordinator says that this replica serves all it should."""
         registration = self.registration
         return (
             registration is not None
@@ -185,8 +185,8 @@ class Agent:
 
     @property
     def refusing(self) -> str:
-        """Why new requests are refused now, by what the engine was told; empty while they
-        are taken. What mixed weights refuse is not in it."""
+        """Reason why new requests are refused now; empty while they are taken. Mixed weights
+        are no part of it."""
         if self._closed or self._ordered or not self._aliases.is_away:
             return self._closed or self._ordered
         why = self.registration.trouble if self.registration else ""
@@ -309,8 +309,7 @@ class Agent:
         self.engine.refuse_requests(reason)
 
     def _is_needed(self) -> bool:
-        """Whether a transfer needs this replica; nobody can tell while the coordinator
-        is away."""
+        """Return whether a transfer needs this replica; unknown while the coordinator is away."""
         registration = self.registration
         return registration is not None and registration.is_known and self._in_transfer
 

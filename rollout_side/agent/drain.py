@@ -39,11 +39,11 @@ class Drain:
 
     @property
     def under_way(self) -> bool:
-        """Whether it has begun; it never ends but with the process."""
+        """True once the drain has begun; it ends only with the process."""
         return self._began.is_set()
 
     def note(self) -> DrainNote | None:
-        """What the coordinator is told of it. Quick and thread-safe."""
+        """Return the note on the drain that the coordinator is told. Quick and thread-safe."""
         if not self.under_way:
             return None
         return DrainNote(max(0.0, self._deadline - time.monotonic()), self._reason)

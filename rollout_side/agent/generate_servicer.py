@@ -68,7 +68,7 @@ class GenerateServicer(GenerateServiceServicer):
 
 
 def _prompt(request: pb.GenerateRequest) -> str | list[int]:
-    """What is to be completed, as it was given.
+    """Return the prompt as it was given: text or token ids.
 
     Raises:
         InvalidRequestError: It is empty.

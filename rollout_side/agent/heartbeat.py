@@ -1,4 +1,4 @@
-"""What a replica and the coordinator tell each other, at registration and with each heartbeat."""
+"""Values that a replica and the coordinator exchange, at registration and with each heartbeat."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from weft_rl.v1 import types_pb2
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a replica says of itself once, at registration."""
+    """Identity of a replica, reported once, at registration."""
 
     address: str
-    """Where its ReplicaService answers, HOST:PORT."""
+    """Address of its ReplicaService, HOST:PORT."""
     capabilities: Capabilities
     reference: Reference
     model_name: str
@@ -36,7 +36,7 @@ _NOT_KNOWN = not_compared("it does not say what it was started with")
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a replica serves and holds now."""
+    """Report of a replica, with what it holds."""
 
     report: ReplicaReport
     """Its ``asleep`` is set while the engine sleeps, not while it waits to."""
@@ -54,7 +54,7 @@ class Holdings:
 
 @dataclass(frozen=True, order=True)
 class OrderKey:
-    """Which of two orders to refuse requests is the newer one."""
+    """Key that orders two orders to refuse requests by age."""
 
     generation: int
     """The generation of the coordinator that gave it."""
@@ -63,16 +63,16 @@ class OrderKey:
 
 @dataclass(frozen=True)
 class HeartbeatAnswer:
-    """What the coordinator answered to a heartbeat."""
+    """Answer of the coordinator to a heartbeat."""
 
     drain: DrainNote | None
     """Set when the replica is to drain."""
     is_draining: bool
-    """Whether the coordinator knew, as it answered, that the replica drains."""
+    """True if the coordinator knew, as it answered, that the replica drains."""
     in_transfer: bool
-    """Whether a transfer needs the replica."""
+    """True if a transfer needs the replica."""
     refuse_reason: str
-    """Why new requests are to be refused; empty when they are not."""
+    """Reason why new requests are to be refused; empty when they are not."""
     order: OrderKey
     """The order that says so."""
     pins: tuple[int, ...]
@@ -82,9 +82,9 @@ class HeartbeatAnswer:
     lacking: tuple[PolicyVersion, ...] = ()
     """Versions behind the pool's aliases that the vector lacks."""
     lacking_more: bool = False
-    """Whether there is more of it."""
+    """True if the replica lacks more versions than these."""
     base_doubt: str = ""
-    """Why base@0 here is not known to be the pool's; empty where it is, or is not served."""
+    """Reason why base@0 here is not known to be the pool's; empty where it is, or is not served."""
     absent: Mapping[str, AbsentPolicy] = field(default_factory=dict)
     """Policies that the pool does not serve any more, by name."""
 
@@ -95,7 +95,7 @@ def answer_from_proto(
     coordinator_generation: int,
     vector: VersionVector,
 ) -> HeartbeatAnswer:
-    """An answer to a heartbeat, which said what is served and whether the replica drains."""
+    """Decode the answer to a heartbeat that reported ``vector`` and whether the replica drains."""
     return HeartbeatAnswer(
         drain_from_proto(response.drain) if response.HasField("drain") else None,
         is_draining,
@@ -115,7 +115,7 @@ def answer_from_proto(
 
 
 def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
-    """A version that is held, as the coordinator takes it."""
+    """Encode a version that is held."""
     version, digest, spilled = held
     return types_pb2.HeldVersion(
         version=version_to_proto(version), content_digest=digest, spilled=spilled

@@ -39,7 +39,7 @@ class Turns:
 
     @property
     def taken(self) -> bool:
-        """Whether an order is being carried out."""
+        """True while an order is being carried out."""
         return self._lock.locked()
 
     async def take(self, order: Coroutine[Any, Any, _T], what: str) -> _T:
@@ -68,7 +68,7 @@ class Turns:
 
 
 def _log_unheard(work: asyncio.Future[Any]) -> None:
-    """What became of an order that nobody waits for any more; the heartbeat tells it."""
+    """Log the failure of an order that nobody waits for any more; the heartbeat reports it."""
     if not work.cancelled() and (error := work.exception()) is not None:
         _log.warning("an order whose caller had gone away failed: %s", error)
 
@@ -131,7 +131,7 @@ class ProbeOrders:
         self._telling: asyncio.Task[None] | None = None
 
     async def tell(self, order: JoinOrder) -> None:
-        """Returns once the workers have taken the order; they answer by themselves.
+        """Wait until the workers have taken the order; they answer by themselves.
 
         Raises:
             WeftError: They did not.
@@ -152,7 +152,7 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 
 class SpillOrders:
-    """What an engine was told to spill, and what it must hear of at the next time.
+    """Orders to spill that an engine was given, and those that it must be given next.
 
     Args:
         engine: Nothing is told to one without a spill directory.

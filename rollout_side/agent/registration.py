@@ -124,12 +124,12 @@ class Registration:
 
     @property
     def is_known(self) -> bool:
-        """Whether the coordinator knows this process and answered the last call."""
+        """True if the coordinator knows this process and answered the last call."""
         return self.registered.is_set() and not self._away
 
     @property
     def in_contact(self) -> bool:
-        """Whether the coordinator answered within ``AgentConfig.contact_seconds``."""
+        """True if the coordinator answered within ``AgentConfig.contact_seconds``."""
         return time.monotonic() - self._heard_at < self._config.contact_seconds
 
     def start(self) -> None:
@@ -209,8 +209,8 @@ class Registration:
         self._told_checkpoint = checkpoint
 
     def _is_final(self, error: WeftError) -> bool:
-        """Whether a replica that was never taken in is refused for what it is itself. Rules of
-        access, tokens and revisions are mended by others; a former process of this id is
+        """Return whether a replica that was never taken in is refused for its own properties.
+        Rules of access, tokens and revisions are mended by others; a former process of this id is
         forgotten after some missed heartbeats."""
         if self._was_taken_in:
             return False
@@ -242,8 +242,8 @@ class Registration:
         self.trouble, self._away = trouble, True
 
     def _why_away(self, error: WeftError) -> str:
-        """Why there is no answer. gRPC says of a TLS handshake that fails only that the
-        connection was lost, so one is made now and then to learn more."""
+        """Return the reason why there is no answer. For a failed TLS handshake gRPC says only
+        that the connection was lost, so one is made now and then to learn more."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_AGAIN_SECONDS and self._why:
             return self._why
@@ -299,7 +299,7 @@ class Registration:
             yield pb.PutReferenceRequest(chunk=chunk)
 
     def _heartbeat(self) -> bool:
-        """Returns whether the replica drains."""
+        """Send one heartbeat; return whether the replica drains."""
         now = self._current()
         report = replace(now.report, asleep=now.report.asleep or now.to_sleep)
         request = pb.HeartbeatRequest(
@@ -342,7 +342,7 @@ class Registration:
     def _to_tell(
         self, held: frozenset[tuple[PolicyVersion, bytes, bool]]
     ) -> frozenset[tuple[PolicyVersion, bytes, bool]]:
-        """What a heartbeat names: all of a version where any of it is new."""
+        """Return the copies that a heartbeat names: all of a version where any of it is new."""
         if self._held_wanted:
             return held
         new = {(version, spilled) for version, _, spilled in held ^ self._held_told}

@@ -1,4 +1,4 @@
-"""Which exact version answers a request for ``math``, ``math@17``, ``base`` or ``base@3``."""
+"""Resolution of a requested model (``math``, ``math@17``, ``base``, ``base@3``) to a version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve(
     refused: AliasRefusals,
     absent: Mapping[str, AbsentPolicy],
 ) -> PolicyVersion:
-    """The version that answers.
+    """Return the version that answers a request.
 
     Args:
         asked: A policy, or one version of it.
@@ -99,7 +99,7 @@ OUT_OF_CONTACT = AliasRefusals(
 
 
 def refused_aliases(heard: HeartbeatAnswer, served: VersionVector) -> AliasRefusals:
-    """The aliases that stand for something else in the pool than here, in contact with it.
+    """Return the aliases that stand for another version in the pool than here, in contact with it.
 
     Over a former base everything that is served is of former weights, so that without the
     pool's base all of them are refused.
@@ -124,15 +124,15 @@ def refused_aliases(heard: HeartbeatAnswer, served: VersionVector) -> AliasRefus
 
 
 def _alias(served: VersionVector, policy: str) -> int:
-    """What a name stands for; 0 for nothing."""
+    """Return the number of the version that a name stands for; 0 for none."""
     if policy == BASE_POLICY:
         return served.base
     return served.adapters.get(policy, AdapterVersions()).alias
 
 
 def _is_behind(pool: PolicyVersion, told: int, now: int) -> bool:
-    """Whether a policy's name still stands for something else than in the pool. Since it was
-    told so, the replica may have switched: by an order that is younger than that, but for those
+    """Return whether a policy's name still stands for another version than in the pool. Since then
+    the replica may have switched: by an order that is younger than that, but for those
     of a clone, which brings older versions first."""
     return now == told or now < pool.version
 
@@ -151,7 +151,7 @@ def _names(served: VersionVector) -> list[str]:
 
 
 def _listed(versions: Iterable[str]) -> str:
-    """The last of these that have room, whole."""
+    """Join as many of the last versions as there is room for."""
     listed = ""
     for version in [*versions][: -_MAX_LISTED - 1 : -1]:
         longer = f"{version}, {listed}" if listed else version

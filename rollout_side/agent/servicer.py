@@ -43,7 +43,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
-    """A version that an order names.
+    """Return the version that an order names.
 
     Raises:
         InvalidNameError: Its policy is none.
@@ -53,7 +53,7 @@ def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
 
 
 def _named(transfer_id: str) -> str:
-    """A transfer that an order names: the empty name is what engines call none by.
+    """Return the transfer that an order names; to engines the empty name means none.
 
     Raises:
         InvalidRequestError: It is empty.
@@ -83,7 +83,7 @@ class ReplicaServicer(ReplicaServiceServicer):
 
     @contextlib.contextmanager
     def _signed(self) -> Iterator[None]:
-        """A refusal says which process refuses: it is certain only of this one."""
+        """Add this process to each refusal: it is certain of no other."""
         try:
             yield
         except WeftError as error:
@@ -94,7 +94,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     def _traced(
         self, name: str, context: _Context, version: types_pb2.PolicyVersion
     ) -> Iterator[Span]:
-        """A span of what the coordinator has ordered, under that of its transfer."""
+        """Open a span for an order of the coordinator, under the span of its transfer."""
         replica_id = self._agent.config.replica_id
         parent = parent_in(context.invocation_metadata())
         with self._tracer.span(
@@ -251,7 +251,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         return pb.SendVersionResponse()
 
     def _ticket(self, group: publish_pb2.GroupPlan, receives: Capabilities | None) -> GroupTicket:
-        """A place in a group: of this replica's receivers, or of the sender.
+        """Return a place in a group: for this replica's receivers, or for the sender.
 
         Raises:
             InvalidRequestError: It is no such place.
@@ -363,8 +363,7 @@ def _cost(times: SwitchTimes) -> dict[str, float]:
 def _facts(
     order: pb.CommitTransferRequest | pb.SpilledCopy, digest: types_pb2.ContentDigest
 ) -> VersionFacts | None:
-    """What an order says of a version; None where it is a coordinator's that does not name
-    the layout."""
+    """Return the facts that an order gives of a version; None where it does not name the layout."""
     if not order.layout_digest:
         return None
     facts = types_pb2.VersionFacts(

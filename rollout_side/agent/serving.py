@@ -1,4 +1,4 @@
-"""What a replica serves: the versions it switched to, those it holds, those it drops.
+"""Versions of a replica: those it serves, those it holds, those it drops.
 
 Carries out the orders that change it, one switch at a time. Knows the engine and
 nothing of the pool; the agent tells the pool what is found here.
@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SpilledCopy:
-    """What a version in the spill directory must be, and how it is served; see
-    ``weft.v1.SpilledCopy``."""
+    """Spilled copy of a version that is to be served; see ``weft.v1.SpilledCopy``."""
 
     transfer_id: str
     config_json: str
@@ -37,11 +36,11 @@ class SpilledCopy:
     layout_digest: bytes
     alias: int
     facts: VersionFacts | None = None
-    """What is known of it once it is served."""
+    """Facts of the version once it is served."""
 
 
 class Serving:
-    """What one engine serves, and the orders that change it.
+    """Versions that one engine serves, and the orders that change them.
 
     All methods run on the event loop that ``engine`` belongs to.
 
@@ -67,7 +66,7 @@ class Serving:
 
     @property
     def vector(self) -> VersionVector:
-        """What is served now."""
+        """Versions that are served now."""
         return self._vector
 
     @vector.setter
@@ -76,27 +75,27 @@ class Serving:
         self._on_changed()
 
     def is_as_started(self, base: int) -> bool:
-        """Whether a version of the base that is served, and was pushed, has the very bytes of
-        the files that the engine was started with, as far as that is known."""
+        """Return whether a pushed base that is served has the very bytes of the files that the
+        engine was started with; False while that is not known."""
         return base > 0 and self._as_started == base
 
     @property
     def dirty_reason(self) -> str:
-        """Why the engine may hold mixed weights; empty when it does not, or as long as it
-        is meant to: see ``mixed_reason``."""
+        """Reason why the engine may hold mixed weights; empty when it does not, or as long as
+        it is meant to: see ``mixed_reason``."""
         return self._engine.dirty_reason
 
     @property
     def mixed_reason(self) -> str:
-        """Why nobody but who ordered it may rely on the weights: ``dirty_reason``, or that a
-        base is being loaded in place; empty when neither is so."""
+        """Reason why nobody but who ordered it may rely on the weights: ``dirty_reason``, or
+        that a base is being loaded in place; empty when neither is so."""
         if self.dirty_reason or not self._engine.loading:
             return self.dirty_reason
         return "a base is being loaded in place"
 
     @property
     def is_switching(self) -> bool:
-        """Whether an order to switch is being carried out, or a base loaded in place."""
+        """True while an order to switch is being carried out, or a base loaded in place."""
         return self.turns.taken or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
@@ -235,8 +234,10 @@ class Serving:
         return times
 
     def _check_held(self, version: PolicyVersion, content_digest: bytes | None) -> None:
-        """Raises:
-        NotFoundError: What is held are other bytes than those that are wanted.
+        """Check that the version that is held has the wanted bytes.
+
+        Raises:
+            NotFoundError: It has other bytes.
         """
         if other := self.known.other_digest(version, content_digest):
             raise NotFoundError(f"{version} is held here with digest {other.hex()}")
@@ -327,7 +328,7 @@ class Serving:
             _log.warning("could not ask the engine what it holds: %s", error)
 
     def _serves(self, version: PolicyVersion, content_digest: bytes | None) -> bool:
-        """Whether a version is served, with that content where one is named.
+        """Return whether a version is served, with that content where one is named.
 
         Raises:
             DigestMismatchError: An adapter is served under this number with other bytes,
@@ -348,8 +349,8 @@ class Serving:
         return True
 
     def held(self) -> Iterator[tuple[PolicyVersion, bytes, bool]]:
-        """What is served, retained and spilled, with its digest as far as that is known,
-        and whether it is spilled. Mixed weights are none."""
+        """Yield the versions that are served, retained or spilled, each with its digest where
+        that is known, and whether it is spilled. Mixed weights are no version."""
         for version, facts in self.known.facts.items():
             is_mixed = version == PolicyVersion(BASE_POLICY, self.vector.base) and (
                 self.mixed_reason and version.version not in self.memory.retained_bases
@@ -360,7 +361,7 @@ class Serving:
             yield version, digest, True
 
     async def describe(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """What is known of a version that is held with that digest.
+        """Return the facts of a version that is held with that digest.
 
         Raises:
             NotFoundError: It is not held.
@@ -446,7 +447,7 @@ _MAX_POLICIES = 4_096
 
 
 class KnownVersions:
-    """Of one replica; as far as its orders have told."""
+    """Digests and numbers of versions that the orders to one replica have named."""
 
     def __init__(self) -> None:
         #: Of versions that are served or retained.
@@ -454,7 +455,7 @@ class KnownVersions:
         self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
 
     def newest(self, policy: str) -> int:
-        """The highest number of a policy that was served here; 0 if none was."""
+        """Return the highest number of a policy that was served here; 0 if none was."""
         return self._newest.get(policy) or 0
 
     def served(self, version: PolicyVersion) -> None:
@@ -472,8 +473,8 @@ class KnownVersions:
         self.facts = held if facts is None else {**held, version: facts}
 
     def other_digest(self, version: PolicyVersion, content_digest: bytes | None) -> bytes:
-        """The digest of a version, where it is known not to be ``content_digest``; else empty.
-        None is anybody's."""
+        """Return the digest of a version where it is known not to be ``content_digest``; else
+        empty. None fits any digest."""
         facts = self.facts.get(version)
         is_other = facts is not None and content_digest not in (None, facts.digest)
         return facts.digest if facts is not None and is_other else b""

@@ -24,10 +24,10 @@ class _Wanted:
 
     order: SleepOrder
     deadline: float
-    """As of ``time.monotonic()``."""
+    """Deadline as ``time.monotonic()``."""
 
     def left(self) -> SleepOrder:
-        """The order, with the seconds that are left of it."""
+        """Return the order, with the seconds that are left of it."""
         left = max(0.0, self.deadline - time.monotonic())
         return dataclasses.replace(self.order, timeout_seconds=left)
 
@@ -51,8 +51,8 @@ class SleepOrders:
 
     @property
     def to_sleep(self) -> Asleep | None:
-        """How the engine is to sleep, as long as it does not yet. Heartbeats tell it: a coordinator
-        that has not ordered it, or not any more, has the replica wake."""
+        """Sleep that is ordered, as long as the engine does not sleep yet. Heartbeats report it: a
+        coordinator that has not ordered it, or not any more, has the replica wake."""
         if (wanted := self._wanted) is None:
             return None
         return Asleep(wanted.order.trainer_id, level=wanted.order.level)
@@ -117,6 +117,6 @@ class SleepOrders:
 
 
 def _log_failure(work: asyncio.Task[None]) -> None:
-    """Of what nobody may wait for any more; the heartbeat tells what has become of it."""
+    """Log the failure of work that nobody may wait for any more; the heartbeat reports it."""
     if not work.cancelled() and (error := work.exception()) is not None:
         _log.info("the replica does not sleep: %s", error)

@@ -33,8 +33,8 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker
 
 import tests.e2e.worker_methods  # noqa: F401
+from rollout_side.vllm_engine import launch  # noqa: F401
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.server import launch  # noqa: F401
 
 bridges.server_parts()
 

@@ -143,8 +143,8 @@ def check_free(state: PoolState, replica_id: str, incarnation: str, now: float) 
 
 
 def _check_served_names(state: PoolState, event: events.Register) -> None:
-    """A server that has the name of an adapter of this pool could never serve it: a typed
-    refusal now, rather than a replica that is never ready."""
+    """Refuse a server that has the name of an adapter of this pool: it could never serve it,
+    and would never be ready."""
     pushed = {t.policy for t in state.transfers.values() if t.version and not t.replica_id}
     for policy in sorted(state.policies.values(), key=lambda policy: policy.name):
         if policy.name == BASE_POLICY or not (policy.served_version or policy.name in pushed):
@@ -160,8 +160,8 @@ def _check_served_names(state: PoolState, event: events.Register) -> None:
 
 
 def _check_backends(state: PoolState, event: events.Register) -> None:
-    """A replica must have the backend that the pool's weights move over: pushes would
-    fail otherwise, or silently take a slower way."""
+    """Refuse a replica without the backend that the pool's weights move over: pushes would
+    fail, or silently take a slower backend."""
     offered = event.capabilities.backends
     others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
     shared = shared_backends(others)
@@ -235,7 +235,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
 
 
 def _worked_at(change: Change, replica: Replica | None, report: ReplicaReport) -> float:
-    """When a replica last got on with what it carries out. A gap in its heartbeats is not held
+    """Return when a replica last made progress with its work. A gap in its heartbeats is not held
     against it: the whole process may have been stopped."""
     worked_at = replica.worked_at if replica else float("-inf")
     if report.work is None:
@@ -273,8 +273,8 @@ MAX_ABSENT = 64
 
 
 def _absent(state: PoolState) -> tuple[AbsentPolicy, ...]:
-    """What the pool does not serve any more, the newest of what is lost and of what was
-    forgotten."""
+    """List policies that the pool does not serve any more: the newest that are lost, and the
+    newest that were forgotten."""
     lost = [
         AbsentPolicy(
             name,

@@ -18,7 +18,7 @@ def each(
     make: Callable[[_Value], _Entry],
     instead: Callable[[_Value, str], _Entry] | None = None,
 ) -> list[_Entry]:
-    """The entry of every value, whatever some of them hold.
+    """Make an entry for every value, whatever some of them hold.
 
     Args:
         make: Makes an entry; one that it raises for is logged.
@@ -39,5 +39,5 @@ def each(
 def entry_of(
     value: _Value, make: Callable[[_Value], _Entry], instead: Callable[[_Value, str], _Entry]
 ) -> _Entry:
-    """The entry of one value, as ``each`` makes it."""
+    """Make the entry for one value, as ``each`` makes it."""
     return each([value], make, instead)[0]

@@ -37,7 +37,7 @@ class Vectors:
         self._places: dict[object, int] = {}
 
     def index(self, vector: VersionVector) -> int:
-        """Where a vector is in ``messages``; it is added if it is not there."""
+        """Return the index of a vector in ``messages``; add it if it is not there."""
         place = self._places.setdefault(vector.key, len(self.messages))
         if place == len(self.messages):
             self.messages.append(vector_to_proto(vector, self._most))
@@ -61,7 +61,7 @@ def cut(
     page_size: int = 0,
     vectors: Vectors | None = None,
 ) -> Page[_Value, _Entry]:
-    """The first page of ``values``: at least one entry, and no more bytes than may be.
+    """Make the first page of ``values``: at least one entry, and no more bytes than allowed.
 
     Args:
         make: The entry of a value.
@@ -92,12 +92,12 @@ def check_request(request: Any) -> None:
 
 
 def invalid_token() -> InvalidRequestError:
-    """The failure of a token that no response told."""
+    """Make the error for a page token that no response has given."""
     return InvalidRequestError("page_token is not from a response", reason="INVALID_PAGE")
 
 
 def number_of(token: str) -> int | None:
-    """The number that a page token is; None where none is given.
+    """Return the number that a page token is; None where none is given.
 
     Raises:
         InvalidRequestError: ``INVALID_PAGE``.

@@ -23,7 +23,7 @@ _MAX_OVER_ANOTHER_BASE: Final = 1024
 def route_messages(
     state: PoolState, changed: Sequence[str] | None, previous: int, revision: int
 ) -> list[inspect_pb2.WatchRoutesResponse]:
-    """What a reader that knows ``previous`` is told of ``revision``, in one or more parts.
+    """Encode the changes from ``previous`` to ``revision`` for a reader, in one or more parts.
 
     Args:
         changed: Replicas that have changed since; None for the whole list.

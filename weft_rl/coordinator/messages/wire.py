@@ -52,7 +52,7 @@ _LATEST_TIME = float(2**32)
 
 
 def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
-    """An adapter's description.
+    """Decode an adapter's description.
 
     Raises:
         InvalidAdapterError: Its config is too long.
@@ -69,7 +69,7 @@ def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
 
 
 def adapter_to_proto(spec: AdapterSpec) -> types_pb2.AdapterSpec:
-    """An adapter's description."""
+    """Encode an adapter's description."""
     return types_pb2.AdapterSpec(
         config_json=spec.config_json,
         base_fingerprint=spec.base_fingerprint,
@@ -78,7 +78,7 @@ def adapter_to_proto(spec: AdapterSpec) -> types_pb2.AdapterSpec:
 
 
 def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
-    """A digest over content."""
+    """Encode a content digest."""
     return types_pb2.ContentDigest(
         algorithm=types_pb2.DigestAlgorithm.ValueType(digest.algorithm),
         value=digest.value,
@@ -87,12 +87,12 @@ def digest_to_proto(digest: ContentDigest) -> types_pb2.ContentDigest:
 
 
 def digest_from_proto(message: types_pb2.ContentDigest) -> ContentDigest:
-    """A digest over content."""
+    """Decode a content digest."""
     return ContentDigest(int(message.algorithm), message.value, message.size_bytes)
 
 
 def held_to_proto(held: HeldVersion) -> types_pb2.HeldVersion:
-    """A version that a replica holds."""
+    """Encode a version that a replica holds."""
     return types_pb2.HeldVersion(
         version=version_to_proto(held.version),
         content_digest=held.digest,
@@ -101,13 +101,13 @@ def held_to_proto(held: HeldVersion) -> types_pb2.HeldVersion:
 
 
 def held_from_proto(message: types_pb2.HeldVersion) -> HeldVersion:
-    """A version that a replica holds."""
+    """Decode a version that a replica holds."""
     version = version_from_proto(message.version)
     return HeldVersion(version, message.content_digest, message.spilled)
 
 
 def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
-    """What is recorded of a version.
+    """Decode the facts that are recorded of a version.
 
     Raises:
         InvalidAdapterError: The adapter's config is too long.
@@ -120,7 +120,7 @@ def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
 
 
 def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
-    """A group as who has ``ranks`` of it must know it, with the tokens of those alone."""
+    """Encode a group for the member that has ``ranks`` of it, with the tokens of those alone."""
     token, *further = map(group.token_of, ranks)
     return publish_pb2.GroupPlan(
         group_id=group.group_id,
@@ -135,7 +135,7 @@ def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
 
 
 def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
-    """The answer to BeginTransfer; without a group when the transfer has ended."""
+    """Encode the answer to BeginTransfer; without a group when the transfer has ended."""
     return publish_pb2.BeginTransferResponse(
         transfer_id=answer.transfer_id,
         version=version_to_proto(answer.version),
@@ -146,7 +146,7 @@ def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
 
 
 def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:
-    """A lease with the time that is left to it."""
+    """Encode a lease with the time that is left to it."""
     return publish_pb2.Lease(
         policy=policy,
         trainer_id=lease.trainer_id,
@@ -156,7 +156,7 @@ def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb
 
 
 def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
-    """The process that asks for a lease.
+    """Decode the process that asks for a lease.
 
     Raises:
         InvalidRequestError: Longer texts or another time than a process can have.
@@ -175,7 +175,7 @@ def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
 def transfer_to_proto(
     transfer: Transfer, state: PoolState, now: float, num_verified: int
 ) -> publish_pb2.Transfer:
-    """A transfer as seen from outside.
+    """Encode a transfer as seen from outside.
 
     Args:
         num_verified: Buckets that every receiver has verified, while it stages.
@@ -228,8 +228,8 @@ def transfer_to_proto(
 
 
 def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2.Transfer:
-    """What the catalog still knows of a transfer that is forgotten otherwise, and who in
-    contact serves its version now; O(replicas)."""
+    """Encode a transfer from its record in the catalog, with the replicas in contact that
+    serve its version now; O(replicas)."""
     committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
     message = publish_pb2.Transfer(
         transfer_id=record.transfer_id,
@@ -261,7 +261,7 @@ def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2
 
 
 def version_record_to_proto(record: VersionRecord, state: PoolState) -> inspect_pb2.Version:
-    """A version as recorded, and what it is served over now."""
+    """Encode a version as recorded, with the base that it is served over now."""
     message = inspect_pb2.Version(
         version=version_to_proto(record.version),
         state=inspect_pb2.VersionState.ValueType(int(record.state)),
@@ -293,7 +293,7 @@ def replica_to_proto(
     vectors: Vectors | None = None,
     most: int | None = None,
 ) -> inspect_pb2.Replica:
-    """A replica, with its state and why it is so.
+    """Encode a replica, with its state and the reason for it.
 
     Args:
         vectors: Where what it serves is put, if it is not said in the message itself.
@@ -326,7 +326,7 @@ def replica_to_proto(
 
 
 def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
-    """A replica that may be sent requests."""
+    """Encode a replica that may be sent requests."""
     return inspect_pb2.Route(
         replica_id=replica.replica_id,
         http_url=replica.http_url,
@@ -337,7 +337,7 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
 
 
 def out_of_service_to_proto(replica_id: str, order: OutOfService) -> inspect_pb2.OutOfServiceOrder:
-    """An operator's order."""
+    """Encode an operator's order."""
     return inspect_pb2.OutOfServiceOrder(
         replica_id=replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
@@ -357,7 +357,7 @@ def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.
 
 
 def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
-    """What base@0 is."""
+    """Encode the checkpoint that base@0 is bound to."""
     return inspect_pb2.BoundCheckpoint(
         digest=bound.digest,
         base_dtype=dtype_to_proto(bound.base_dtype),
@@ -368,7 +368,7 @@ def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
 
 
 def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2.Policy:
-    """A policy, its owner if there is one, and what is asked of it."""
+    """Encode a policy, its owner if there is one, and what is asked of it."""
     message = inspect_pb2.Policy(
         policy=policy.name,
         kind=types_pb2.PolicyKind.ValueType(int(policy.kind)),
@@ -399,7 +399,7 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
 def sleep_request(
     call: CallSleep | CallWake, generation: int
 ) -> replica_pb2.SleepRequest | replica_pb2.WakeUpRequest:
-    """A call to a replica, as its service takes it."""
+    """Encode a call to a replica to sleep or to wake."""
     if isinstance(call, CallWake):
         return replica_pb2.WakeUpRequest(
             coordinator_generation=generation, incarnation=call.incarnation

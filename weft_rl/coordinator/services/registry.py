@@ -53,7 +53,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> registry_pb2.RegisterResponse:
-        """Source: protos/weft/v1/registry.proto."""
+        """See protos/weft/v1/registry.proto."""
         check_revision(request.protocol_revision, "the replica")
         capabilities = capabilities_from_proto(request.capabilities)
         held = await self._heard(request.held_versions)
@@ -92,7 +92,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def CheckReplica(
         self, request: registry_pb2.CheckReplicaRequest, context: Context
     ) -> registry_pb2.CheckReplicaResponse:
-        """Source: protos/weft/v1/registry.proto."""
+        """See protos/weft/v1/registry.proto."""
         check_revision(request.protocol_revision, "the replica")
         driver = self._driver
         check_free(driver.state, request.replica_id, request.incarnation, driver.now())
@@ -101,7 +101,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def PutReference(
         self, request_iterator: AsyncIterator[registry_pb2.PutReferenceRequest], context: Context
     ) -> registry_pb2.PutReferenceResponse:
-        """Source: protos/weft/v1/registry.proto."""
+        """See protos/weft/v1/registry.proto."""
         reference = await self._uploads.read(request_iterator, ReferenceDecoder())
         if self._driver.state.fingerprint in ("", reference.fingerprint):  # no other is of use
             self._references.put(reference)
@@ -111,7 +111,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def ReportCheckpoint(
         self, request: registry_pb2.ReportCheckpointRequest, context: Context
     ) -> registry_pb2.ReportCheckpointResponse:
-        """Source: protos/weft/v1/registry.proto."""
+        """See protos/weft/v1/registry.proto."""
         checkpoint = checkpoint_from_proto(request.checkpoint)
         await self._driver.call(
             lambda ticket: events.ReportCheckpoint(
@@ -123,7 +123,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
-        """Source: protos/weft/v1/registry.proto."""
+        """See protos/weft/v1/registry.proto."""
         staged = {
             transfer_id: self._catalog.find_transfer(transfer_id)
             for transfer_id in request.staged_transfer_ids[:_MAX_STAGED]
@@ -169,15 +169,15 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def Leave(
         self, request: registry_pb2.LeaveRequest, context: Context
     ) -> registry_pb2.LeaveResponse:
-        """Source: protos/weft/v1/registry.proto."""
+        """See protos/weft/v1/registry.proto."""
         await self._driver.call(
             lambda ticket: events.Leave(ticket, request.replica_id, request.incarnation)
         )
         return registry_pb2.LeaveResponse()
 
     async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[Heard, ...]:
-        """What a replica holds, beside what the catalog has of it; others are answered
-        between a few."""
+        """Pair each version that a replica holds with its record in the catalog. Other calls are
+        answered between them."""
         heard = []
         for index, message in enumerate(messages[:_MAX_HELD]):
             held = held_from_proto(message)

@@ -1,4 +1,4 @@
-"""What replicas say of themselves."""
+"""Events that replicas cause."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Heartbeat:
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers it holds bytes of, with what the catalog says of each."""
     held: tuple[Heard, ...] = ()
-    """What it has not told before, or all."""
+    """Versions that it has not named before, or all."""
     held_complete: bool = False
 
 

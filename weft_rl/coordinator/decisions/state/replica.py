@@ -19,7 +19,7 @@ class Backoff:
     count: int
     retry_at: float
     source: str
-    """Who was to send it last."""
+    """Replica that was to send it last."""
     why: str
 
 
@@ -29,12 +29,12 @@ class Suspicion:
 
     why: str
     probe_at: float
-    """When it may next be told to attend a probe."""
+    """Time at which it may next be told to attend a probe."""
     num_probes: int = 0
     group_id: str = ""
     """The newest probe's group."""
     is_told: bool = False
-    """Whether it has taken the order to attend that."""
+    """True if it has taken the order to attend that probe."""
 
 
 @dataclass(frozen=True)
@@ -74,40 +74,40 @@ class Replica:
     """Its last report, whole; what is believed of it, or came of other answers, is below."""
     lost: bool = False
     suspicion: str = ""
-    """Why it may be dead: a transfer lost it, and it was not heard of since."""
+    """Reason why it may be dead: a transfer lost it, and it was not heard since."""
     suspect: Suspicion | None = None
     """Set while it takes no part in transfers, though its process is heard."""
     worked_at: float = float("-inf")
-    """When that was last seen to get on, by what it said; of late, by what it carried out last."""
+    """Time at which its work was last seen to make progress, by what it reported."""
     dirty_reason: str = ""
-    """Why its engine may hold mixed weights: it stays out of service."""
+    """Reason why its engine may hold mixed weights: it stays out of service."""
     commit_failure: str = ""
-    """Why it did not switch to a committed version."""
+    """Reason why it did not switch to a committed version."""
     vector_set_at: float = float("-inf")
-    """When a CommitTransfer last told what it serves."""
+    """Time at which the answer to a CommitTransfer last said what it serves."""
     retire_at: float = float("-inf")
-    """When it may next be asked to drop versions."""
+    """Time at which it may next be asked to drop versions."""
     announced: ReplicaState | None = None
     """The state that watchers were told last."""
     routed: bool = False
-    """Whether watchers of the routes see it."""
+    """True if watchers of the routes see it."""
     retained: tuple[int, ...] = ()
     """Versions of the base that it holds a copy of, last used first."""
     backoffs: Mapping[PolicyVersion, Backoff] = field(default_factory=dict)
-    """What could not be brought to it yet."""
+    """Versions that could not be brought to it yet."""
     spilled: frozenset[PolicyVersion] = frozenset()
     """Versions that lie in its spill directory."""
     drain: Drain | None = None
     """Set while it is to leave."""
     unrecorded: frozenset[HeldVersion] = frozenset()
-    """What it holds and the catalog does not know; see ``adoption``."""
+    """Versions that it holds and the catalog does not know; see ``adoption``."""
     mistaken: frozenset[HeldVersion] = frozenset()
-    """What it holds under numbers of other bytes: not counted in ``vector``, ``retained``
-    and ``spilled``, and dropped."""
+    """Versions that it holds with other bytes than their numbers have: not counted in ``vector``,
+    ``retained`` and ``spilled``, and dropped."""
     checkpoint: Checkpoint = NOT_TOLD
-    """What it was started with."""
+    """Checkpoint that it was started with."""
     refusing: str = ""
-    """Why it refuses new requests, as it said last; empty while it is open."""
+    """Reason why it refuses new requests, as it said last; empty while it is open."""
     order_number: int = 0
     """The number of the order by which it said that."""
     order_due: int = 0
@@ -125,30 +125,31 @@ class Replica:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has said that it takes requests, and was ordered nothing else since."""
+        """True if it has said that it takes requests, and was ordered nothing else since."""
         return not self.refusing and self.order_number >= self.order_due
 
     def loads_in_place(self, kind: PolicyKind) -> bool:
-        """Whether it has no copy of what it received of such a policy before it switches."""
+        """Return whether it loads versions of such a policy in place, without a copy of its own."""
         return kind is PolicyKind.BASE and self.capabilities.loads_in_place
 
     def silence(self, since: float, now: float) -> float:
-        """How long nothing was heard of what it was told at ``since``, or has begun itself."""
+        """Return for how many seconds it has reported no progress with an order of ``since``, or
+        with work that it began itself."""
         return now - max(since, self.worked_at)
 
     @property
     def is_away(self) -> bool:
-        """Whether it was not heard for too long, or since a transfer lost it."""
+        """True if it was not heard for too long, or since a transfer lost it."""
         return self.lost or bool(self.suspicion)
 
     @property
     def in_contact(self) -> bool:
-        """Whether it is heard and its weights are whole; ``eligible_targets`` asks for more."""
+        """True if it is heard and its weights are whole; ``eligible_targets`` asks for more."""
         return not self.is_away and not self.dirty_reason
 
 
 def holds(replica: Replica, version: PolicyVersion) -> bool:
-    """Whether a replica has a copy of a version's bytes in memory, to send or load."""
+    """Return whether a replica has a copy of a version's bytes in memory, to send or load."""
     if version.policy == BASE_POLICY:
         return version.version in replica.retained
     return replica.vector.holds(version)
