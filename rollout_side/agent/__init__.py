@@ -1,1 +1,1 @@
-"""A replica's conversation with the pool: it registers, beats, and carries out orders."""
+"""Conversation of a replica with the pool: registration, heartbeats, orders."""

@@ -1,4 +1,4 @@
-"""A replica's agent: takes the coordinator's orders and stays in the pool.
+"""Agent of a replica, which takes the coordinator's orders and stays in the pool.
 
 The composer of the rollout side: it introduces the engine to the control plane
 and knows neither vLLM nor torch.
@@ -128,7 +128,7 @@ class Agent:
         return self.serving.vector.with_base(self.engine.base_version)
 
     def _note_switch(self) -> None:
-        """Look anew at the aliases, if any may be refused: most switches change none."""
+        """Check the aliases again, if any may be refused: most switches change none."""
         answer = self._answer
         may_be_refused = answer is None or bool(
             answer.lacking or answer.lacking_more or answer.base_doubt
@@ -137,7 +137,7 @@ class Agent:
             self._note_aliases()
 
     def _note_aliases(self) -> None:
-        """Refuse the aliases that are not to be answered now, and take the others again."""
+        """Refuse the aliases that must not be answered now, and take the others again."""
         registration, answer = self.registration, self._answer
         refused, was = OUT_OF_CONTACT, self._aliases
         if registration is not None and registration.in_contact and answer is not None:
@@ -165,12 +165,12 @@ class Agent:
 
     @property
     def host(self) -> str:
-        """The host part of ``address``; side groups bind it."""
+        """Host part of ``address``; side groups bind it."""
         return split_target(self.address)[0]
 
     @property
     def is_ready(self) -> bool:
-        """True if the coordinator says that this replica serves all it should."""
+        """True if the coordinator says that it serves all it should, and nothing here objects."""
         registration = self.registration
         return (
             registration is not None
@@ -185,8 +185,8 @@ class Agent:
 
     @property
     def refusing(self) -> str:
-        """Reason why new requests are refused now; empty while they are taken. Mixed weights
-        are no part of it."""
+        """Reason why new requests are refused now, as the engine was told; empty while they are
+        taken. Refusals for mixed weights are not included."""
         if self._closed or self._ordered or not self._aliases.is_away:
             return self._closed or self._ordered
         why = self.registration.trouble if self.registration else ""
@@ -195,7 +195,7 @@ class Agent:
 
     @property
     def order_number(self) -> int:
-        """The number of the newest order to refuse requests, or not, from its coordinator."""
+        """Number of the coordinator's newest order to refuse requests, or to take them."""
         return self._order.number
 
     def _holdings(self) -> Holdings:
@@ -232,8 +232,8 @@ class Agent:
         )
 
     def _work(self) -> Work | None:
-        """Return what is waited for, and since when it has not got on; on any thread. The event
-        loop itself may be held by what it runs: then nothing else tells."""
+        """Return the work under way, with the seconds since it made progress; on any thread.
+        The event loop may itself be held by what it runs: then nothing else tells."""
         now, engine, order = time.monotonic(), self.engine.work, self.serving.turns.begun
         if engine.owed:
             return Work(f"its engine, {engine.owed}", now - engine.seen_at)
@@ -243,8 +243,8 @@ class Agent:
         return Work("its event loop", held_for) if held_for > _LOOP_SECONDS else None
 
     def order_refusal(self, order: OrderKey, reason: str) -> bool:
-        """Refuse new requests from now on, or take them again where ``reason`` is empty; an
-        older order than one that was heard changes nothing. Returns whether it did."""
+        """Refuse new requests from now on, or take them again if ``reason`` is empty. An order
+        older than the last changes nothing. Return whether the reason changed."""
         if order < self._order:
             return False
         changes = reason != self._ordered
@@ -256,7 +256,7 @@ class Agent:
         return changes
 
     def hurry(self) -> None:
-        """Have the coordinator hear at once what is so now, and answer."""
+        """Send the next heartbeat at once, so that the coordinator learns the state and answers."""
         if self.registration is not None:
             self.registration.hurry()
 
@@ -275,15 +275,15 @@ class Agent:
                 self.registration.hurry()
 
     async def drained(self) -> str:
-        """Wait for the end of a drain, whoever began it; returns how it ended.
+        """Wait for the end of a drain, whoever began it; return a description of how it ended.
 
         The process is to end then; ``run`` continues until it is cancelled.
         """
         return await self._drain.over()
 
     async def next_word(self) -> None:
-        """Wait until the coordinator has answered again, or a second is over: then
-        ``is_ready`` may be another."""
+        """Wait until the coordinator has answered again, or a second is over. ``is_ready`` may
+        have changed then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds_to_tick()):
                 await self._heard.wait()
@@ -309,7 +309,8 @@ class Agent:
         self.engine.refuse_requests(reason)
 
     def _is_needed(self) -> bool:
-        """Return whether a transfer needs this replica; unknown while the coordinator is away."""
+        """Return whether a transfer needs this replica; False while the coordinator is away, as
+        nobody can tell then."""
         registration = self.registration
         return registration is not None and registration.is_known and self._in_transfer
 
@@ -363,8 +364,8 @@ class Agent:
         raise refused.result()
 
     async def _keep_up(self) -> None:
-        """Do what is due each second, whatever becomes of it: workers that do not answer may
-        be back later, and an engine that has died ends the process elsewhere."""
+        """Do the chores due each second, and only log their errors. Workers that do not answer
+        may be back later, and an engine that has died ends the process elsewhere."""
         trouble = ""
         while True:
             await asyncio.sleep(seconds_to_tick())

@@ -1,4 +1,4 @@
-"""Leaving in good order: what runs is finished, within a time that is given once."""
+"""Drain of a replica: running requests finish within a time limit, then it leaves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _POLL_SECONDS = 0.05
 
 
 class Drain:
-    """One replica's drain. On the event loop, except ``note``.
+    """Drain of one replica. Used on the event loop, except ``note``.
 
     Args:
-        num_requests: Requests that run now.
+        num_requests: Returns the number of requests that run now.
         refuse: Called once, when new requests are to be refused from now on; says why.
-        is_needed: Whether a transfer needs the replica.
+        is_needed: Returns whether a transfer needs the replica.
     """
 
     def __init__(
@@ -39,17 +39,18 @@ class Drain:
 
     @property
     def under_way(self) -> bool:
-        """True once the drain has begun; it ends only with the process."""
+        """True if it has begun; it ends only with the process."""
         return self._began.is_set()
 
     def note(self) -> DrainNote | None:
-        """Return the note on the drain that the coordinator is told. Quick and thread-safe."""
+        """Return the drain to report to the coordinator; None before it begins. Quick and
+        thread-safe."""
         if not self.under_way:
             return None
         return DrainNote(max(0.0, self._deadline - time.monotonic()), self._reason)
 
     def begin(self, seconds: float, reason: str) -> None:
-        """Begin, or shorten the time of the one under way."""
+        """Begin the drain, or shorten the time of the one under way."""
         now = time.monotonic()
         self._deadline = min(self._deadline, now + seconds)
         if self.under_way:
@@ -64,7 +65,7 @@ class Drain:
         time is over.
 
         Returns:
-            How it ended, for people.
+            Description of how it ended, for messages.
         """
         await self._began.wait()
         refusing = False

@@ -1,4 +1,4 @@
-"""The coordinator's first word, asked for before a model is loaded for minutes."""
+"""First contact with the coordinator, before a model is loaded for minutes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MORE_SECONDS = 1.0
 
 
 async def check_contact(config: AgentConfig) -> None:
-    """Find out whether the coordinator will take this replica in, and say what is in the way.
+    """Check whether the coordinator will take this replica in, and log what is in the way.
 
-    A coordinator that is not there, or refuses this replica by rules that others mend, is waited
-    for later, when the replica registers: the model is loaded meanwhile.
+    A coordinator may be away, or refuse this replica by rules that others mend. It is waited for
+    later, when the replica registers: the model is loaded meanwhile.
 
     Raises:
-        InvalidRequestError: The coordinator's address cannot be one.
+        InvalidRequestError: The coordinator's address is malformed.
         RequestConflictError: Another process of this name lives on; nothing is served here yet
             that would be lost.
     """
@@ -83,7 +83,7 @@ def _patience(config: AgentConfig, error: RequestConflictError) -> float:
 
 
 async def _say(config: AgentConfig, error: WeftError) -> None:
-    """Tell why there is no contact yet."""
+    """Log why there is no contact yet."""
     if not isinstance(error, PeerUnavailableError | TransferTimeoutError):
         what = f"the coordinator at {config.coordinator} refuses this replica: {error}"
     else:

@@ -68,7 +68,7 @@ class GenerateServicer(GenerateServiceServicer):
 
 
 def _prompt(request: pb.GenerateRequest) -> str | list[int]:
-    """Return the prompt as it was given: text or token ids.
+    """Return the prompt to complete: text or token ids, as given.
 
     Raises:
         InvalidRequestError: It is empty.

@@ -1,4 +1,4 @@
-"""Values that a replica and the coordinator exchange, at registration and with each heartbeat."""
+"""Values that a replica and the coordinator exchange, at registration and with heartbeats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft_rl.v1 import types_pb2
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identity of a replica, reported once, at registration."""
+    """Facts that a replica states once, at registration."""
 
     address: str
     """Address of its ReplicaService, HOST:PORT."""
@@ -36,16 +36,16 @@ _NOT_KNOWN = not_compared("it does not say what it was started with")
 
 @dataclass(frozen=True)
 class Holdings:
-    """Report of a replica, with what it holds."""
+    """Versions that a replica serves and holds now, with its report."""
 
     report: ReplicaReport
-    """Its ``asleep`` is set while the engine sleeps, not while it waits to."""
+    """Report, whose ``asleep`` is set while the engine sleeps, not while it waits to."""
     staged: tuple[str, ...] = ()
-    """Transfers of which bytes are staged, whole or in part."""
+    """Transfers with staged bytes, whole or in part."""
     checkpoint: Checkpoint = _NOT_KNOWN
     """Checkpoint that the engine was started with."""
     held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
-    """Versions with their digests, and whether they are spilled."""
+    """Held versions, each with its digest, and True if it is spilled."""
     last_epoch: int = 0
     """Highest epoch of a side group that it was told."""
     to_sleep: Asleep | None = None
@@ -54,10 +54,10 @@ class Holdings:
 
 @dataclass(frozen=True, order=True)
 class OrderKey:
-    """Key that orders two orders to refuse requests by age."""
+    """Key that sorts orders to refuse requests: the newer one is greater."""
 
     generation: int
-    """The generation of the coordinator that gave it."""
+    """Generation of the coordinator that gave the order."""
     number: int
 
 
@@ -72,9 +72,9 @@ class HeartbeatAnswer:
     in_transfer: bool
     """True if a transfer needs the replica."""
     refuse_reason: str
-    """Reason why new requests are to be refused; empty when they are not."""
+    """Reason to refuse new requests; empty to take them."""
     order: OrderKey
-    """The order that says so."""
+    """Order that set ``refuse_reason``."""
     pins: tuple[int, ...]
     """Versions of the base whose copies are to be kept."""
     vector: VersionVector = field(default_factory=VersionVector)
@@ -82,9 +82,9 @@ class HeartbeatAnswer:
     lacking: tuple[PolicyVersion, ...] = ()
     """Versions behind the pool's aliases that the vector lacks."""
     lacking_more: bool = False
-    """True if the replica lacks more versions than these."""
+    """True if there are more than ``lacking`` lists."""
     base_doubt: str = ""
-    """Reason why base@0 here is not known to be the pool's; empty where it is, or is not served."""
+    """Reason why base@0 here is not known to be the pool's; empty if it is, or is not served."""
     absent: Mapping[str, AbsentPolicy] = field(default_factory=dict)
     """Policies that the pool does not serve any more, by name."""
 
@@ -95,7 +95,7 @@ def answer_from_proto(
     coordinator_generation: int,
     vector: VersionVector,
 ) -> HeartbeatAnswer:
-    """Decode the answer to a heartbeat that reported ``vector`` and whether the replica drains."""
+    """Return the answer to a heartbeat that reported ``vector`` and ``is_draining``."""
     return HeartbeatAnswer(
         drain_from_proto(response.drain) if response.HasField("drain") else None,
         is_draining,
@@ -115,7 +115,7 @@ def answer_from_proto(
 
 
 def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
-    """Encode a version that is held."""
+    """Return the message that tells the coordinator of a held version."""
     version, digest, spilled = held
     return types_pb2.HeldVersion(
         version=version_to_proto(version), content_digest=digest, spilled=spilled

@@ -1,5 +1,4 @@
-"""Orders to an engine: in which turns they are carried out, which are refused, and which of them
-it is told but once."""
+"""Orders to an engine: carried out in turns, refused after a failure, or told only once."""
 
 from __future__ import annotations
 
@@ -20,17 +19,18 @@ _log = logging.getLogger(__name__)
 
 
 class Begun(NamedTuple):
-    """An order that is being carried out."""
+    """Order that is being carried out."""
 
     what: str
-    """For people."""
+    """Description of the order, for messages."""
     at: float
-    """``time.monotonic()``."""
+    """Time at which it began, by ``time.monotonic()``."""
 
 
 class Turns:
-    """Carries out one order at a time, to its end: cut off in the middle it would leave mixed
-    weights. One whose caller went away while it waited is not begun."""
+    """Turns of orders to one engine: one order at a time, carried out to its end. An order cut
+    off in the middle would leave mixed weights. One whose caller goes away while it waits is
+    never begun."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -39,14 +39,14 @@ class Turns:
 
     @property
     def taken(self) -> bool:
-        """True while an order is being carried out."""
+        """True while an order is carried out."""
         return self._lock.locked()
 
     async def take(self, order: Coroutine[Any, Any, _T], what: str) -> _T:
-        """Carry out an order when its turn has come; returns what it returns.
+        """Carry out an order when its turn has come; return its result.
 
         Args:
-            what: It is, for people.
+            what: Description of the order, for messages.
         """
         try:
             await self._lock.acquire()
@@ -68,7 +68,7 @@ class Turns:
 
 
 def _log_unheard(work: asyncio.Future[Any]) -> None:
-    """Log the failure of an order that nobody waits for any more; the heartbeat reports it."""
+    """Log the failure of an order whose caller went away; heartbeats report the outcome."""
     if not work.cancelled() and (error := work.exception()) is not None:
         _log.warning("an order whose caller had gone away failed: %s", error)
 
@@ -77,27 +77,27 @@ _MAX_FAILED = 64
 
 
 class FailedTransfers:
-    """The transfers that failed last.
+    """Transfers that failed last.
 
-    The coordinator may have undone the commit of what failed: a call that is repeated (gRPC
-    does when a connection breaks) must not switch to it after all.
+    The coordinator may have undone the commit of a transfer that failed. A repeated call (gRPC
+    repeats calls when a connection breaks) must not switch to it after all.
     """
 
     def __init__(self) -> None:
         self._failed: deque[str] = deque(maxlen=_MAX_FAILED)
 
     def check(self, transfer_id: str, version: PolicyVersion, advice: str = "") -> None:
-        """Refuse what has failed.
+        """Refuse a transfer that has failed.
 
         Raises:
-            NotReadyError: It has.
+            NotReadyError: It has failed here.
         """
         if transfer_id in self._failed:
             raise NotReadyError(f"{version} failed to load here before{advice}")
 
     @contextmanager
     def noting_failure(self, transfer_id: str) -> Iterator[None]:
-        """Note a load that fails inside the ``with``; none where the name is empty."""
+        """Record the transfer if a load fails inside the ``with``; nothing if its id is empty."""
         try:
             yield
         except LoadFailedError:
@@ -107,8 +107,8 @@ class FailedTransfers:
 
     @contextmanager
     def noting_refusal(self, transfer_id: str) -> Iterator[None]:
-        """Note whatever fails: what was refused once is refused again, the coordinator counts
-        on it."""
+        """Record the transfer on any ``WeftError`` but ``TRANSFER_UNDER_WAY``. The coordinator
+        counts on it that a transfer refused once is refused again."""
         try:
             yield
         except WeftError as error:
@@ -118,11 +118,12 @@ class FailedTransfers:
 
 
 class ProbeOrders:
-    """Tells an engine's workers of each probe once, and of one at a time, however often
-    the coordinator repeats itself: a call to workers that hang is not ended by its caller.
+    """Probes of an engine's workers: each is told once, and one at a time.
+
+    The coordinator may repeat itself, and a call to workers that hang is not ended by its caller.
 
     Args:
-        engine: Whose workers; on its event loop.
+        engine: Engine of the workers; used on its event loop.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -131,10 +132,10 @@ class ProbeOrders:
         self._telling: asyncio.Task[None] | None = None
 
     async def tell(self, order: JoinOrder) -> None:
-        """Wait until the workers have taken the order; they answer by themselves.
+        """Tell the workers of a probe; return once they have taken it. They answer by themselves.
 
         Raises:
-            WeftError: They did not.
+            WeftError: They did not take it.
         """
         group_id = order.ticket.group_id
         while self._telling is not None and self._group_id != group_id:
@@ -152,10 +153,10 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 
 class SpillOrders:
-    """Orders to spill that an engine was given, and those that it must be given next.
+    """Orders to an engine to spill: the last one told, and removals that the next is to tell.
 
     Args:
-        engine: Nothing is told to one without a spill directory.
+        engine: Engine to tell; one without a spill directory is told nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -172,8 +173,8 @@ class SpillOrders:
     async def tell(
         self, vector: VersionVector, retained_bases: tuple[int, ...], *, serves_all: bool
     ) -> None:
-        """Have written to disk what is served now, beside all else; ``serves_all`` as in
-        ``SpillOrder``."""
+        """Have the versions served now, and retained bases, written to disk in the background.
+        For ``serves_all`` see ``SpillOrder``."""
         if not self._engine.spills:
             return
         adapters = [

@@ -1,7 +1,7 @@
-"""Keeping a replica in the pool: register, heartbeat, leave.
+"""Membership of a replica in the pool: registering, heartbeats, leaving.
 
-On a thread of its own: vLLM's API server may hold the event loop for seconds, and a
-replica that is merely busy must not be taken for dead.
+Runs on a thread of its own: vLLM's API server may hold the event loop for seconds. A replica that
+is merely busy must not be taken for dead.
 """
 
 from __future__ import annotations
@@ -69,15 +69,16 @@ class Registration:
     """One replica's place in the registry, from ``start`` to ``stop``.
 
     Args:
-        config: Of the replica.
-        identity: What the replica says of itself at registration.
-        current: Says what is served and held now; called on this object's thread,
+        config: Settings of the replica.
+        identity: Facts that the replica states at registration.
+        current: Returns the versions served and held now; called on this object's thread,
             must be quick and thread-safe.
         on_failed: Called once, on this object's thread, if a replica that the pool never
-            took in is refused for what it is: another base model, no backend in common, or
-            an id that stays taken. One that was taken in serves, and stays whatever it hears.
+            took in is refused for good: another base model, no backend in common, or an id
+            that stays taken. A replica that was taken in stays and serves, whatever it hears.
         on_answer: Called on this object's thread with the answer to each heartbeat.
-        on_ordered: Called on it with what was said at registration of refusing requests.
+        on_ordered: Called on this object's thread with the order to refuse requests, and its
+            reason, that registration returned.
     """
 
     def __init__(
@@ -129,11 +130,11 @@ class Registration:
 
     @property
     def in_contact(self) -> bool:
-        """True if the coordinator answered within ``AgentConfig.contact_seconds``."""
+        """True if a heartbeat was answered within ``AgentConfig.contact_seconds``."""
         return time.monotonic() - self._heard_at < self._config.contact_seconds
 
     def start(self) -> None:
-        """Begin; continues by itself through restarts of the coordinator."""
+        """Start the thread; it continues through restarts of the coordinator."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -177,7 +178,7 @@ class Registration:
             wait = _RETRY_SECONDS
 
     def _speak(self) -> float:
-        """Register if need be, and send a heartbeat; returns the seconds until the next."""
+        """Register if needed and send a heartbeat; return the seconds until the next."""
         if not self.registered.is_set():
             self._register()
         self._report_checkpoint()
@@ -185,8 +186,8 @@ class Registration:
         return _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
 
     def _pause(self, seconds: float) -> None:
-        """Wait for the next heartbeat, or until there is news of the checkpoint: readiness
-        waits for that."""
+        """Wait until the next heartbeat is due, or the checkpoint is read: readiness waits for
+        that."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             reads = self._told_checkpoint == READING
@@ -196,7 +197,7 @@ class Registration:
                 return
 
     def _report_checkpoint(self) -> None:
-        """Say what the engine was started with, if that was not said yet."""
+        """Report the checkpoint that the engine was started with, unless it is reported already."""
         checkpoint = self._current().checkpoint
         if checkpoint == self._told_checkpoint:
             return
@@ -209,9 +210,11 @@ class Registration:
         self._told_checkpoint = checkpoint
 
     def _is_final(self, error: WeftError) -> bool:
-        """Return whether a replica that was never taken in is refused for its own properties.
-        Rules of access, tokens and revisions are mended by others; a former process of this id is
-        forgotten after some missed heartbeats."""
+        """Return whether the pool refuses this replica for good, and never took it in.
+
+        Others mend rules of access, tokens and revisions. A former process of this id is
+        forgotten after some missed heartbeats.
+        """
         if self._was_taken_in:
             return False
         if isinstance(error, RequestConflictError):
@@ -221,7 +224,7 @@ class Registration:
         return isinstance(error, InvalidRequestError) or error.reason in _FINAL_REASONS
 
     def _note(self, error: WeftError) -> None:
-        """Take in that there was no answer, or a refusal."""
+        """Record that a call was not answered, or was refused."""
         if isinstance(error, PeerUnavailableError | TransferTimeoutError):
             self._note_trouble(self._why_away(error))
         elif type(error) is WeftError or isinstance(error, CapacityError):
@@ -230,7 +233,7 @@ class Registration:
             self._note_trouble(f"the coordinator refuses this replica: {error}")
 
     def _note_trouble(self, trouble: str, cause: Exception | None = None) -> None:
-        """Keep why there is no contact, and say so once for each cause. Being refused is no
+        """Record why there is no contact, and log it once for each cause. A refusal is no
         contact either: the replica is not ready once that has lasted (``in_contact``)."""
         if trouble != self.trouble and not self._stopping:
             _log.warning(
@@ -242,8 +245,8 @@ class Registration:
         self.trouble, self._away = trouble, True
 
     def _why_away(self, error: WeftError) -> str:
-        """Return the reason why there is no answer. For a failed TLS handshake gRPC says only
-        that the connection was lost, so one is made now and then to learn more."""
+        """Explain why there is no answer. gRPC reports a failed TLS handshake only as a lost
+        connection, so one is made now and then to learn more."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_AGAIN_SECONDS and self._why:
             return self._why
@@ -299,7 +302,7 @@ class Registration:
             yield pb.PutReferenceRequest(chunk=chunk)
 
     def _heartbeat(self) -> bool:
-        """Send one heartbeat; return whether the replica drains."""
+        """Send a heartbeat and take in its answer; return whether the replica drains."""
         now = self._current()
         report = replace(now.report, asleep=now.report.asleep or now.to_sleep)
         request = pb.HeartbeatRequest(
@@ -342,7 +345,7 @@ class Registration:
     def _to_tell(
         self, held: frozenset[tuple[PolicyVersion, bytes, bool]]
     ) -> frozenset[tuple[PolicyVersion, bytes, bool]]:
-        """Return the copies that a heartbeat names: all of a version where any of it is new."""
+        """Return the held versions that a heartbeat names: all of a version if any of it is new."""
         if self._held_wanted:
             return held
         new = {(version, spilled) for version, _, spilled in held ^ self._held_told}

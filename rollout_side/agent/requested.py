@@ -1,4 +1,4 @@
-"""Resolution of a requested model (``math``, ``math@17``, ``base``, ``base@3``) to a version."""
+"""Exact versions that answer requests for ``math``, ``math@17``, ``base`` or ``base@3``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def resolve(
     refused: AliasRefusals,
     absent: Mapping[str, AbsentPolicy],
 ) -> PolicyVersion:
-    """Return the version that answers a request.
+    """Return the exact version that answers a request.
 
     Args:
         asked: A policy, or one version of it.
-        served: What can be asked now.
-        newest: The highest number that was heard of a policy; 0 if none was.
-        refused: The aliases that are not answered.
+        served: Versions that can be asked for now.
+        newest: Returns the highest number that was heard of a policy; 0 if none was.
+        refused: Aliases that are not answered.
         absent: Policies that the pool does not serve any more.
 
     Raises:
-        InvalidNameError: It is neither.
-        NotFoundError: It is not served, and will not be: metadata ``versions``, what is served
-            of the policy, or instead of it, the newest last.
-        PeerUnavailableError: ``VERSION_AHEAD``: it may come. ``COORDINATOR_AWAY``, ``REFUSING``:
-            it is an alias that is not answered.
+        InvalidNameError: ``asked`` names neither a policy nor a version.
+        NotFoundError: The version is not served, and will not be. Metadata ``versions`` lists
+            what is served of the policy, or instead of it, the newest last.
+        PeerUnavailableError: ``VERSION_AHEAD``: the version may come. ``COORDINATOR_AWAY``,
+            ``REFUSING``: the alias is not answered.
     """
     if "@" in asked:
         wanted = PolicyVersion.parse(asked)
@@ -80,7 +80,7 @@ def resolve(
 
 
 def _unknown(asked: str, served: VersionVector, gone: AbsentPolicy | None = None) -> NotFoundError:
-    """Name the error of a name that nothing has here, or nobody has heard of."""
+    """Return the error for a policy that is not served here, or that nobody has heard of."""
     there = _listed(_versions(asked, served) or _names(served))
     why = gone.reason if gone else f"nothing here is called {asked}"
     return NotFoundError(
@@ -99,14 +99,14 @@ OUT_OF_CONTACT = AliasRefusals(
 
 
 def refused_aliases(heard: HeartbeatAnswer, served: VersionVector) -> AliasRefusals:
-    """Return the aliases that stand for another version in the pool than here, in contact with it.
+    """Return the aliases that stand for other versions in the pool than here.
 
-    Over a former base everything that is served is of former weights, so that without the
-    pool's base all of them are refused.
+    Used while in contact with the pool. Over a former base every answer is of former weights, so
+    without the pool's base all aliases are refused.
 
     Args:
-        heard: The coordinator's last word.
-        served: What is served by now; the answer was about ``heard.vector``.
+        heard: The coordinator's last answer to a heartbeat.
+        served: Versions served by now; the answer was about ``heard.vector``.
     """
     behind = {
         version.policy: f"the pool serves {version}, and this replica does not yet"
@@ -131,9 +131,16 @@ def _alias(served: VersionVector, policy: str) -> int:
 
 
 def _is_behind(pool: PolicyVersion, told: int, now: int) -> bool:
-    """Return whether a policy's name still stands for another version than in the pool. Since then
-    the replica may have switched: by an order that is younger than that, but for those
-    of a clone, which brings older versions first."""
+    """Return whether a policy's name still stands for another version than in the pool.
+
+    The replica may have switched since it was told so. Such an order is younger than that answer,
+    except those of a clone, which brings older versions first.
+
+    Args:
+        pool: The version in the pool.
+        told: The number that the heartbeat reported.
+        now: The number by now.
+    """
     return now == told or now < pool.version
 
 
@@ -151,7 +158,7 @@ def _names(served: VersionVector) -> list[str]:
 
 
 def _listed(versions: Iterable[str]) -> str:
-    """Join as many of the last versions as there is room for."""
+    """Join the last of these versions, as many as fit whole."""
     listed = ""
     for version in [*versions][: -_MAX_LISTED - 1 : -1]:
         longer = f"{version}, {listed}" if listed else version

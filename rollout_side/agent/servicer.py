@@ -46,14 +46,14 @@ def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
     """Return the version that an order names.
 
     Raises:
-        InvalidNameError: Its policy is none.
+        InvalidNameError: Its policy has no valid name.
     """
     check_name(message.policy, "policy")
     return version_from_proto(message)
 
 
 def _named(transfer_id: str) -> str:
-    """Return the transfer that an order names; to engines the empty name means none.
+    """Return the transfer that an order names. Engines use the empty name for no transfer.
 
     Raises:
         InvalidRequestError: It is empty.
@@ -67,8 +67,8 @@ class ReplicaServicer(ReplicaServiceServicer):
     """One replica's service; see protos/weft/v1/replica.proto for each call.
 
     Args:
-        on_switched: Told the policy of each switch, and what it cost.
-        tracer: Of the spans of switches; its owner closes it.
+        on_switched: Called with the policy and the cost of each switch.
+        tracer: Tracer for the spans of loads and switches; its owner closes it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReplicaServicer(ReplicaServiceServicer):
 
     @contextlib.contextmanager
     def _signed(self) -> Iterator[None]:
-        """Add this process to each refusal: it is certain of no other."""
+        """Add this process's incarnation to a refusal, which is certain of this process only."""
         try:
             yield
         except WeftError as error:
@@ -251,10 +251,11 @@ class ReplicaServicer(ReplicaServiceServicer):
         return pb.SendVersionResponse()
 
     def _ticket(self, group: publish_pb2.GroupPlan, receives: Capabilities | None) -> GroupTicket:
-        """Return a place in a group: for this replica's receivers, or for the sender.
+        """Return the ticket for a place in a group: of this replica's receivers, or of the sender.
 
         Raises:
-            InvalidRequestError: It is no such place.
+            InvalidRequestError: The group has no such place, no name, or a backend that is not
+                offered here.
         """
         last = group.rank + (receives.num_receivers - 1 if receives else 0)
         num_senders = group.num_senders or 1
@@ -363,7 +364,8 @@ def _cost(times: SwitchTimes) -> dict[str, float]:
 def _facts(
     order: pb.CommitTransferRequest | pb.SpilledCopy, digest: types_pb2.ContentDigest
 ) -> VersionFacts | None:
-    """Return the facts that an order gives of a version; None where it does not name the layout."""
+    """Return the facts of a version that an order carries; None if the coordinator does not name
+    the layout."""
     if not order.layout_digest:
         return None
     facts = types_pb2.VersionFacts(

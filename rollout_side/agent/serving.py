@@ -1,6 +1,6 @@
-"""Versions of a replica: those it serves, those it holds, those it drops.
+"""Versions that a replica serves, holds and drops.
 
-Carries out the orders that change it, one switch at a time. Knows the engine and
+Carries out the orders that change them, one switch at a time. Knows the engine and
 nothing of the pool; the agent tells the pool what is found here.
 """
 
@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SpilledCopy:
-    """Spilled copy of a version that is to be served; see ``weft.v1.SpilledCopy``."""
+    """Version to serve from the spill directory, with its digests; see
+    ``weft.v1.SpilledCopy``."""
 
     transfer_id: str
     config_json: str
@@ -36,7 +37,7 @@ class SpilledCopy:
     layout_digest: bytes
     alias: int
     facts: VersionFacts | None = None
-    """Facts of the version once it is served."""
+    """Facts to record of it once it is served."""
 
 
 class Serving:
@@ -75,27 +76,27 @@ class Serving:
         self._on_changed()
 
     def is_as_started(self, base: int) -> bool:
-        """Return whether a pushed base that is served has the very bytes of the files that the
-        engine was started with; False while that is not known."""
+        """Return whether a pushed base that is served equals the one that the engine was started
+        with, byte for byte; False while that is not known."""
         return base > 0 and self._as_started == base
 
     @property
     def dirty_reason(self) -> str:
-        """Reason why the engine may hold mixed weights; empty when it does not, or as long as
-        it is meant to: see ``mixed_reason``."""
+        """Reason why the engine may hold mixed weights. Empty if it does not, or while it is
+        meant to: see ``mixed_reason``."""
         return self._engine.dirty_reason
 
     @property
     def mixed_reason(self) -> str:
-        """Reason why nobody but who ordered it may rely on the weights: ``dirty_reason``, or
-        that a base is being loaded in place; empty when neither is so."""
+        """Reason not to rely on the weights: ``dirty_reason``, or a base being loaded in place.
+        Empty if neither applies. The coordinator that ordered the load still relies on them."""
         if self.dirty_reason or not self._engine.loading:
             return self.dirty_reason
         return "a base is being loaded in place"
 
     @property
     def is_switching(self) -> bool:
-        """True while an order to switch is being carried out, or a base loaded in place."""
+        """True while an order to switch is carried out, or a base is loaded in place."""
         return self.turns.taken or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
@@ -113,11 +114,11 @@ class Serving:
         for it afterwards, or for ``alias`` if that version is served.
 
         Args:
-            facts: What is known of it once it is served.
+            facts: Facts to record of it once it is served.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
-            LoadFailedError: As ``Engine``.
+            LoadFailedError: See ``Engine``.
         """
         return await self.turns.take(
             self._commit(transfer_id, version, config_json, content_digest, alias, facts),
@@ -156,7 +157,7 @@ class Serving:
         return times
 
     async def _forget_staged(self, transfer_id: str) -> None:
-        """Drop the bytes of a version that is served already: an order that is repeated
+        """Drop the staged bytes of a version that is served already. An order that is repeated
         late, once the version is retired, must not switch back to it."""
         await self._look_at_memory()
         if transfer_id in self.memory.staged_transfer_ids:
@@ -173,7 +174,7 @@ class Serving:
 
         Raises:
             NotReadyError: It was not prepared here, or has ended.
-            LoadFailedError: As ``Engine``.
+            LoadFailedError: See ``Engine``.
         """
         order = self._load_in_place(transfer_id, version, timeout_seconds)
         await self.turns.take(order, f"beginning to load {version}")
@@ -189,9 +190,11 @@ class Serving:
         _log.info("loading %s in place; requests wait", version)
 
     async def discard(self, transfer_id: str) -> None:
-        """Drop what was staged for a transfer, and end its loading in place. In turn with
-        the orders to switch: once it returns, ``vector`` says whether one was of this
-        transfer, and no later one finds anything."""
+        """Drop what was staged for a transfer, and end its load in place.
+
+        Takes its turn among orders to switch. Once it returns, ``vector`` shows whether one of
+        them was of this transfer; later ones find nothing.
+        """
         await self.turns.take(self._discard(transfer_id), "discarding what was staged")
 
     async def _discard(self, transfer_id: str) -> None:
@@ -208,8 +211,8 @@ class Serving:
 
         Raises:
             NotReadyError: ``NOT_RETAINED``; nothing changed.
-            DigestMismatchError, CapacityError: As ``Engine.restore``; nothing changed.
-            LoadFailedError: As ``Engine``.
+            DigestMismatchError, CapacityError: See ``Engine.restore``; nothing changed.
+            LoadFailedError: See ``Engine``.
         """
         return await self.turns.take(self._switch(version, spilled), f"switching to {version}")
 
@@ -234,10 +237,10 @@ class Serving:
         return times
 
     def _check_held(self, version: PolicyVersion, content_digest: bytes | None) -> None:
-        """Check that the version that is held has the wanted bytes.
+        """Check that a version is not held with another digest.
 
         Raises:
-            NotFoundError: It has other bytes.
+            NotFoundError: It is held with other bytes than those wanted.
         """
         if other := self.known.other_digest(version, content_digest):
             raise NotFoundError(f"{version} is held here with digest {other.hex()}")
@@ -300,8 +303,8 @@ class Serving:
         return times
 
     async def _compare_base(self) -> None:
-        """See whether the base that is served is what the engine was started with: once for
-        each base, as soon as the files of that are known."""
+        """Check whether the served base equals the one that the engine was started with. Done
+        once for each base, as soon as the digest of the started one is known."""
         of = self.vector.base, self._engine.checkpoint.digest
         if of[0] <= 0 or not of[1] or of == self._compared:
             return
@@ -320,15 +323,15 @@ class Serving:
         return is_retained or self.vector.holds(version)
 
     async def _look_at_memory(self) -> None:
-        """After a switch, so that the answer tells what is retained. What is served
-        is served, whatever becomes of this look."""
+        """Update ``memory`` after a switch, so that the answer tells what is retained. An error
+        is only logged: the switch stands."""
         try:
             self.memory = await self._engine.memory()
         except WeftError as error:
             _log.warning("could not ask the engine what it holds: %s", error)
 
     def _serves(self, version: PolicyVersion, content_digest: bytes | None) -> bool:
-        """Return whether a version is served, with that content where one is named.
+        """Return whether a version is served, with ``content_digest`` if one is given.
 
         Raises:
             DigestMismatchError: An adapter is served under this number with other bytes,
@@ -349,8 +352,8 @@ class Serving:
         return True
 
     def held(self) -> Iterator[tuple[PolicyVersion, bytes, bool]]:
-        """Yield the versions that are served, retained or spilled, each with its digest where
-        that is known, and whether it is spilled. Mixed weights are no version."""
+        """Yield versions served, retained or spilled, each with its digest and whether it is
+        spilled. Versions of unknown digest, and mixed weights, are left out."""
         for version, facts in self.known.facts.items():
             is_mixed = version == PolicyVersion(BASE_POLICY, self.vector.base) and (
                 self.mixed_reason and version.version not in self.memory.retained_bases
@@ -361,7 +364,7 @@ class Serving:
             yield version, digest, True
 
     async def describe(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """Return the facts of a version that is held with that digest.
+        """Return the known facts of a version that is held with that digest.
 
         Raises:
             NotFoundError: It is not held.
@@ -406,8 +409,8 @@ class Serving:
         return self.vector.adapters.get(policy, AdapterVersions()).alias
 
     async def drop_mistaken(self, mistaken: list[tuple[PolicyVersion, bytes]]) -> None:
-        """Stop serving adapter versions whose bytes are not those of their numbers, if they
-        still are the ones with these digests; what their names stand for goes with them."""
+        """Stop serving adapter versions whose bytes are not those of their numbers. Only
+        versions that still have these digests are dropped; their aliases go with them."""
         for version, digest in mistaken:
             facts = self.known.facts.get(version)
             entry = self.vector.adapters.get(version.policy, AdapterVersions())
@@ -421,19 +424,19 @@ class Serving:
         await self.drop_unused()
 
     async def drop_unused(self) -> None:
-        """Drop those of ``retiring`` that nothing uses any more."""
+        """Drop the versions of ``retiring`` that nothing uses any more."""
         for version in sorted(self.retiring):
             if await self._engine.retire(version):
                 self.retiring.discard(version)
                 _log.info("retired %s", version)
 
     async def spill(self, *, serves_all: bool) -> None:
-        """Have written to disk what is served now; see ``SpillOrders.tell``."""
+        """Have the versions served now written to disk; see ``SpillOrders.tell``."""
         await self._spills.tell(self.vector, self.memory.retained_bases, serves_all=serves_all)
 
     async def look(self, pins: tuple[int, ...]) -> None:
-        """Have the engine keep what is pinned, then see what it holds; ``pins`` and
-        ``memory`` change at once."""
+        """Have the engine keep the pinned bases, then ask what it holds. ``pins`` and
+        ``memory`` change together."""
         if pins != self.pins:
             await self._engine.pin_bases(pins)
             _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
@@ -447,7 +450,7 @@ _MAX_POLICIES = 4_096
 
 
 class KnownVersions:
-    """Digests and numbers of versions that the orders to one replica have named."""
+    """Versions that one replica knows of, as far as its orders have told."""
 
     def __init__(self) -> None:
         #: Of versions that are served or retained.
@@ -468,13 +471,13 @@ class KnownVersions:
         facts: VersionFacts | None,
         is_held: Callable[[PolicyVersion], bool],
     ) -> None:
-        """Know what is served under a number, and no longer what is not held any more."""
+        """Record the facts of a served version; forget those of versions no longer held."""
         held = {v: f for v, f in self.facts.items() if v != version and is_held(v)}
         self.facts = held if facts is None else {**held, version: facts}
 
     def other_digest(self, version: PolicyVersion, content_digest: bytes | None) -> bytes:
-        """Return the digest of a version where it is known not to be ``content_digest``; else
-        empty. None fits any digest."""
+        """Return a version's digest if it is known to differ from ``content_digest``; else
+        empty. None matches every digest."""
         facts = self.facts.get(version)
         is_other = facts is not None and content_digest not in (None, facts.digest)
         return facts.digest if facts is not None and is_other else b""

@@ -20,27 +20,27 @@ _RETRY_SECONDS = 0.02
 
 @dataclass(frozen=True, eq=False)
 class _Wanted:
-    """An order, and until when it may wait."""
+    """Order to sleep, with a deadline."""
 
     order: SleepOrder
     deadline: float
-    """Deadline as ``time.monotonic()``."""
+    """Time until which it may wait, by ``time.monotonic()``."""
 
     def left(self) -> SleepOrder:
-        """Return the order, with the seconds that are left of it."""
+        """Return the order, with the seconds that are left until its deadline."""
         left = max(0.0, self.deadline - time.monotonic())
         return dataclasses.replace(self.order, timeout_seconds=left)
 
 
 class SleepOrders:
-    """Puts an engine to sleep, and wakes it; on its event loop.
+    """Orders to one engine to sleep and to wake; used on the engine's event loop.
 
-    What running requests, or readers of the weights, take to end is waited for out of turn:
-    commits, and orders to wake, come meanwhile. Only sleeping and waking take a turn.
+    Only sleeping and waking take a turn. The wait for running requests, or for readers of the
+    weights, takes none: commits and orders to wake may come meanwhile.
 
     Args:
-        engine: Whose memory it is.
-        turns: In which its orders to switch are carried out.
+        engine: Engine that sleeps.
+        turns: Turns that the engine's orders to switch take, too.
     """
 
     def __init__(self, engine: Engine, turns: Turns) -> None:
@@ -51,20 +51,20 @@ class SleepOrders:
 
     @property
     def to_sleep(self) -> Asleep | None:
-        """Sleep that is ordered, as long as the engine does not sleep yet. Heartbeats report it: a
-        coordinator that has not ordered it, or not any more, has the replica wake."""
+        """Sleep that was ordered and has not begun; None if there is none. Heartbeats report it:
+        a coordinator that does not want it, or no longer, has the replica wake."""
         if (wanted := self._wanted) is None:
             return None
         return Asleep(wanted.order.trainer_id, level=wanted.order.level)
 
     async def fall_asleep(self, order: SleepOrder) -> None:
-        """Put the engine to sleep, as ``Engine.fall_asleep``; in place of what was ordered
-        before, whose callers then wait for this. Carried out to its end, though its caller
+        """Put the engine to sleep, as ``Engine.fall_asleep`` does. Replaces the order given
+        before, whose callers then wait for this one. Carried out to its end, even if its caller
         goes away.
 
         Raises:
             StaleEpochError: The engine was told to wake meanwhile.
-            WeftError: As ``Engine``.
+            WeftError: See ``Engine``.
         """
         self._wanted = _Wanted(order, time.monotonic() + order.timeout_seconds)
         if self._work is None or self._work.done():
@@ -73,11 +73,11 @@ class SleepOrders:
         await asyncio.shield(self._work)
 
     async def wake_up(self) -> None:
-        """Wake the engine, when its turn has come; one that only waits to sleep does so no more.
+        """Wake the engine when its turn has come, and cancel a sleep that has not begun.
 
         Raises:
             StaleEpochError: It was told to sleep meanwhile.
-            WeftError: As ``Engine``.
+            WeftError: See ``Engine``.
         """
         self._wanted = None
         self._engine.take_requests()
@@ -117,6 +117,6 @@ class SleepOrders:
 
 
 def _log_failure(work: asyncio.Task[None]) -> None:
-    """Log the failure of work that nobody may wait for any more; the heartbeat reports it."""
+    """Log a failure to sleep, as its callers may be gone; heartbeats report the outcome."""
     if not work.cancelled() and (error := work.exception()) is not None:
         _log.info("the replica does not sleep: %s", error)

@@ -1,4 +1,4 @@
-"""Replicas: joining, living, being lost, leaving; and who is ready."""
+"""Membership of replicas: registration, heartbeats, loss, leaving; and their readiness."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from weft_rl.coordinator.decisions.transfers.discard import tell_at_registration
 
 
 def register(change: Change, event: events.Register) -> None:
-    """Take a replica into the pool, or take note of its new process."""
+    """Take a replica into the pool, or note its new process."""
     old = change.state.replicas.get(event.replica_id)
     try:
         _check_registration(change.state, event, old, change.now)
@@ -143,8 +143,11 @@ def check_free(state: PoolState, replica_id: str, incarnation: str, now: float) 
 
 
 def _check_served_names(state: PoolState, event: events.Register) -> None:
-    """Refuse a server that has the name of an adapter of this pool: it could never serve it,
-    and would never be ready."""
+    """Refuse a replica whose server has the name of an adapter of this pool.
+
+    It could never serve that adapter: a typed refusal now, rather than a replica that is never
+    ready.
+    """
     pushed = {t.policy for t in state.transfers.values() if t.version and not t.replica_id}
     for policy in sorted(state.policies.values(), key=lambda policy: policy.name):
         if policy.name == BASE_POLICY or not (policy.served_version or policy.name in pushed):
@@ -161,7 +164,7 @@ def _check_served_names(state: PoolState, event: events.Register) -> None:
 
 def _check_backends(state: PoolState, event: events.Register) -> None:
     """Refuse a replica without the backend that the pool's weights move over: pushes would
-    fail, or silently take a slower backend."""
+    fail, or silently take a slower way."""
     offered = event.capabilities.backends
     others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
     shared = shared_backends(others)
@@ -235,8 +238,8 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
 
 
 def _worked_at(change: Change, replica: Replica | None, report: ReplicaReport) -> float:
-    """Return when a replica last made progress with its work. A gap in its heartbeats is not held
-    against it: the whole process may have been stopped."""
+    """Return the time at which a replica's work last made progress. A gap in its heartbeats is
+    not held against it: the whole process may have been stopped."""
     worked_at = replica.worked_at if replica else float("-inf")
     if report.work is None:
         return worked_at
@@ -273,8 +276,7 @@ MAX_ABSENT = 64
 
 
 def _absent(state: PoolState) -> tuple[AbsentPolicy, ...]:
-    """List policies that the pool does not serve any more: the newest that are lost, and the
-    newest that were forgotten."""
+    """Return policies that the pool no longer serves: the newest lost and newest forgotten ones."""
     lost = [
         AbsentPolicy(
             name,
@@ -298,7 +300,7 @@ def _newest(by_policy: Mapping[str, object]) -> Iterable[str]:
 
 
 def leave(change: Change, event: events.Leave) -> None:
-    """Forget a replica that says goodbye; leaving twice is no error."""
+    """Forget a replica that leaves; leaving twice is no error."""
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         _remove(change, replica, "it left the pool")
@@ -312,7 +314,7 @@ ASLEEP_SECONDS = 1.0
 
 
 def forgive_own_sleep(change: Change) -> None:
-    """After a gap in our own ticks, grant replicas and the owners of leases as much time."""
+    """Grant replicas and owners of leases as much time as the coordinator's own ticks missed."""
     gap = change.now - change.state.tick_at
     change.state = replace(change.state, tick_at=change.now)
     if not ASLEEP_SECONDS < gap < float("inf"):
@@ -347,7 +349,7 @@ def _remove(change: Change, replica: Replica, why: str) -> None:
 
 
 def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
-    """Abort what it takes part in; after the commit point continue without it."""
+    """End a replica's part in its transfers; committed ones continue, others may be aborted."""
     failure = abort.peer_gone(replica.replica_id, why)
     for transfer in list(change.state.transfers.values()):
         concerned = {*transfer.targets, transfer.source, transfer.replica_id}

@@ -1,4 +1,4 @@
-"""Lists of messages, of which no entry can spoil the others."""
+"""Lists of messages in which a broken entry does not spoil the others."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def each(
     make: Callable[[_Value], _Entry],
     instead: Callable[[_Value, str], _Entry] | None = None,
 ) -> list[_Entry]:
-    """Make an entry for every value, whatever some of them hold.
+    """Return the entries of all values, whatever some of them hold.
 
     Args:
-        make: Makes an entry; one that it raises for is logged.
-        instead: Makes the entry then, from what names the value and from why it is not
-            whole; without it there is none.
+        make: Makes an entry; if it raises, the value is logged.
+        instead: Makes the entry then, from the value and the reason why it is not whole;
+            without it the entry is left out.
     """
     entries = []
     for value in values:
@@ -39,5 +39,5 @@ def each(
 def entry_of(
     value: _Value, make: Callable[[_Value], _Entry], instead: Callable[[_Value, str], _Entry]
 ) -> _Entry:
-    """Make the entry for one value, as ``each`` makes it."""
+    """Return the entry of one value, as ``each`` makes it."""
     return each([value], make, instead)[0]

@@ -1,4 +1,4 @@
-"""Overview of a pool as a message of ``weft.v1``."""
+"""Overview of a pool as a whole."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ORDERS_BYTES: Final = 128 * 1024
 
 
 def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolResponse:
-    """Encode a pool without the lists of its replicas, policies and transfers, and without its
-    version vector; O(replicas), and of orders of operators."""
+    """Encode a pool without its replicas, policies, transfers and version vector; O(replicas +
+    operators' orders)."""
     orders = cut(
         sorted(state.out_of_service),
         lambda name: out_of_service_to_proto(name, state.out_of_service[name]),

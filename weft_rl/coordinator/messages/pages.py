@@ -27,7 +27,7 @@ class Vectors:
     """The distinct version vectors of one message, which its entries refer to.
 
     Args:
-        most: Adapters that each lists; None for all.
+        most: Most adapters that each lists; None for all.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -61,12 +61,12 @@ def cut(
     page_size: int = 0,
     vectors: Vectors | None = None,
 ) -> Page[_Value, _Entry]:
-    """Make the first page of ``values``: at least one entry, and no more bytes than allowed.
+    """Return the first page of ``values``: at least one entry, else at most ``max_bytes``.
 
     Args:
-        make: The entry of a value.
-        page_size: At most so many entries; 0 for as many as there is room for.
-        vectors: Those that ``make`` refers to, which take up room, too.
+        make: Returns the entry of a value.
+        page_size: Most entries of the page; 0 for as many as there is room for.
+        vectors: Vectors that ``make`` refers to; their bytes count, too.
     """
     entries: list[_Entry] = []
     num_bytes = 0
@@ -82,7 +82,7 @@ def cut(
 
 
 def check_request(request: Any) -> None:
-    """Refuse what cannot ask for a page.
+    """Refuse a request with a negative page size.
 
     Raises:
         InvalidRequestError: ``INVALID_PAGE``.
@@ -92,12 +92,12 @@ def check_request(request: Any) -> None:
 
 
 def invalid_token() -> InvalidRequestError:
-    """Make the error for a page token that no response has given."""
+    """Return the error for a page token that came from no response."""
     return InvalidRequestError("page_token is not from a response", reason="INVALID_PAGE")
 
 
 def number_of(token: str) -> int | None:
-    """Return the number that a page token is; None where none is given.
+    """Return the number that a page token holds; None for an empty token.
 
     Raises:
         InvalidRequestError: ``INVALID_PAGE``.

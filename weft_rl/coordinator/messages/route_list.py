@@ -1,4 +1,4 @@
-"""The routes as messages: the whole list, or what has changed since one was told."""
+"""Routes as messages: the whole list, or the changes since a list was told."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MAX_OVER_ANOTHER_BASE: Final = 1024
 def route_messages(
     state: PoolState, changed: Sequence[str] | None, previous: int, revision: int
 ) -> list[inspect_pb2.WatchRoutesResponse]:
-    """Encode the changes from ``previous`` to ``revision`` for a reader, in one or more parts.
+    """Return the messages, one or more, that bring a reader from ``previous`` to ``revision``.
 
     Args:
-        changed: Replicas that have changed since; None for the whole list.
+        changed: Replicas that have changed since ``previous``; None for the whole list.
     """
     if changed is None:
         listed, removed = routes(state), list[str]()
@@ -58,7 +58,7 @@ def route_messages(
 
 
 def _part(listed: list[Replica]) -> tuple[inspect_pb2.WatchRoutesResponse, list[Replica]]:
-    """Cut off as many routes as one message may hold; answers the rest, too."""
+    """Put as many routes into a message as it may hold; return it and the rest."""
     vectors = Vectors()
 
     def make(replica: Replica) -> inspect_pb2.Route:

@@ -52,7 +52,7 @@ _LATEST_TIME = float(2**32)
 
 
 def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
-    """Decode an adapter's description.
+    """Decode the description of an adapter.
 
     Raises:
         InvalidAdapterError: Its config is too long.
@@ -69,7 +69,7 @@ def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
 
 
 def adapter_to_proto(spec: AdapterSpec) -> types_pb2.AdapterSpec:
-    """Encode an adapter's description."""
+    """Encode the description of an adapter."""
     return types_pb2.AdapterSpec(
         config_json=spec.config_json,
         base_fingerprint=spec.base_fingerprint,
@@ -120,7 +120,7 @@ def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
 
 
 def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
-    """Encode a group for the member that has ``ranks`` of it, with the tokens of those alone."""
+    """Encode a group for the process that has ``ranks`` of it, with the tokens of those alone."""
     token, *further = map(group.token_of, ranks)
     return publish_pb2.GroupPlan(
         group_id=group.group_id,
@@ -135,7 +135,7 @@ def group_to_proto(group: Group, ranks: Sequence[int]) -> publish_pb2.GroupPlan:
 
 
 def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
-    """Encode the answer to BeginTransfer; without a group when the transfer has ended."""
+    """Encode the answer to BeginTransfer; without a group if the transfer has ended."""
     return publish_pb2.BeginTransferResponse(
         transfer_id=answer.transfer_id,
         version=version_to_proto(answer.version),
@@ -146,7 +146,7 @@ def begin_to_proto(answer: BeginAnswer) -> publish_pb2.BeginTransferResponse:
 
 
 def lease_to_proto(policy: str, lease: Lease, time_to_live: float) -> publish_pb2.Lease:
-    """Encode a lease with the time that is left to it."""
+    """Encode a lease with the seconds that are left to it."""
     return publish_pb2.Lease(
         policy=policy,
         trainer_id=lease.trainer_id,
@@ -159,7 +159,7 @@ def process_from_proto(message: publish_pb2.TrainerProcess) -> TrainerProcess:
     """Decode the process that asks for a lease.
 
     Raises:
-        InvalidRequestError: Longer texts or another time than a process can have.
+        InvalidRequestError: A text is too long, or the start time is out of range.
     """
     seconds = message.start_time.seconds + message.start_time.nanos / 1e9
     if max(len(message.host), len(message.host_key)) > _MAX_PROCESS_CHARS or not (
@@ -228,8 +228,10 @@ def transfer_to_proto(
 
 
 def transfer_from_record(record: VersionRecord, state: PoolState) -> publish_pb2.Transfer:
-    """Encode a transfer from its record in the catalog, with the replicas in contact that
-    serve its version now; O(replicas)."""
+    """Encode a transfer that only the catalog still knows, from the record of its version.
+
+    Names the replicas in contact that serve the version now; O(replicas).
+    """
     committed = record.state in (VersionState.COMMITTED, VersionState.RETIRED)
     message = publish_pb2.Transfer(
         transfer_id=record.transfer_id,
@@ -296,8 +298,8 @@ def replica_to_proto(
     """Encode a replica, with its state and the reason for it.
 
     Args:
-        vectors: Where what it serves is put, if it is not said in the message itself.
-        most: Adapters that are said there.
+        vectors: Collection to add its version vector to; None to put it into the message itself.
+        most: Most adapters that a vector in the message lists; None for all.
     """
     where, why = explain_state(state, replica)
     message = inspect_pb2.Replica(
@@ -326,7 +328,7 @@ def replica_to_proto(
 
 
 def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
-    """Encode a replica that may be sent requests."""
+    """Encode the route to a replica that may be sent requests."""
     return inspect_pb2.Route(
         replica_id=replica.replica_id,
         http_url=replica.http_url,
@@ -337,7 +339,7 @@ def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:
 
 
 def out_of_service_to_proto(replica_id: str, order: OutOfService) -> inspect_pb2.OutOfServiceOrder:
-    """Encode an operator's order."""
+    """Encode an operator's order that keeps a replica out of service."""
     return inspect_pb2.OutOfServiceOrder(
         replica_id=replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(order.state)),
@@ -357,7 +359,7 @@ def _conflict_to_proto(state: PoolState, version: PolicyVersion) -> inspect_pb2.
 
 
 def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
-    """Encode the checkpoint that base@0 is bound to."""
+    """Encode the checkpoint that base@0 is."""
     return inspect_pb2.BoundCheckpoint(
         digest=bound.digest,
         base_dtype=dtype_to_proto(bound.base_dtype),
@@ -368,7 +370,7 @@ def bound_to_proto(bound: BoundCheckpoint) -> inspect_pb2.BoundCheckpoint:
 
 
 def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2.Policy:
-    """Encode a policy, its owner if there is one, and what is asked of it."""
+    """Encode a policy, with its lease if it has an owner, and with versions to publish again."""
     message = inspect_pb2.Policy(
         policy=policy.name,
         kind=types_pb2.PolicyKind.ValueType(int(policy.kind)),
@@ -399,7 +401,7 @@ def policy_to_proto(state: PoolState, policy: Policy, now: float) -> inspect_pb2
 def sleep_request(
     call: CallSleep | CallWake, generation: int
 ) -> replica_pb2.SleepRequest | replica_pb2.WakeUpRequest:
-    """Encode a call to a replica to sleep or to wake."""
+    """Encode a call that tells a replica to sleep or to wake."""
     if isinstance(call, CallWake):
         return replica_pb2.WakeUpRequest(
             coordinator_generation=generation, incarnation=call.incarnation

@@ -1,4 +1,4 @@
-"""RegistryService: thin, from messages to events and back."""
+"""RegistryService: a thin translation of messages to events and back."""
 
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_LACKING: Final = 4096
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
-    """Replicas join the pool here, stay in it, and leave it."""
+    """Service by which replicas join the pool, stay in it, and leave it."""
 
     def __init__(
         self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: Uploads
@@ -176,8 +176,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         return registry_pb2.LeaveResponse()
 
     async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[Heard, ...]:
-        """Pair each version that a replica holds with its record in the catalog. Other calls are
-        answered between them."""
+        """Return the versions that a replica holds, each with its record in the catalog. Lets
+        other calls run after every few versions."""
         heard = []
         for index, message in enumerate(messages[:_MAX_HELD]):
             held = held_from_proto(message)

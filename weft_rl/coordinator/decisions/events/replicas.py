@@ -1,4 +1,4 @@
-"""Events that replicas cause."""
+"""Events that replicas report of themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft_rl.coordinator.decisions.state.values import Heard, VersionRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Register:
-    """A replica joins."""
+    """Registration of a replica."""
 
     ticket: int
     replica_id: str
@@ -27,19 +27,19 @@ class Register:
     held: tuple[Heard, ...] = ()
     """All versions that it holds."""
     last_generation: int = 0
-    """The highest generation of a coordinator that it was told."""
+    """Highest generation of a coordinator that it was told."""
     last_epoch: int = 0
-    """The highest epoch of a group that it was told."""
+    """Highest epoch of a group that it was told."""
     last_coordinator_id: str = ""
-    """The coordinator whose generation that is."""
+    """Coordinator whose generation ``last_generation`` is."""
     checkpoint: Checkpoint = NOT_TOLD
     out_of_service: OutOfService | None = None
-    """The operator's order that it was told last."""
+    """Operator's order that it was told last."""
 
 
 @dataclass(frozen=True)
 class ReportCheckpoint:
-    """A replica has read what it was started with."""
+    """Report of the checkpoint that a replica was started with, once it is read."""
 
     ticket: int
     replica_id: str
@@ -49,22 +49,22 @@ class ReportCheckpoint:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A replica lives."""
+    """Heartbeat of a replica."""
 
     ticket: int
     replica_id: str
     incarnation: str
     report: ReplicaReport
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
-    """Transfers it holds bytes of, with what the catalog says of each."""
+    """Transfers that it holds bytes of, each with its record in the catalog."""
     held: tuple[Heard, ...] = ()
-    """Versions that it has not named before, or all."""
+    """Versions that it has not told before; all that it holds if ``held_complete``."""
     held_complete: bool = False
 
 
 @dataclass(frozen=True)
 class Leave:
-    """A replica goes."""
+    """Departure of a replica."""
 
     ticket: int
     replica_id: str
@@ -73,7 +73,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class ReferenceKnown:
-    """The tensors of the base model of that fingerprint are known."""
+    """Notice that the tensors of the base model of that fingerprint are known."""
 
     fingerprint: str
 

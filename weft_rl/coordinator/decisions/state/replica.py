@@ -1,4 +1,4 @@
-"""A replica as the coordinator knows it, as an immutable value; times as in ``state``."""
+"""Replica as the coordinator knows it, an immutable value; times as in ``state``."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, 
 
 @dataclass(frozen=True)
 class Backoff:
-    """A version that could not be brought to a replica, and is retried."""
+    """Delay after a version could not be brought to a replica, until it is retried."""
 
     count: int
     retry_at: float
     source: str
-    """Replica that was to send it last."""
+    """Source of the last attempt."""
     why: str
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A replica hangs in a transfer, or in an order; it has not answered a probe since."""
+    """Suspicion that a replica hangs in a transfer or an order, until it answers a probe."""
 
     why: str
     probe_at: float
-    """Time at which it may next be told to attend a probe."""
+    """Earliest time at which it may be told again to attend a probe."""
     num_probes: int = 0
     group_id: str = ""
-    """The newest probe's group."""
+    """Group of the newest probe."""
     is_told: bool = False
-    """True if it has taken the order to attend that probe."""
+    """True if it has taken the order to attend the newest probe."""
 
 
 @dataclass(frozen=True)
 class OutOfService:
-    """An operator's order that keeps a replica out of service; durable."""
+    """Operator's order that keeps a replica out of service; durable."""
 
     state: ReplicaState
     """CORDONED or QUARANTINED."""
@@ -48,7 +48,7 @@ class OutOfService:
 
 @dataclass(frozen=True)
 class Drain:
-    """A replica leaves in good order, at ``deadline`` at the latest."""
+    """Drain of a replica: it leaves in good order, at ``deadline`` at the latest."""
 
     deadline: float
     reason: str
@@ -60,7 +60,7 @@ NOT_TOLD = not_compared("it does not say what it was started with")
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica as last heard of."""
+    """Replica as last heard of."""
 
     replica_id: str
     incarnation: str
@@ -71,24 +71,24 @@ class Replica:
     vector: VersionVector
     last_heard: float
     report: ReplicaReport = field(default_factory=ReplicaReport)
-    """Its last report, whole; what is believed of it, or came of other answers, is below."""
+    """Last report, whole; fields below hold what is believed of it, or came of other answers."""
     lost: bool = False
     suspicion: str = ""
-    """Reason why it may be dead: a transfer lost it, and it was not heard since."""
+    """Reason why it may be dead: a transfer lost it, and it was not heard of since."""
     suspect: Suspicion | None = None
     """Set while it takes no part in transfers, though its process is heard."""
     worked_at: float = float("-inf")
-    """Time at which its work was last seen to make progress, by what it reported."""
+    """Time at which its work last made progress, by its reports; stays when the work is done."""
     dirty_reason: str = ""
-    """Reason why its engine may hold mixed weights: it stays out of service."""
+    """Reason why its engine may hold mixed weights, which keeps it out of service."""
     commit_failure: str = ""
     """Reason why it did not switch to a committed version."""
     vector_set_at: float = float("-inf")
-    """Time at which the answer to a CommitTransfer last said what it serves."""
+    """Time at which an order's outcome (CommitTransfer, say) last told what it serves."""
     retire_at: float = float("-inf")
-    """Time at which it may next be asked to drop versions."""
+    """Earliest time at which it may be asked again to drop versions."""
     announced: ReplicaState | None = None
-    """The state that watchers were told last."""
+    """State that watchers were told last."""
     routed: bool = False
     """True if watchers of the routes see it."""
     retained: tuple[int, ...] = ()
@@ -102,21 +102,21 @@ class Replica:
     unrecorded: frozenset[HeldVersion] = frozenset()
     """Versions that it holds and the catalog does not know; see ``adoption``."""
     mistaken: frozenset[HeldVersion] = frozenset()
-    """Versions that it holds with other bytes than their numbers have: not counted in ``vector``,
-    ``retained`` and ``spilled``, and dropped."""
+    """Versions that it holds with other bytes than their numbers have. They are not counted in
+    ``vector``, ``retained`` and ``spilled``, and are dropped."""
     checkpoint: Checkpoint = NOT_TOLD
     """Checkpoint that it was started with."""
     refusing: str = ""
     """Reason why it refuses new requests, as it said last; empty while it is open."""
     order_number: int = 0
-    """The number of the order by which it said that."""
+    """Number of the order by which it refuses requests, or takes them."""
     order_due: int = 0
-    """The number of the order that it must have heard before it counts as open."""
+    """Number of the order that it must have heard before it counts as open."""
 
     asleep: Asleep | None = None
     """Set while it says that it sleeps."""
     sleep_call_until: float = float("-inf")
-    """Until when it is not told again to sleep, or to wake; -inf once it has answered."""
+    """Time until which it is not told again to sleep, or to wake; -inf once it has answered."""
 
     @property
     def work(self) -> str:
@@ -125,21 +125,20 @@ class Replica:
 
     @property
     def is_open(self) -> bool:
-        """True if it has said that it takes requests, and was ordered nothing else since."""
+        """True if it has said that it takes requests, and was not ordered otherwise since."""
         return not self.refusing and self.order_number >= self.order_due
 
     def loads_in_place(self, kind: PolicyKind) -> bool:
-        """Return whether it loads versions of such a policy in place, without a copy of its own."""
+        """Return whether it loads such a policy in place: it has no copy until it switches."""
         return kind is PolicyKind.BASE and self.capabilities.loads_in_place
 
     def silence(self, since: float, now: float) -> float:
-        """Return for how many seconds it has reported no progress with an order of ``since``, or
-        with work that it began itself."""
+        """Return the seconds without progress of an order told at ``since``, or of its own work."""
         return now - max(since, self.worked_at)
 
     @property
     def is_away(self) -> bool:
-        """True if it was not heard for too long, or since a transfer lost it."""
+        """True if it was silent for too long, or since a transfer lost it."""
         return self.lost or bool(self.suspicion)
 
     @property
@@ -156,7 +155,7 @@ def holds(replica: Replica, version: PolicyVersion) -> bool:
 
 
 def held_versions(replica: Replica) -> Iterator[PolicyVersion]:
-    """Every version that ``holds`` is true of."""
+    """Yield every version for which ``holds`` is true."""
     for number in replica.retained:
         yield PolicyVersion(BASE_POLICY, number)
     for name, entry in replica.vector.adapters.items():
