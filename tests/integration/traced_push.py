@@ -26,6 +26,7 @@ class Trace:
     def __init__(self) -> None:
         self.on = False
         self._called: list[CodeType] = []
+        self._first: list[CodeType] = []
 
     def __enter__(self) -> Trace:
         threading.setprofile(self._see)
@@ -40,20 +41,34 @@ class Trace:
         if self.on and event == "call":
             self._called.append(frame.f_code)
 
+    def again(self) -> None:
+        """Keep what was called until now, and begin anew."""
+        self._first, self._called = self._called, []
+
+    def modules(self) -> list[str]:
+        """Modules of our packages that both pushes pass; sorted. On a busy machine a thread that
+        speaks because it has waited for long comes into one of them."""
+        first, second = ({path for path, _ in _ours(c)} for c in (self._first, self._called))
+        return sorted(first & second)
+
     def functions(self) -> list[tuple[str, str]]:
-        """Each call of those of our packages, in order: path from the root, qualified name.
-        Stubs are not ours."""
-        found = []
-        for code in self._called:
-            if code.co_filename.startswith(f"{_ROOT}/"):
-                path = Path(code.co_filename).relative_to(_ROOT)
-                if path.parts[0] in _ROOMS and path.parts[:2] != ("weft_rl", "v1"):
-                    found.append((str(path), code.co_qualname))
-        return found
+        """Each call of those of our packages in the last push, in order: path from the root,
+        qualified name. Stubs are not ours."""
+        return _ours(self._called)
+
+
+def _ours(called: list[CodeType]) -> list[tuple[str, str]]:
+    found = []
+    for code in called:
+        if code.co_filename.startswith(f"{_ROOT}/"):
+            path = Path(code.co_filename).relative_to(_ROOT)
+            if path.parts[0] in _ROOMS and path.parts[:2] != ("weft_rl", "v1"):
+                found.append((str(path), code.co_qualname))
+    return found
 
 
 def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """Trace the second push of an adapter to one replica; the first opens what stays open.
+    """Trace two pushes of an adapter to one replica, after one that opens what stays open.
 
     Heartbeats, what a replica does each second, the coordinator's clock and the renewal of
     leases are no part of a push: they are so rare here that none falls into it.
@@ -73,10 +88,12 @@ def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
             pool.add_replica("replica-0", EngineDouble(weights(Model())))
             with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
                 publisher.push_adapter(peft_of(Model(), 1), "math")
-                second = peft_of(Model(), 2)
-                trace.on = True
-                publisher.push_adapter(second, "math")
-                trace.on = False
+                for seed in (2, 3):
+                    model = peft_of(Model(), seed)
+                    trace.again()
+                    trace.on = True
+                    publisher.push_adapter(model, "math")
+                    trace.on = False
         finally:
             pool.close()
     return trace
