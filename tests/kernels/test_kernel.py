@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft_rl.transport.digests import batches as apart
-from weft_rl.transport.digests import copied, kernel
+from weft_rl.transport.digests import batches, copied, kernel
 from weft_rl.transport.digests.batches import digests_of
 from weft_rl.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
 from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
@@ -70,7 +69,7 @@ def test_tensors_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch) ->
     ]
     expected = [tensor_digest(t.reshape(-1).view(torch.uint8).clone()) for t in tensors]
     assert digests_of(tensors) == expected
-    monkeypatch.setattr(apart, "_has_kernel", kernel.works)
+    monkeypatch.setattr(batches, "_has_kernel", kernel.works)
     assert digests_of(tensors) == expected
     assert digests_of([]) == []
 

@@ -14,8 +14,7 @@ import pytest
 
 from tests.doubles.certificates import Authority
 from weft_rl import __version__
-from weft_rl.cli.doctor import backends as way
-from weft_rl.cli.doctor import machine
+from weft_rl.cli.doctor import backends, machine
 from weft_rl.cli.doctor.certificates import expiry, first_of, validity_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.v1 import inspect_pb2 as pb
@@ -68,7 +67,7 @@ def test_what_is_no_certificate_is_said_so(tmp_path: Path, cut: int) -> None:
     ],
 )
 def test_clocks(theirs: float, says: str, level: str) -> None:
-    found = way._compare_clocks(theirs, 100.0, 101.0)
+    found = backends._compare_clocks(theirs, 100.0, 101.0)
     assert says in found.says
     assert found.level == level
 
@@ -83,7 +82,7 @@ def test_clocks(theirs: float, says: str, level: str) -> None:
 )
 def test_versions_of_both_ends(version: str, revision: int, level: str) -> None:
     pool = pb.GetPoolResponse(weft_version=version, protocol_revision=revision)
-    assert way._compare_versions(pool).level == level
+    assert backends._compare_versions(pool).level == level
 
 
 def test_interfaces_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

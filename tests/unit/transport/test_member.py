@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from weft_rl.contract.errors import TransferAbortedError, TransferTimeoutError
-from weft_rl.transport import member
-from weft_rl.transport import progress as speaking
+from weft_rl.transport import member, progress
 from weft_rl.transport.group import CPU, Operation, SideGroup
 from weft_rl.transport.member import Progress
 from weft_rl.transport.wire.options import WHOLE, BucketOptions
@@ -101,7 +100,7 @@ def test_a_wait_ends_with_its_deadline_or_its_group() -> None:
 
 
 def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speaking, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "SPEAK_SECONDS", 0.001)
     go_on, spoken = threading.Event(), []
 
     def work() -> int:
@@ -113,22 +112,22 @@ def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyP
         if len(spoken) == 3:
             go_on.set()
 
-    assert speaking.speaking(work, speak) == 7
+    assert progress.speaking(work, speak) == 7
     assert len(spoken) >= 3
     with pytest.raises(ZeroDivisionError):
-        speaking.speaking(lambda: 1 // 0, lambda: None)
+        progress.speaking(lambda: 1 // 0, lambda: None)
     go_on.clear()
 
     def give_up() -> None:
         raise TransferAbortedError("aborted meanwhile")
 
     with pytest.raises(TransferAbortedError):
-        speaking.speaking(work, give_up)
+        progress.speaking(work, give_up)
     go_on.set()
 
 
 def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speaking, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "SPEAK_SECONDS", 0.001)
     formed, spoken = threading.Event(), []
 
     class Backend:

@@ -44,8 +44,8 @@ from weft_rl.coordinator.decisions.transfers import (
     stalls,
     suspects,
     turns,
+    withdrawals,
 )
-from weft_rl.coordinator.decisions.transfers import withdrawals as unserved
 
 _EVENT_KINDS = {
     ReplicaState.READY: EventKind.REPLICA_READY,
@@ -75,7 +75,7 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
     change = Change(state, now)
     _apply(change, event)
     if change.state.unserved:
-        unserved.decide(change)
+        withdrawals.decide(change)
     if state.history is not change.state.history:
         _schedule_after(change, state)
     turns.end_unwanted(change)
@@ -168,7 +168,7 @@ def _apply(change: Change, event: events.Event) -> None:
             retention.retire_answered(change, event)
         case events.DiscardAnswered():
             discard.discard_answered(change, event)
-            unserved.discard_answered(change, event)
+            withdrawals.discard_answered(change, event)
         case events.LookedUp():
             catch_up.looked_up(change, event)
         case events.HeldDescribed():

@@ -9,7 +9,7 @@ concerned differ.
 At the commit point one durable write makes the version COMMITTED, and only then are
 replicas told. The push counts as committed if at least one replica serves the version. If
 none does, the trainer is told LOAD_FAILED with the first reason, and the version fails as
-soon as it is certain that nobody serves it (unserved.py): at once where every replica has
+soon as it is certain that nobody serves it (withdrawals.py): at once where every replica has
 refused definitely. Until then it stays COMMITTED: some replica may hold it, and going back
 could serve two truths.
 """
@@ -49,8 +49,8 @@ from weft_rl.coordinator.decisions.transfers import (
     preflight,
     reform,
     stalls,
+    withdrawals,
 )
-from weft_rl.coordinator.decisions.transfers import withdrawals as unserved
 from weft_rl.coordinator.decisions.transfers.abort import close_group
 from weft_rl.coordinator.decisions.transfers.discard import discard
 from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
@@ -313,14 +313,14 @@ class Push(Purpose):
             ended = replace(ended, failure=_nobody_serves(transfer, is_undone))
         ended = change.end_transfer(ended)
         if is_undone:
-            unserved.undo(change, ended)
+            withdrawals.undo(change, ended)
         elif ended.failure and transfer.is_replaced_kept:
-            unserved.wait_for_reports(change, ended)
+            withdrawals.wait_for_reports(change, ended)
         if ended.refusals:
             discard(change, ended.transfer_id, ended.refusals)
         is_settled = bool(ended.served_by) or not transfer.is_replaced_kept
         if transfer.kind is PolicyKind.BASE and is_settled:
-            unserved.retire_replaced(change, ended)
+            withdrawals.retire_replaced(change, ended)
         seconds = change.now - transfer.begin_at
         served = f"{len(transfer.served_by)} of {len(transfer.targets)} replicas"
         change.announce(

@@ -187,7 +187,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Unserved:
-    """Committed version that no replica is known to serve (see unserved.py)."""
+    """Committed version that no replica is known to serve (see withdrawals.py)."""
 
     transfer: Transfer
     """Transfer that brought it, as it ended."""

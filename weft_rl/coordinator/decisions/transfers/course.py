@@ -26,8 +26,14 @@ from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers import abort, in_place, reform, stalls, suspects
-from weft_rl.coordinator.decisions.transfers import withdrawals as unserved
+from weft_rl.coordinator.decisions.transfers import (
+    abort,
+    in_place,
+    reform,
+    stalls,
+    suspects,
+    withdrawals,
+)
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 from weft_rl.coordinator.decisions.transfers.refusals import is_dirty
 
@@ -378,7 +384,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))
         note_commit_answer(change, transfer, event.replica_id, event.failure)
     if change.state.unserved:
-        unserved.commit_answered(change, event)
+        withdrawals.commit_answered(change, event)
 
 
 def note_commit_answer(
