@@ -38,6 +38,8 @@ from rollout_side.vllm_engine.compat import bridges
 
 bridges.server_parts()
 
+_DIGEST_SECONDS = 60.0
+
 
 def fork_processes(pipe: Connection) -> None:
     """Have vLLM fork an engine's processes from this one, as it does by default.
@@ -57,5 +59,6 @@ def _fork_context() -> Any:
     # computes in a forked process, torch's own locks above all, nobody gives back in the child.
     for thread in threading.enumerate():
         if thread.name == "weft-checkpoint":
-            thread.join()
+            thread.join(_DIGEST_SECONDS)
+            assert not thread.is_alive(), "the digests of a tiny checkpoint take milliseconds"
     return multiprocessing.get_context("fork")

@@ -93,6 +93,7 @@ class SimRegistration:
                 drain=replica.drain.note(),
                 refusing=replica.refusing,
                 asleep=replica.asleep,
+                work=replica.work(),
             ),
             held=sorted(held, key=str),
             last_generation=replica.generation,

@@ -42,7 +42,7 @@ class Push:
     version: PolicyVersion | None = None
     transfer_id: str = ""
     token: int = 0
-    """Of the lease that it began under, last."""
+    """Token of the lease that it was begun under, by its last call."""
     plan: SendPlan | None = None
     error: WeftError | None = None
     done: bool = False

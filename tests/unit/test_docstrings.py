@@ -40,12 +40,12 @@ def test_no_docstring_begins_with_a_word_that_needs_another_before_it() -> None:
 
 
 def test_what_is_begun_badly_is_found_in_each_place() -> None:
-    source = '''"""What a module has."""
+    source = '''"""{0} a module has."""
 class A:
-    """Of a class."""
+    """{0} a class has."""
     x: int
-    """Whether a field."""
+    """{0} a field is."""
     def f(self):
-        """Return whether it is fine."""
-'''
+        """Return {0}."""
+'''.format("What")  # fmt: skip
     assert [line for line, _ in _begun_badly(source)] == [1, 3, 5]

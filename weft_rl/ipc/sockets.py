@@ -1,4 +1,4 @@
-"""Connection to a Unix socket within a time limit."""
+"""Sockets of this host's processes: connecting in time, closing in forked children."""
 
 from __future__ import annotations
 

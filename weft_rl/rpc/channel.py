@@ -9,7 +9,7 @@ from typing import Final
 import grpc
 
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.rpc.renewed_channels import fresh_aio_channel, fresh_channel
+from weft_rl.rpc.renewed_channels import renewed_aio_channel, renewed_channel
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 
 #: Largest message either way; whatever may be larger is sent in chunks.
@@ -83,7 +83,7 @@ def open_channel(target: str, credentials: Credentials | None = None) -> grpc.Ch
     shown = Credentials.from_environment() if credentials is None else credentials
     if shown == NO_CREDENTIALS:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return fresh_channel(target, shown, CHANNEL_OPTIONS)
+    return renewed_channel(target, shown, CHANNEL_OPTIONS)
 
 
 def open_aio_channel(target: str, credentials: Credentials | None = None) -> grpc.aio.Channel:
@@ -94,7 +94,7 @@ def open_aio_channel(target: str, credentials: Credentials | None = None) -> grp
     shown = Credentials.from_environment() if credentials is None else credentials
     if shown == NO_CREDENTIALS:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return fresh_aio_channel(target, shown, CHANNEL_OPTIONS)
+    return renewed_aio_channel(target, shown, CHANNEL_OPTIONS)
 
 
 def split_target(target: str) -> tuple[str, int]:

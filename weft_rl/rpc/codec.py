@@ -1,4 +1,4 @@
-"""Codec between protos and contract values; lists travel in chunks."""
+"""Codec between protos and contract values, and from protos to JSON."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Connection:
         self.methods: dict[tuple[str, str], Any] = {}
 
 
-class _Fresh:
+class _RenewedChannel:
     """Shared part of both kinds of channel; a lock guards it, as callbacks come on any thread."""
 
     def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
@@ -120,7 +120,7 @@ class _Fresh:
         return self._method("stream_stream", method, *args, **options)
 
 
-class FreshChannel(_Fresh):
+class RenewedChannel(_RenewedChannel):
     """Blocking channel, as far as Weft's stubs use one: calls, futures, ``close``."""
 
     def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:
@@ -134,7 +134,7 @@ class FreshChannel(_Fresh):
         for channel in self._take_all():
             channel.close()
 
-    def __enter__(self) -> FreshChannel:
+    def __enter__(self) -> RenewedChannel:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +145,7 @@ class _Method:
     """One method of a blocking channel."""
 
     def __init__(
-        self, channel: FreshChannel, kind: str, method: str, args: Any, options: Any
+        self, channel: RenewedChannel, kind: str, method: str, args: Any, options: Any
     ) -> None:
         self._channel, self._kind, self._name = channel, kind, method
         self._args, self._options = args, options
@@ -182,7 +182,7 @@ class _Method:
         return rpc
 
 
-class FreshAioChannel(_Fresh):
+class RenewedAioChannel(_RenewedChannel):
     """Asyncio channel, as far as Weft's stubs use one; used on one event loop."""
 
     def __init__(self, target: str, credentials: Credentials, connect: Callable[[], Any]) -> None:
@@ -215,9 +215,9 @@ class FreshAioChannel(_Fresh):
         await asyncio.gather(*(channel.close(grace) for channel in self._take_all()))
 
 
-def fresh_channel(target: str, credentials: Credentials, options: Any) -> grpc.Channel:
+def renewed_channel(target: str, credentials: Credentials, options: Any) -> grpc.Channel:
     """Open a blocking channel to ``target`` with ``credentials``."""
-    channel: Any = FreshChannel(
+    channel: Any = RenewedChannel(
         target,
         credentials,
         lambda: (
@@ -229,9 +229,9 @@ def fresh_channel(target: str, credentials: Credentials, options: Any) -> grpc.C
     return channel  # type: ignore[no-any-return]
 
 
-def fresh_aio_channel(target: str, credentials: Credentials, options: Any) -> grpc.aio.Channel:
+def renewed_aio_channel(target: str, credentials: Credentials, options: Any) -> grpc.aio.Channel:
     """Open an asyncio channel to ``target`` with ``credentials``."""
-    channel: Any = FreshAioChannel(
+    channel: Any = RenewedAioChannel(
         target,
         credentials,
         lambda: (

@@ -72,7 +72,7 @@ def register(change: Change, event: events.Register) -> None:
         capabilities=event.capabilities,
         vector=report.vector,
         last_heard=change.now,
-        report=replace(report, work=report.work or (old.report.work if old else None)),
+        report=report,
         dirty_reason=report.dirty_reason or (old.dirty_reason if old else ""),
         announced=old.announced if old else None,
         routed=old.routed if old else False,
@@ -191,6 +191,9 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         change.refuse([event.ticket], error)
         return
     report = event.report
+    is_new = report.vector != replica.vector
+    if not is_new:  # one copy: it is compared and listed more often than it changes
+        report = replace(report, vector=replica.vector)
     replica = replace(
         replica,
         last_heard=change.now,
@@ -210,11 +213,9 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     believed_from = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
     is_believed = change.now > believed_from
     if is_believed:
-        is_new = report.vector != replica.vector
         replica = replace(
             replica,
-            # Kept where it is the same: it is compared and listed more often than it changes.
-            vector=report.vector if is_new else replica.vector,
+            vector=report.vector,
             retained=report.retained,
             dirty_reason=replica.dirty_reason if loading else report.dirty_reason,
         )

@@ -1,4 +1,4 @@
-"""Feeds of events, and of changed routes, for everyone who watches."""
+"""Feeds of events, and of changed routes, for everyone who watches; the log that keeps them."""
 
 from __future__ import annotations
 

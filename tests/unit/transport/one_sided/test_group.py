@@ -1,4 +1,8 @@
-"""Members of a group that behave, die, say nothing, or are not who they say."""
+"""Members of a group that behave, die, say nothing, or are not who they say.
+
+One file: every case is a real group over the same two members, in one of the states between its
+forming and its end.
+"""
 
 from __future__ import annotations
 

@@ -57,6 +57,8 @@ def counted(
             mistaken.add(held)
         elif held.spilled:
             right.add(held.version)
+    # A directory may list another catalog's versions by the thousand, and for good.
+    unrecorded = {h for h in unrecorded if not h.spilled or would_be_kept(state, h.version)}
     # A shared directory may have both: the digest says which is read.
     mistaken = {h for h in mistaken if not (h.spilled and h.version in right)}
     return without_mistaken(
