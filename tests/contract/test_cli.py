@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -56,8 +55,6 @@ class Ended:
 
 
 async def _begin(*words: str, **environment: str) -> asyncio.subprocess.Process:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests in a shell's background
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # or the command ignores it, too
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "weft_rl", *words,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
