@@ -15,8 +15,10 @@ import torch
 
 from benchmarks.machine import describe
 from trainer_side.packing.finite import check_finite
-from trainer_side.packing.packer import Packer
-from trainer_side.pool.sender import bucket_capacity
+from trainer_side.packing.packer import Packer, whole_packing
+from trainer_side.pushes.packings import bucket_capacity
+from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.capabilities import GLOO, NCCL
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
@@ -38,11 +40,12 @@ def main() -> None:
     source = tensor_source(tensors, CastRule(enabled=False), "benchmark")
     capacity = bucket_capacity(NCCL if on_gpu else GLOO, None)
     manifest = plan_buckets(source.metas, capacity)
-    packer = Packer(manifest, device=device)
+    packing = whole_packing(manifest)
+    packer, push = Packer(packing, device=device), GatheredPush(source, OneRank(), packing)
 
     def pack(finite: bool) -> None:
         for index in range(len(manifest.buckets)):
-            packer.pack(index, source, 1, finite)
+            packer.pack(index, push, 1, finite=finite)
 
     pack(False)
     alone = _milliseconds(lambda: _look(packer, manifest), device)

@@ -27,12 +27,12 @@ from torch import nn
 
 from benchmarks.machine import describe
 from tests.trainers.kinds import wrap
-from trainer_side.packing.packer import Packer
+from trainer_side.packing.packer import Packer, whole_packing
 from trainer_side.params.params import WholeParams
-from trainer_side.ranks.ranks import SENDER
+from trainer_side.pushes.content import ModelBase
+from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import ranks_of
-from trainer_side.sources.content import ModelBase
-from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType
@@ -91,14 +91,12 @@ def _loss_of(width: int) -> Callable[[nn.Module, int], torch.Tensor]:
 
 def _weft(source: Any, manifest: Manifest, packer: Packer | None, ranks: Any) -> None:
     ranks.open(time.monotonic() + 60)
-    if ranks.rank != SENDER:
-        if source.is_collective:
-            follow(source, ranks, manifest)
+    push = GatheredPush(source, ranks, packer.packing if packer else whole_packing(manifest))
+    if packer is None:
+        push.assist(is_under_way=True)
         return
-    led = LedSource(source, ranks) if source.is_collective else source
-    assert packer is not None
     for index in range(len(manifest.buckets)):
-        packer.pack(index, led, nonce=1)
+        packer.pack(index, push, nonce=1)
 
 
 def _naive(trainer: Any, adapter: bool, manifest: Manifest, packer: Packer | None) -> None:
@@ -123,8 +121,9 @@ def _naive(trainer: Any, adapter: bool, manifest: Manifest, packer: Packer | Non
     if packer is not None:
         cast = CastRule(enabled=False)
         source = ParamsSource(WholeParams(whole, ""), {n: n for n in whole}, cast, "")
+        push = GatheredPush(source, OneRank(), packer.packing)
         for index in range(len(manifest.buckets)):
-            packer.pack(index, source, nonce=1)
+            packer.pack(index, push, nonce=1)
 
 
 @contextlib.contextmanager
@@ -202,7 +201,7 @@ def _case(kind: str, shape: str, adapter: bool) -> list[str]:
 
     def packer_of(name: str) -> Packer | None:
         if packers[name] is None and ranks.rank == SENDER:
-            packers[name] = Packer(manifest)
+            packers[name] = Packer(whole_packing(manifest))
         return packers[name]
 
     ways: dict[str, Callable[[], None]] = {

@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.background import Background, WhenBusy
 from trainer_side.push_request import PushSettings
-from trainer_side.sources.content import Model
+from trainer_side.pushes.content import Model
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.push_defaults import OnBaseChange, Require
 

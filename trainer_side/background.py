@@ -14,13 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from trainer_side.arguments import check_open
 from trainer_side.params.snapshot import HostMemory
-from trainer_side.push_request import PushRequest
+from trainer_side.push_request import PushRequest, check_open
+from trainer_side.pushes.content import Content
 from trainer_side.pushing import Pushing, under_way
 from trainer_side.ranks.ranks import Ranks
-from trainer_side.sources.content import Content
-from trainer_side.sources.named_source import NamedBase
 from weft_rl import tracing
 from weft_rl.contract.arguments import check_choice
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
@@ -195,9 +193,7 @@ class Background:
         """Copy the weights, or keep the error that prevented it as the push's outcome. The other
         ranks made their copies and must learn of the error in step."""
         try:
-            content = waiting.request.content()
-            assert not isinstance(content, NamedBase)  # nothing to copy before it is sent
-            kept = content.kept(self._memory.lend(waiting.number))
+            kept = waiting.request.content().kept(self._memory.lend(waiting.number))
         except BaseException as error:
             self._fill(waiting, partial(_fail, error))
             if not isinstance(error, Exception):

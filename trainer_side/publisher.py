@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from trainer_side import arguments as checks
+from trainer_side import push_request as checks
 from trainer_side.async_pushes import AsyncPushes
 from trainer_side.background import Background
 from trainer_side.params.choose import Kind
@@ -26,15 +26,15 @@ from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.leases import Notices
 from trainer_side.pool.peer import Peer
 from trainer_side.pool.progress import reporter_for
-from trainer_side.push_plan import Planner
 from trainer_side.push_report import PushReport
 from trainer_side.push_request import PushRequest, PushSettings
+from trainer_side.pushes.content import Model
+from trainer_side.pushes.packings import Packings
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sleeping import RolloutSleep
-from trainer_side.sources.content import Model
 from trainer_side.sources.named_tensors import Metadata, NamedTensors
 from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.capabilities import BackendChoice
@@ -194,7 +194,7 @@ class Publisher(AsyncPushes, RolloutSleep):
         self._pushing = Pushing(
             pushing_ranks,
             client,
-            Planner(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
+            Packings(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
             Peer(coordinator, data_host, selection, credentials),
         )
         self._background = Background(self._pushing, ranks_of(ranks))

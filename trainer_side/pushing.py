@@ -11,20 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from trainer_side.arguments import check_replicas
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import Peer
-from trainer_side.push_plan import Planner, PushPlan
 from trainer_side.push_report import PushReport, report_of
-from trainer_side.push_request import PushRequest
+from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
+from trainer_side.pushes.packings import Packings
+from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing
-from trainer_side.sharding.push import ShardPush
-from trainer_side.sources.lockstep import LedSource, follow
-from trainer_side.sources.named_source import NamedBase, RunSource
 from trainer_side.sources.origin import Origin, Origins
-from trainer_side.sources.shard_source import ShardSource
-from trainer_side.sources.source import Source
 from weft_rl import tracing
 from weft_rl.contract.errors import (
     BaseMismatchError,
@@ -35,7 +30,6 @@ from weft_rl.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import version_from_proto
@@ -142,7 +136,7 @@ class Pushing:
     Args:
         ranks: Ranks of the trainer; left when this is closed.
         client: The sender's client, closed with this; None at other ranks.
-        planner: Lays out what is pushed.
+        packings: Maker of this rank's pushes.
         peer: This rank as a further sender; closed with this.
     """
 
@@ -150,13 +144,13 @@ class Pushing:
         self,
         ranks: Ranks,
         client: PoolClient | None,
-        planner: Planner,
+        packings: Packings,
         peer: Peer,
     ) -> None:
         #: Of the publisher.
         self.turn = Turn()
         self._ranks, self._sender_client = ranks, client
-        self._planner, self._peer = planner, peer
+        self._packings, self._peer = packings, peer
         self._origins = Origins()
         #: What the last push that succeeded cost.
         self.last_report: PushReport | None = None
@@ -288,8 +282,7 @@ class Pushing:
                 return _FINAL
             if deadline - time.monotonic() < 2 * pause:
                 return _FINAL
-            what = plans[0].what if plans else None
-            if isinstance(what, NamedBase) and not what.steps.can_begin_again:
+            if plans and not plans[0].what.can_begin_again:
                 return _FINAL + (
                     b"; named tensors cannot be read again: give a function that makes the "
                     b"iterator, and such a push is begun again by itself"
@@ -322,10 +315,9 @@ class Pushing:
         """
         plan = self._agree(request, is_replaced, deadline)
         plans.append(plan)
-        manifest, shards = plan.manifest, plan.shards
         span.set(
             kind="base" if plan.adapter is None else "adapter",
-            bytes=manifest.total_bytes if manifest else 0,
+            bytes=plan.push.num_bytes,
             backend=plan.backend,
         )
         shared = self._ranks.share(lambda: self._begin(request, plan, deadline), all_wait=True)
@@ -336,15 +328,12 @@ class Pushing:
         _log.debug(
             "pushing %s: %s, %d bytes to %s, epoch %d",
             version,
-            plan.description,
-            manifest.total_bytes if manifest else 0,
+            plan.push.description,
+            plan.push.num_bytes,
             ", ".join(begun.replica_ids),
             begun.group.epoch,
         )
-        if shards is not None and manifest is not None:
-            transfer = self._send_shards(begun, shards, manifest, plan.finite, deadline)
-        else:
-            transfer = self._carry_out(begun, plan, deadline)
+        transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
         about_base: tuple[str, ...] = ()
         if plan.adapter is None:
             self._origins.pushed(plan.what.base, version.version)
@@ -355,14 +344,14 @@ class Pushing:
         report = report_of(
             version,
             transfer,
-            total_bytes=manifest.total_bytes if manifest else transfer.total_bytes,
+            total_bytes=plan.push.num_bytes or transfer.total_bytes,
             seconds=time.monotonic() - began,
-            source=plan.description,
+            source=plan.push.description,
             backend=plan.backend,
-            remarks=(*remarks, *plan.what.remarks, *plan.remarks, *about_base),
+            remarks=(*remarks, *plan.what.remarks, *plan.push.remarks, *about_base),
         )
         span.set(replicas=report.num_replicas, backend=report.backend)
-        self._warn(version, report.remarks, (*plan.remarks, *about_base))
+        self._warn(version, report.remarks, (*plan.push.remarks, *about_base))
         _log.info(
             "pushed %s in %.3f s: %d bytes to %d replicas, epoch %d",
             version,
@@ -416,16 +405,12 @@ class Pushing:
             target = pb.DescribeTargetResponse.FromString(described)
             with self._traced("weft.push.plan"), agreeing(ranks) as agreement:
                 reference = partial(self._reference, target, deadline)
-                plan = self._planner.plan(request, target, reference)
-                if not isinstance(plan.what, NamedBase) and plan.manifest is not None:
-                    # Named tensors are laid out by rank 0 alone.
-                    agreement.same = plan.manifest.layout_digest
-                if plan.shards is not None:
-                    agreement.same += plan.shards.plan.digest
-                    if ranks.rank != SENDER and plan.shards.sender is not None:
-                        can_use = self._peer.can_use(target)
-                        has_place = self._peer.has_place(plan.backend)
-                        agreement.flags = (not can_use) * _CANNOT_USE | (not has_place) * _NO_PLACE
+                plan = plan_push(request, target, self._packings, reference)
+                agreement.same = plan.push.agreed
+                if ranks.rank != SENDER and plan.push.sender is not None:
+                    can_use = self._peer.can_use(target)
+                    has_place = self._peer.has_place(plan.backend)
+                    agreement.flags = (not can_use) * _CANNOT_USE | (not has_place) * _NO_PLACE
             if not agreement.told & _CANNOT_USE:
                 if agreement.told & _NO_PLACE and self._sender_client is not None:
                     self._sender_client.leave_group()
@@ -448,64 +433,67 @@ class Pushing:
                     f"on_base_change='refuse' needs to know which base {request.policy!r} was "
                     f"trained on: {origin.why}"
                 )
-        assert plan.manifest is not None
         begun = self._client.begin(
             request.policy,
-            plan.manifest,
+            plan.push,
             plan.adapter,
             deadline,
             min_replicas=check_replicas(request.require),
             check_finite=plan.finite,
             trained_on=origin.version,
             refuse_other_base=plan.adapter is not None and request.base.on_change == "refuse",
-            carries_runs=isinstance(plan.source, RunSource),
-            shards=plan.shards.plan if plan.shards else None,
         )
         return origin.encode(begun.SerializeToString())
 
-    def _send_shards(
-        self,
-        begun: pb.BeginTransferResponse,
-        push: ShardPush,
-        manifest: Manifest,
-        finite: bool,
-        deadline: float,
+    def _carry_out(
+        self, begun: pb.BeginTransferResponse, push: RankPush, finite: bool, deadline: float
     ) -> pb.Transfer:
-        """Send what this rank holds, beside the others; return the outcome on every rank."""
-        ranks, number = self._ranks, push.sender
-        is_under_way = begun.HasField("group")
-        is_peer = is_under_way and ranks.rank != SENDER and number is not None
+        """Send at the ranks that send, assist at the others; return the outcome on every rank."""
+        ranks, is_under_way = self._ranks, begun.HasField("group")
+        ended: list[pb.Transfer] = []
 
         def send() -> bytes:
             try:
-                transfer = self._client.carry_out(begun, push, manifest, finite, deadline)
-                return transfer.SerializeToString()
+                ended.append(self._client.carry_out(begun, push, finite, deadline))
             finally:
-                push.add_up()
+                push.end_sending()
+            return ended[0].SerializeToString()
 
         with contextlib.ExitStack() as beside:
-            beside.callback(push.source.release)  # last, once this rank's thread has ended
-            try:
-                with agreeing(ranks):
-                    if is_under_way:  # the pool takes it: only now is anything held for it
-                        self._come(begun, number, deadline)
-                        self._gather(push.source)
-            except BaseException as error:
-                if ranks.rank == SENDER:
-                    self._client.give_up(begun, error, has_begun=False)
-                else:  # a member that sends nothing would be waited for, where others agreed
-                    self._peer.close()
-                raise
-            if is_peer:
-                beside.enter_context(self._peer.sending(begun, push, manifest, finite, deadline))
-            elif ranks.rank != SENDER:
-                push.add_up()
+            beside.callback(push.release)  # last, once this rank's thread has ended
+            if push.is_prepared_together:
+                self._prepare(begun, push, deadline)
+            if ranks.rank != SENDER:
+                if is_under_way and push.sender is not None:
+                    beside.enter_context(self._peer.sending(begun, push, finite, deadline))
+                else:
+                    push.assist(is_under_way=is_under_way)
             try:
                 push.hand_over()
                 return pb.Transfer.FromString(ranks.share(send))
+            except PeerUnavailableError as error:
+                if not ended or push.is_prepared_together:  # it has ended for the others, too
+                    raise
+                _log.warning("the push is served, but not all ranks could be told: %s", error)
+                return ended[0]
             except BaseException as error:
                 self._interrupted(error)  # before this rank's thread is waited for
                 raise
+
+    def _prepare(self, begun: pb.BeginTransferResponse, push: RankPush, deadline: float) -> None:
+        """Come to the push's group at the ranks that send, and gather what has to be; collective.
+        The pool has taken the push: only now is anything held for it."""
+        try:
+            with agreeing(self._ranks):
+                if begun.HasField("group"):
+                    self._come(begun, push.sender, deadline)
+                    push.prepare()
+        except BaseException as error:
+            if self._ranks.rank == SENDER:
+                self._client.give_up(begun, error, has_begun=False)
+            else:  # a member that sends nothing would be waited for, where others agreed
+                self._peer.close()
+            raise
 
     def _come(self, begun: pb.BeginTransferResponse, number: int | None, deadline: float) -> None:
         """Join the push's group if this rank sends; called before steps that may take long."""
@@ -519,54 +507,3 @@ class Pushing:
         except BaseException as error:
             self._ranks.abandon(error)  # the others may be gathering by now, and wait for us there
             raise
-
-    def _gather(self, source: ShardSource) -> None:
-        """Gather tensors that cannot be sent as the ranks hold them; collective."""
-        if source.gathered:
-            # A rank that is gone since they planned would be waited for in the framework's
-            # collectives. What LoRA's factors are brought by notices it itself.
-            self._ranks.agree()
-        try:
-            source.gather()
-        except BaseException as error:
-            # Others may wait for us inside it: over our own link they are told, and raise the
-            # same. Inside a collective of the framework's nobody can tell them: they learn of it
-            # when that ends, by the framework's own timeout.
-            self._ranks.abandon(error)
-            raise
-
-    def _carry_out(
-        self, begun: pb.BeginTransferResponse, plan: PushPlan, deadline: float
-    ) -> pb.Transfer:
-        """Send at the sender, help at other ranks; return the outcome on every rank."""
-        source, manifest = plan.source, plan.manifest
-        ranks = self._ranks
-        ended: list[pb.Transfer] = []
-
-        def send() -> bytes:
-            assert source is not None
-            assert manifest is not None
-            led: Source | RunSource = source
-            if not isinstance(source, RunSource) and source.is_collective:
-                led = LedSource(source, ranks)
-            try:
-                ended.append(self._client.carry_out(begun, led, manifest, plan.finite, deadline))
-            finally:
-                if not isinstance(source, RunSource):
-                    source.end_reading()
-            return ended[0].SerializeToString()
-
-        if ranks.rank != SENDER and begun.HasField("group"):
-            if isinstance(plan.what, NamedBase):
-                plan.what.steps.follow()
-            elif source is not None and manifest is not None:
-                assert not isinstance(source, RunSource)
-                if source.is_collective:
-                    follow(source, ranks, manifest)
-        try:
-            return pb.Transfer.FromString(ranks.share(send))
-        except PeerUnavailableError as error:
-            if not ended:
-                raise
-            _log.warning("the push is served, but not all ranks could be told: %s", error)
-            return ended[0]

@@ -204,10 +204,10 @@ class WorkerStore:
             self._reservations.end(*self._partial.drop_others(transfer_id, trainer_id))
             partial = self._partial.pop(transfer_id)
             staged = self._staged.pop(transfer_id, None) if partial is None else None
-            if staged is not None:
+            if staged is not None and staged.received is not None:
                 is_clone = is_replica_sender(trainer_id)
                 self._reservations.add(transfer_id, staged.segment.num_bytes, clone=is_clone)
-                return staged.as_partial(trainer_id)
+                return staged.received
         if partial is None:
             return None
         return partial if partial.settled else partial.moved(self.memory, speak)

@@ -23,10 +23,12 @@ from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 
 class Carried(NamedTuple):
-    """Runs that a bucket listed and carried, with the digest of each."""
+    """Contents of a verified bucket."""
 
     runs: Sequence[Run]
+    """Runs that it listed; empty if it lists none, and carries the tensors of its layout."""
     digests: list[int]
+    """Digests of these runs or tensors, in order."""
 
 
 class Sendable(Protocol):
@@ -89,10 +91,8 @@ class StagedVersion:
     manifest: Manifest
     segment: Segment
     content_digest: bytes
-    bucket_digests: tuple[list[int], ...] = ()
-    """Digests of the tensors of each bucket, on the rank that received; empty if it was adopted."""
-    carried: tuple[Carried, ...] | None = None
-    """Runs that each bucket carried, if buckets list them; else None."""
+    received: PartialTransfer | None = None
+    """Transfer as it was received, on the rank that received it."""
     device_copy: list[torch.Tensor] = field(default_factory=list)
     """At most one tensor: the copy of an adapter that was received on the engine's device."""
     spare: list[torch.Tensor] = field(default_factory=list)
@@ -124,17 +124,6 @@ class StagedVersion:
         lives."""
         return StagedHandle(
             self.transfer_id, self.version, self.manifest, self.segment.ref, self.content_digest
-        )
-
-    def as_partial(self, trainer_id: str) -> PartialTransfer:
-        """Return the transfer as one whose buckets were all received, for a further side group."""
-        return PartialTransfer(
-            self.transfer_id,
-            trainer_id,
-            self.manifest,
-            self.segment,
-            list(self.bucket_digests),
-            None if self.carried is None else list(self.carried),
         )
 
     def take_device_copy(self) -> torch.Tensor | None:
@@ -191,24 +180,21 @@ class PartialTransfer:
     trainer_id: str
     manifest: Manifest
     segment: Segment
-    digests: list[list[int]]
-    """Digests of the tensors of each verified bucket."""
-    carried: list[Carried] | None = None
-    """Runs that the verified buckets carried, if buckets list them; None if they come as the
-    manifest lays them out."""
+    verified: list[Carried]
+    """Contents of the verified buckets."""
+    lists_runs: bool = False
+    """True if the buckets list their runs; else they are those of the manifest."""
     settled: bool = False
     """True if no abandoned operation can write to the segment any more."""
 
     @property
     def num_verified(self) -> int:
         """Number of verified buckets."""
-        return len(self.digests if self.carried is None else self.carried)
+        return len(self.verified)
 
     def forget(self, first_bucket: int) -> None:
         """Forget buckets from ``first_bucket`` on, which come again."""
-        del self.digests[first_bucket:]
-        if self.carried is not None:
-            del self.carried[first_bucket:]
+        del self.verified[first_bucket:]
 
     def tensor_digests(self) -> list[int]:
         """Return the digests of the version's tensors, in manifest order, once all buckets were
@@ -217,10 +203,10 @@ class PartialTransfer:
         Raises:
             InvalidManifestError: Runs do not cover every element once; names a place.
         """
-        if self.carried is None:
-            return in_manifest_order(self.manifest, self.digests)
-        runs = [run for bucket in self.carried for run in bucket.runs]
-        digests = [digest for bucket in self.carried for digest in bucket.digests]
+        if not self.lists_runs:
+            return in_manifest_order(self.manifest, [each.digests for each in self.verified])
+        runs = [run for bucket in self.verified for run in bucket.runs]
+        digests = [digest for bucket in self.verified for digest in bucket.digests]
         return tensor_sums(self.manifest, runs, digests)
 
     def moved(self, memory: Memory, speak: Speak) -> PartialTransfer:
@@ -233,8 +219,8 @@ class PartialTransfer:
         was_host = self.segment.data.device.type == "cpu"
         num_bytes = self.segment.num_bytes
         fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
-        end = sum(b.wire_bytes for b in self.manifest.buckets[: len(self.digests)])
-        if self.carried is not None:
+        end = sum(b.wire_bytes for b in self.manifest.buckets[: self.num_verified])
+        if self.lists_runs:
             end = num_bytes  # they may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))

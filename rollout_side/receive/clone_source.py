@@ -19,6 +19,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Sendable
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import TransferAbortedError, WeftError
+from weft_rl.contract.layout.send_plan import whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import part_digests
@@ -133,7 +134,7 @@ class CopiedBuckets:
     def __init__(
         self, copy: Sendable, nonce: int, device: torch.device = CPU, backend: str = GLOO
     ) -> None:
-        self.manifest = copy.manifest
+        self.manifest, self.plan, self.sender = copy.manifest, whole_plan(copy.manifest), 0
         need = max(bucket.wire_bytes for bucket in self.manifest.buckets)
         self.num_buffers = min(window(device, backend), len(self.manifest.buckets))
         self._buffers = [allocate(backend, need, device) for _ in range(self.num_buffers)]

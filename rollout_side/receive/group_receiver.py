@@ -18,9 +18,8 @@ from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, is_adapter
 from rollout_side.receive.in_place import InPlaceTransfer
-from rollout_side.receive.incoming_buckets import receive_buckets
+from rollout_side.receive.incoming_buckets import IncomingTransfer, Prepared, receive_buckets
 from rollout_side.receive.staging import StagingTransfer
-from rollout_side.receive.transfer import IncomingTransfer, Prepared
 from weft_rl.contract.errors import (
     CapacityError,
     TransferAbortedError,
@@ -30,7 +29,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import SendPlan, check_send_plan
+from weft_rl.contract.layout.send_plan import SendPlan, transfer_plan
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
 from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
@@ -259,37 +258,38 @@ class GroupReceiver:
                 pb.ACTIVITY_ALLOCATING, prepare.transfer_id, done=done, total=total
             )
 
-        plan = send_plan_from_proto(prepare.send_plan) if prepare.HasField("send_plan") else None
-
-        def manifest() -> Manifest:
-            layout = self._manifests.get(
+        def fetched() -> Manifest:
+            return self._manifests.get(
                 prepare.layout_digest,
                 membership.stub,
                 membership.credential,
                 timeout_seconds,
                 lambda: allocating(0, 0),
             )
-            if plan is not None:
-                check_send_plan(plan, layout)
-            return layout
+
+        def planned(manifest: Manifest) -> SendPlan:
+            divided = prepare.send_plan if prepare.HasField("send_plan") else None
+            return transfer_plan(
+                manifest,
+                None if divided is None else send_plan_from_proto(divided),
+                carries_runs=prepare.carries_runs,
+            )
 
         transfer: IncomingTransfer
         if self._store.memory.in_place and not is_adapter(version):
             if prepare.carries_runs:  # refused at begin
                 raise UnsupportedError("what is loaded in place comes in the manifest's order")
             transfer = self._load_in_place(
-                membership, prepare.transfer_id, version, manifest, plan, deadline
+                membership, prepare.transfer_id, version, fetched, planned, deadline
             )
         else:
-            runs = prepare.carries_runs
-            transfer = self._stage(prepare.transfer_id, version, manifest, plan, runs, allocating)
+            transfer = self._stage(prepare.transfer_id, version, fetched, planned, allocating)
         return Prepared(
             transfer_id=prepare.transfer_id,
             version=version,
             nonce=prepare.nonce,
             deadline=deadline,
             num_in_flight=min(prepare.num_buckets_in_flight, _MAX_AHEAD),
-            plan=plan,
             transfer=transfer,
             span=span,
         )
@@ -298,24 +298,23 @@ class GroupReceiver:
         self,
         transfer_id: str,
         version: PolicyVersion,
-        manifest: Callable[[], Manifest],
-        plan: SendPlan | None,
-        carries_runs: bool,
+        fetched: Callable[[], Manifest],
+        planned: Callable[[Manifest], SendPlan],
         speak: Speak,
     ) -> IncomingTransfer:
         partial = self._store.take_partial(transfer_id, self._trainer_id, speak)
+        manifest = fetched() if partial is None else partial.manifest
+        plan = planned(manifest)
         if partial is None:
-            layout = manifest()
             segment = self._store.reserve(
                 transfer_id,
-                layout.wire_bytes,
+                manifest.wire_bytes,
                 adapter=is_adapter(version),
                 clone=is_replica_sender(self._trainer_id),
                 speak=speak,
             )
-            carries = carries_runs or plan is not None
             partial = PartialTransfer(
-                transfer_id, self._trainer_id, layout, segment, [], [] if carries else None
+                transfer_id, self._trainer_id, manifest, segment, [], plan.lists_runs
             )
         return StagingTransfer(self._store, version, partial, plan)
 
@@ -324,17 +323,18 @@ class GroupReceiver:
         membership: Membership,
         transfer_id: str,
         version: PolicyVersion,
-        manifest: Callable[[], Manifest],
-        plan: SendPlan | None,
+        fetched: Callable[[], Manifest],
+        planned: Callable[[Manifest], SendPlan],
         deadline: float,
     ) -> IncomingTransfer:
         handoff = self._store.handoff.of(transfer_id)
         if handoff is None:
-            handoff = HandoffQueue(
-                transfer_id, version, manifest(), deadline, self._store.num_ranks
-            )
+            manifest = fetched()
+            plan = planned(manifest)
+            handoff = HandoffQueue(transfer_id, version, manifest, deadline, self._store.num_ranks)
             self._store.put_handoff(handoff)
         else:
+            plan = planned(handoff.manifest)
             handoff.resume(deadline)
         handoff.tell(partial(membership.progress.say, pb.ACTIVITY_LOADING, transfer_id))
         bound_bytes = self._store.staging_capacity_bytes
@@ -346,10 +346,8 @@ class GroupReceiver:
             raise WeftError(f"transfer {transfer_id} was started but never prepared")
         began = time.monotonic()
         check, manifest = membership.check, prepared.transfer.manifest
-        buffers = prepared.transfer.receive_buffers(
-            first_bucket, self._device, prepared.num_in_flight, check
-        )
-        receive_buckets(membership, prepared, buffers, first_bucket)
+        ring = prepared.transfer.ring(first_bucket, self._device, prepared.num_in_flight, check)
+        receive_buckets(membership, prepared, ring, first_bucket)
         # Waits for the loader where it is loaded in place, so it may still be woken.
         digest = prepared.transfer.finish(check)
         self._prepared = None

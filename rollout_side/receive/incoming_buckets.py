@@ -1,4 +1,8 @@
-"""The buckets of one transfer as they come: received, verified in order, reported."""
+"""The buckets of one transfer as they come: received, verified in order, reported.
+
+One kind of transfer is staged whole and waits for its commit (``staging``); the other is loaded in
+place while it is received (``in_place``). They are received alike.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from rollout_side.receive.transfer import Prepared, ReceiveBuffers
+from rollout_side.receive.ring import Ring
 from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.tracing import Span
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
 from weft_rl.transport.wire.options import BucketOptions
@@ -27,8 +36,82 @@ _T = TypeVar("_T")
 _REPORT_SECONDS = 0.1
 
 
+class IncomingTransfer(Protocol):
+    """Prepared transfer, as the receiver uses it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Layout of its version."""
+
+    @property
+    def plan(self) -> SendPlan:
+        """Plan of its buckets as they come."""
+
+    @property
+    def num_verified(self) -> int:
+        """Number of buckets that need not come again."""
+
+    def ring(
+        self,
+        first_bucket: int,
+        device: torch.device,
+        num_in_flight: int,
+        check: Callable[[], None],
+    ) -> Ring:
+        """Return a ring to receive buckets in, from ``first_bucket`` on, which is at most
+        ``num_verified``.
+
+        Args:
+            device: Device of the side group.
+            num_in_flight: Buckets that a sender keeps: no more receives from it may be posted.
+            check: Raises if the group has ended; called after ``wake``.
+        """
+
+    def finish(self, check: Callable[[], None]) -> bytes:
+        """Block, after the last bucket, until the version is staged or loaded in place; return its
+        content digest.
+
+        Raises:
+            TransferAbortedError: The transfer was discarded meanwhile.
+            WeftError: The error for which it could not be loaded in place.
+        """
+
+    def keep(self) -> None:
+        """Keep what was verified as the side group ends: the transfer may resume in another. If it
+        does not, the coordinator orders it discarded."""
+
+    def drop(self) -> None:
+        """Give back the memory of a transfer that was never started."""
+
+    def wake(self) -> None:
+        """Have a waiting thread call its ``check``; from any thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Transfer that a side group was told to receive, and its destination."""
+
+    transfer_id: str
+    version: PolicyVersion
+    nonce: int
+    deadline: float
+    num_in_flight: int
+    transfer: IncomingTransfer
+    span: Span
+    """Span of receiving the transfer; ended with it."""
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets that come."""
+        return len(self.transfer.plan.buckets)
+
+    def sender_of(self, index: int) -> int:
+        """Return the rank that a bucket comes from."""
+        return self.transfer.plan.buckets[index].sender
+
+
 def receive_buckets(
-    membership: Membership, prepared: Prepared, buffers: ReceiveBuffers, first_bucket: int
+    membership: Membership, prepared: Prepared, ring: Ring, first_bucket: int
 ) -> None:
     """Receive every bucket from ``first_bucket`` on; blocks until the last was verified.
 
@@ -40,11 +123,11 @@ def receive_buckets(
         DigestMismatchError: Other bytes arrived than were sent.
         WeftError: The group has ended, or the deadline has passed.
     """
-    course = _Course(membership, prepared, buffers, first_bucket)
+    course = _Course(membership, prepared, ring, first_bucket)
     began, waited = time.perf_counter(), 0.0
     try:
         for index in range(first_bucket, prepared.num_buckets):
-            _notify_if_due(membership, prepared, buffers)
+            _notify_if_due(membership, prepared, ring)
             course.post()
             if course.has_to_settle:
                 course.settle()
@@ -60,7 +143,7 @@ def receive_buckets(
     verified = time.perf_counter() - began - waited
     prepared.span.set(wait_seconds=waited, verify_seconds=verified)
     _log.debug("%s: %.4f s waited for bytes, %.4f verified", prepared.version, waited, verified)
-    _notify_if_due(membership, prepared, buffers)
+    _notify_if_due(membership, prepared, ring)
 
 
 class _Course:
@@ -70,10 +153,10 @@ class _Course:
         self,
         membership: Membership,
         prepared: Prepared,
-        buffers: ReceiveBuffers,
+        ring: Ring,
         first_bucket: int,
     ) -> None:
-        self._membership, self._prepared, self._buffers = membership, prepared, buffers
+        self._membership, self._prepared, self._ring = membership, prepared, ring
         self._device = torch.device("cpu")  # of the buffers
         self._posted: deque[Operation] = deque()
         self._num_posted = self._num_reported = first_bucket
@@ -91,25 +174,25 @@ class _Course:
 
     def post(self) -> None:
         """Post receives, as many as may be."""
-        prepared, buffers = self._prepared, self._buffers
+        prepared, ring = self._prepared, self._ring
         while self._num_posted < prepared.num_buckets:
             # Never further: a receive that waits for its sender may hold up the device, and with
             # it what the sender itself waits for.
             sender = prepared.sender_of(self._num_posted)
-            if self._held[sender] == buffers.ahead:
+            if self._held[sender] == ring.ahead:
                 break
             # What is verified at the moment may be what room waits for.
             may_wait = not self._posted and not self._verified
             if may_wait:
                 self._report()
-            if not buffers.make_room(self._num_posted, wait=may_wait):
+            if not ring.make_room(self._num_posted, wait=may_wait):
                 break
             seconds = max(1.0, prepared.deadline - time.monotonic())
-            wire = buffers.wire(self._num_posted)
+            wire = ring.wire(self._num_posted)
             self._device, lane = wire.device, self._membership.lanes[sender]
             # On the host a sender could change what is verified, and used after.
-            borrows = wire.is_cuda or buffers.copies_lent
-            tail_bytes = wire.numel() - buffers.payload_bytes(self._num_posted)
+            borrows = wire.is_cuda or ring.copies_lent
+            tail_bytes = wire.numel() - ring.payload_bytes(self._num_posted)
             options = BucketOptions(borrows, tail_bytes)
             self._posted.append(lane.broadcast(wire, seconds, self._forming, options))
             self._held[sender] += 1
@@ -133,7 +216,7 @@ class _Course:
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
         nonce = self._prepared.nonce
-        end = _read_from(arrived, lambda: self._buffers.accept(index, nonce, arrived.arrived))
+        end = _read_from(arrived, lambda: self._ring.accept(index, nonce, arrived.arrived))
         self._arrived = None
         self._verified.append((index, arrived, end))
         while len(self._verified) > int(self._device.type == "cuda"):
@@ -163,7 +246,7 @@ class _Course:
         operation.give_back()
         self._held[self._prepared.sender_of(index)] -= 1
         self._unkept.append(operation)
-        while self._num_kept < min(self._buffers.num_kept, index + 1):
+        while self._num_kept < min(self._ring.sink.num_kept, index + 1):
             self._num_kept += 1
             # It packs its next bucket into the memory of this one.
             sender_knows = self._unkept.popleft().keep()
@@ -195,7 +278,7 @@ def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
         raise
 
 
-def _notify_if_due(membership: Membership, prepared: Prepared, buffers: ReceiveBuffers) -> None:
-    if buffers.is_load_due():
+def _notify_if_due(membership: Membership, prepared: Prepared, ring: Ring) -> None:
+    if ring.sink.is_load_due():
         due = pb.LoadDue(transfer_id=prepared.transfer_id)
         membership.attendance.send(pb.AttendRequest(load_due=due))

@@ -1,8 +1,8 @@
-"""Transfer of a version that is staged whole before its commit, and its receive buffers."""
+"""Transfer of a version that is staged whole before its commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -14,15 +14,12 @@ from rollout_side.memory.versions import (
     bucket_starts,
     is_adapter,
 )
-from rollout_side.receive.transfer import ReceiveBuffers, make_buffers
-from rollout_side.receive.wire_buckets import PlannedBuffers, take_runs
+from rollout_side.receive.ring import Ring, arrival_buffers
 from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.runs import carried_sizes
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.wire.buckets import Assembly, start_bucket
-from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
+from weft_rl.transport.wire.buckets import Assembly
 
 
 class StagingTransfer:
@@ -32,7 +29,7 @@ class StagingTransfer:
         store: Store that the version is put in.
         version: Version that arrives.
         partial: Part that has arrived before; taken from the store.
-        plan: Plan of which rank sends what, if several send.
+        plan: Plan of its buckets as they come.
     """
 
     def __init__(
@@ -40,9 +37,9 @@ class StagingTransfer:
         store: WorkerStore,
         version: PolicyVersion,
         partial: PartialTransfer,
-        plan: SendPlan | None = None,
+        plan: SendPlan,
     ) -> None:
-        self._store, self._version, self._partial, self._plan = store, version, partial, plan
+        self._store, self._version, self._partial, self.plan = store, version, partial, plan
         self._device_copy: list[torch.Tensor] = []
 
     @property
@@ -55,15 +52,15 @@ class StagingTransfer:
         """See ``IncomingTransfer``."""
         return self._partial.num_verified
 
-    def receive_buffers(
+    def ring(
         self,
         first_bucket: int,
         device: torch.device,
         num_in_flight: int,
         check: Callable[[], None],
-    ) -> ReceiveBuffers:
+    ) -> Ring:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
-        partial, manifest = self._partial, self.manifest
+        partial, manifest, plan = self._partial, self.manifest, self.plan
         partial.forget(first_bucket)
         data = partial.segment.data
         if is_adapter(self._version) and device.type != "cpu":
@@ -72,12 +69,10 @@ class StagingTransfer:
             if partial.num_verified:
                 copy.copy_(data[: len(copy)])
             data, self._device_copy = copy, [copy]
-        if partial.carried is not None:
-            given = (manifest, partial.carried, Assembly(data, bucket_starts(manifest)))
-            if self._plan is not None:
-                return PlannedBuffers(*given, self._plan, device, num_in_flight)
-            return RunBuffers(*given, device, num_in_flight)
-        return StagingBuffers(manifest, partial.digests, data, device, num_in_flight)
+        sink, buffers = StagingSink(partial, data, device), {}
+        if plan.lists_runs or data.device != device:
+            buffers = arrival_buffers(plan, num_in_flight, device)
+        return Ring(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
@@ -91,8 +86,7 @@ class StagingTransfer:
                 partial.manifest,
                 partial.segment,
                 digest,
-                tuple(partial.digests),
-                None if partial.carried is None else tuple(partial.carried),
+                partial,
                 self._device_copy,
             )
         )
@@ -117,137 +111,47 @@ class StagingTransfer:
         """See ``IncomingTransfer``: nothing waits."""
 
 
-class StagingBuffers:
-    """``ReceiveBuffers`` of a version in one piece.
-
-    Buckets arrive straight in their place if it lies on the group's device. Else they arrive in
-    buffers on that device, and are copied from there. On an accelerator everything runs on the
-    calling thread's current stream.
+class StagingSink:
+    """``Sink`` that is the version in one piece.
 
     Args:
-        manifest: Manifest of the version.
-        digests: Digests of the tensors of each bucket verified so far; grows.
-        data: uint8, for all its buckets, one after the other with their trailers.
+        partial: What is kept of the transfer; grows.
+        data: uint8, for all buckets of the layout, one after the other with their trailers.
         device: Device on which the side group receives.
-        ahead: Buckets whose receives may be posted before the first of them was accepted.
     """
 
-    copies_lent = True
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        digests: list[list[int]],
-        data: torch.Tensor,
-        device: torch.device,
-        ahead: int,
-    ) -> None:
-        self._manifest, self._digests, self._data = manifest, digests, data
-        self._starts = bucket_starts(manifest)
-        self._buffers: Sequence[torch.Tensor] = ()
-        self.ahead = ahead
-        if data.device != device:
-            self._buffers = make_buffers([b.wire_bytes for b in manifest.buckets], ahead, device)
+    def __init__(self, partial: PartialTransfer, data: torch.Tensor, device: torch.device) -> None:
+        self._partial, self._data = partial, data
+        self._starts = bucket_starts(partial.manifest)
+        self._sizes = [bucket.wire_bytes for bucket in partial.manifest.buckets]
+        self._is_on_device = data.device == device
 
     @property
     def num_kept(self) -> int:
-        """See ``ReceiveBuffers``."""
-        return len(self._digests)
+        """See ``Sink``."""
+        return self._partial.num_verified
 
-    def make_room(self, index: int, *, wait: bool) -> bool:
-        """See ``ReceiveBuffers``: what was accepted is done with."""
+    def make_room(self, bucket: int, *, wait: bool) -> bool:
+        """See ``Sink``: each bucket has a place of its own."""
         return True
 
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
-        size = self._manifest.buckets[index].wire_bytes
-        if self._buffers:
-            return self._buffers[index % len(self._buffers)][:size]
-        return self._data[self._starts[index] : self._starts[index] + size]
+    def place(self, bucket: int) -> torch.Tensor | None:
+        """See ``Sink``."""
+        return self._place(bucket) if self._is_on_device else None
 
-    def payload_bytes(self, index: int) -> int:
-        """See ``ReceiveBuffers``."""
-        return self._manifest.buckets[index].payload_bytes
+    def assembly(self, bucket: int) -> Assembly | None:
+        """See ``Sink``."""
+        return Assembly(self._data, self._starts)
 
-    def accept(
-        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
-    ) -> Callable[[], None]:
-        """See ``ReceiveBuffers``."""
-        wire = self.wire(index)
-        verified = start_bucket(wire, self._manifest, index, nonce, arrived)
-
-        def end() -> None:
-            digests = verified()
-            if self._buffers:
-                start = self._starts[index]
-                self._data[start : start + wire.numel()].copy_(wire)  # blocks
-            self._digests.append(digests)
-
-        return end
+    def put(self, index: int, wire: torch.Tensor, carried: Carried) -> None:
+        """See ``Sink``."""
+        if not self._partial.lists_runs and not self._is_on_device:
+            self._place(index).copy_(wire)  # blocks
+        self._partial.verified.append(carried)
 
     def is_load_due(self) -> bool:
-        """See ``ReceiveBuffers``: it is loaded once it is committed."""
+        """See ``Sink``: it is loaded once it is committed."""
         return False
 
-
-class RunBuffers:
-    """``ReceiveBuffers`` of whole tensors in an order of their sender's.
-
-    Buckets list what they carry. Each arrives in a buffer, and its runs are copied to their places.
-    On an accelerator everything runs on the calling thread's current stream.
-
-    Args:
-        manifest: Manifest of the version.
-        carried: Contents of the buckets verified so far; grows.
-        into: Assembly that puts the version's buckets together.
-        device: Device on which the side group receives.
-        ahead: Buckets whose receives may be posted before the first of them was accepted.
-    """
-
-    copies_lent = False
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        carried: list[Carried],
-        into: Assembly,
-        device: torch.device,
-        ahead: int,
-    ) -> None:
-        self._manifest, self._carried, self._into = manifest, carried, into
-        self._sizes = carried_sizes(manifest)
-        self._buffers = make_buffers([size.wire_bytes for size in self._sizes], ahead, device)
-        self.ahead = ahead
-
-    @property
-    def num_kept(self) -> int:
-        """See ``ReceiveBuffers``."""
-        return len(self._carried)
-
-    def make_room(self, index: int, *, wait: bool) -> bool:
-        """See ``ReceiveBuffers``: what was accepted is done with."""
-        return True
-
-    def wire(self, index: int) -> torch.Tensor:
-        """See ``ReceiveBuffers``; its buffer is that of ``index - ahead``."""
-        return self._buffers[index % len(self._buffers)][: self._sizes[index].wire_bytes]
-
-    def payload_bytes(self, index: int) -> int:
-        """See ``ReceiveBuffers``."""
-        return self._sizes[index].payload_bytes
-
-    def accept(
-        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
-    ) -> Callable[[], None]:
-        """See ``ReceiveBuffers``."""
-        wire, size = self.wire(index), self._sizes[index].payload_bytes
-        taken = take_runs(wire, size, self._manifest, index, nonce, self._into, arrived=arrived)
-
-        def end() -> None:
-            self._carried.append(taken())
-
-        return end
-
-    def is_load_due(self) -> bool:
-        """See ``ReceiveBuffers``: it is loaded once it is committed."""
-        return False
+    def _place(self, bucket: int) -> torch.Tensor:
+        return self._data[self._starts[bucket] : self._starts[bucket] + self._sizes[bucket]]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.doubles.packing import SourcePacker
 from tests.doubles.wire import put_tail, seal_wire
-from trainer_side.packing.packer import Packer
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import CapacityError, InvalidNameError, WeftError
 from weft_rl.contract.layout.manifest import WSUM64, Manifest, plan_buckets
@@ -54,6 +54,9 @@ def metas(tensors: dict[str, torch.Tensor] = TENSORS) -> list[TensorMeta]:
 class _Tensors:
     """A ``Source`` of ``TENSORS``."""
 
+    def by_reference(self, first: int, count: int) -> list[torch.Tensor | None]:
+        return [None] * count
+
     def read(self, first: int, count: int, into: list[torch.Tensor]) -> None:
         values = list(TENSORS.values())[first : first + count]
         for target, value in zip(into, values, strict=True):
@@ -88,12 +91,12 @@ def make() -> dict[str, Any]:
 
 def _push() -> dict[str, Any]:
     manifest = plan_buckets(metas(), _CAPACITY_BYTES)
-    packer, digests, buckets = Packer(manifest), list[int](), []
+    packer, digests, buckets = SourcePacker(_Tensors(), manifest), list[int](), []
     for index, bucket in enumerate(manifest.buckets):
-        sealed, own = packer.pack(index, _Tensors(), NONCE)  # type: ignore[arg-type]
-        wire = packer.wire(index)
+        packed = packer.pack(index, NONCE)
+        wire, sealed = packer.wire(index), packed.sealed
         put_tail(wire, sealed)
-        digests += own
+        digests += packed.digests
         buckets.append(
             {
                 "payload_bytes": bucket.payload_bytes,

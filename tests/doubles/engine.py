@@ -31,7 +31,7 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, tensor_in
 from rollout_side.owed_answers import OwedAnswers
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place import InPlaceLoad
+from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller

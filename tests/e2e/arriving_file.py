@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from trainer_side.packing.packer import Packer
+from tests.doubles.packing import SourcePacker
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
@@ -43,14 +42,18 @@ class FromFile:
         for view, tensor in zip(views or (), tensors, strict=True):
             view.copy_(tensor)
 
+    def by_reference(self, first: int, count: int) -> list[torch.Tensor | None]:
+        """As the packer's source."""
+        return [None] * count
+
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Each comes where the last one lay, after garbage."""
-        packer: Any = Packer(self.manifest)
+        packer = SourcePacker(self, self.manifest)
         memory = torch.empty(max(b.wire_bytes for b in self.manifest.buckets), dtype=torch.uint8)
         for index in range(len(self.manifest.buckets)):
             if index == self._fail_at:
                 raise PeerUnavailableError("the trainer of the test has gone")
-            _, digests = packer.pack(index, self, nonce=1)
+            digests = list(packer.pack(index).digests)
             wire = packer.wire(index)
             memory.fill_(0x7F)
             memory[: len(wire)].copy_(wire)

@@ -177,7 +177,7 @@ def _trainer(strike: Strike) -> None:
         case "in rendezvous":
             _before(SendingRank, "_hand_over", strike)
         case "at a bucket":
-            _before(Packer, "pack", strike, lambda self, index, *rest: index >= BUCKET)
+            _before(Packer, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":
             _before(Attendance, "send", strike, lambda self, message: message.HasField("staged"))
         case "inside commit":
@@ -188,40 +188,40 @@ def _trainer(strike: Strike) -> None:
 
 def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
-    from trainer_side.packing.shard_packer import ShardPacker
+    from trainer_side.packing.packer import Packer
     from trainer_side.pool.sender import Sender
-    from trainer_side.push_plan import Planner
+    from trainer_side.pushes.packings import Packings
     from trainer_side.pushing import Pushing
     from weft_rl.transport.member import Attendance
     from weft_rl.transport.sender import SendingRank
 
     match strike.point:
         case "before begin":
-            _before(Planner, "_manifest", strike)
+            _before(Packings, "_packing", strike)
         case "in rendezvous":
             _before(SendingRank, "_hand_over", strike)
         case "at a bucket":
-            _before(ShardPacker, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
+            _before(Packer, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":
             _before(Attendance, "send", strike, lambda self, message: message.HasField("staged"))
         case "inside commit":
             _after(Sender, "send", strike)
         case "after commit":
-            _after(Pushing, "_send_shards", strike)
+            _after(Pushing, "_carry_out", strike)
 
 
 def _giving_rank(strike: Strike) -> None:
     """Points of a trainer rank that hands what it holds to one that sends it."""
-    from trainer_side.sharding.push import ShardPush
+    from trainer_side.pushes.sharded import ShardedPush
     from trainer_side.sources.shard_source import ShardSource
 
     match strike.point:
         case "in rendezvous":
-            _before(ShardPush, "hand_over", strike)
+            _before(ShardedPush, "hand_over", strike)
         case "at a bucket":
             _before(ShardSource, "fill", strike, _count(BUCKET, strike))
         case "before commit":
-            _after(ShardPush, "hand_over", strike)
+            _after(ShardedPush, "hand_over", strike)
 
 
 def _gathering_rank(strike: Strike) -> None:

@@ -38,9 +38,9 @@ def gate(monkeypatch):
     """Holds every push before its first bucket until it is set."""
     gate, original = threading.Event(), Packer.pack
 
-    def pack(packer, index, *rest):
+    def pack(packer, index, *rest, **more):
         assert gate.wait(20)
-        return original(packer, index, *rest)
+        return original(packer, index, *rest, **more)
 
     monkeypatch.setattr(Packer, "pack", pack)
     yield gate

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_side.receive.clone_source import CopiedBuckets
-from rollout_side.receive.staging import StagingBuffers
+from rollout_side.receive.ring import Ring
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
@@ -131,7 +131,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
     publisher.push_base(Model(5))
     reached, go_on = threading.Event(), threading.Event()
     landed: list[int] = []
-    land = StagingBuffers.accept
+    land = Ring.accept
 
     make = CopiedBuckets.make
 
@@ -153,7 +153,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
         return counted
 
     monkeypatch.setattr(CopiedBuckets, "make", slow)
-    monkeypatch.setattr(StagingBuffers, "accept", count)
+    monkeypatch.setattr(Ring, "accept", count)
     late = double()
     pool.add_replica("replica-9", late)
     assert reached.wait(10)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rollout_side.receive import staging
-from rollout_side.receive.staging import StagingBuffers
+from rollout_side.receive.ring import Ring
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
@@ -64,12 +64,12 @@ def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch,
     """And no more than a receiver has a use for."""
     posted = []
 
-    class Buffers(StagingBuffers):
+    class Watched(Ring):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             posted.append(self.ahead)
 
-    monkeypatch.setattr(staging, "StagingBuffers", Buffers)
+    monkeypatch.setattr(staging, "Ring", Watched)
     for module in (packer, member):
         monkeypatch.setattr(module, "window", lambda device, backend: number)
     with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048) as publisher:
@@ -88,7 +88,7 @@ def test_many_buckets_are_released_in_turn_and_reported(pool, engines, tmp_path)
     ) as publisher:
         base = Model(seed=3)
         publisher.push_base(base)
-        peak = sum(b.numel() for b in publisher._pushing._client._sender._packer.buffers)
+        peak = sum(b.numel() for b in publisher._pushing._client._sender._packers[0].buffers)
         largest = max(p.numel() * 4 for p in base.parameters())
     assert same(engines[0].base, weights(base))
     assert same(engines[1].base, weights(base))

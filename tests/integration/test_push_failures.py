@@ -92,8 +92,8 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
     seal = trainer_side.packing.packer.seal_bucket
 
     def seal_others(*given):
-        *given, digests = given
-        return seal(*given, [digest ^ 1 for digest in digests])
+        *before, digests, runs = given
+        return seal(*before, [digest ^ 1 for digest in digests], runs)
 
     monkeypatch.setattr(trainer_side.packing.packer, "seal_bucket", seal_others)
     with pytest.raises(DigestMismatchError):
@@ -149,7 +149,7 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
     publisher.push_base(model)
     read = trainer_side.packing.packer.Packer.pack
 
-    def explode(self, *_):
+    def explode(self, *_, **__):
         raise RuntimeError("the disk burned")
 
     trainer_side.packing.packer.Packer.pack = explode

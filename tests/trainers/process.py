@@ -28,9 +28,9 @@ from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
 from trainer_side.pool.peer import Peer
-from trainer_side.sharding import push as shard_push
+from trainer_side.pushes import sharded as shard_push
+from trainer_side.pushes.sharded import ShardedPush
 from trainer_side.sharding.plan import Handed
-from trainer_side.sharding.push import ShardPush
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run
 
@@ -104,13 +104,13 @@ class Rank:
             original(source, handed, *rest)
             self._handed = len(handed.runs)
 
-        def fill(push: ShardPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
+        def fill(push: ShardedPush, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
             self._slices += sum(run.repeats > 1 for run in runs)
             fill_original(push, runs, outs)
 
-        fill_original = ShardPush.fill
+        fill_original = ShardedPush.fill
         shard_push.hand_over = hand_over
-        ShardPush.fill = fill  # type: ignore[method-assign]
+        ShardedPush.fill = fill  # type: ignore[method-assign]
 
     def make(
         self,
@@ -167,25 +167,19 @@ class Rank:
         if dist.get_rank() != 0:
             return
         from trainer_side.packing.packer import Packer
-        from trainer_side.packing.run_packer import RunPacker
-        from trainer_side.packing.shard_packer import ShardPacker
 
-        held = Path(sys.argv[3]).with_name("held")
-        originals = [(kind, kind.pack) for kind in (Packer, RunPacker, ShardPacker)]
+        held, original = Path(sys.argv[3]).with_name("held"), Packer.pack
 
         def pack(packer: Any, at: int, *rest: Any, **more: Any) -> Any:
             if at == bucket:
-                for kind, original in originals:
-                    kind.pack = original  # type: ignore[assignment, method-assign]
+                Packer.pack = original  # type: ignore[method-assign]
                 held.touch()
                 while held.exists():
                     time.sleep(0.01)
                 time.sleep(0.5)  # until it is told that the replica left
-            original = next(original for kind, original in originals if type(packer) is kind)
             return original(packer, at, *rest, **more)
 
-        for kind, _ in originals:
-            kind.pack = pack  # type: ignore[assignment, method-assign]
+        Packer.pack = pack  # type: ignore[assignment, method-assign]
 
     def lose_place(self, is_told: bool) -> None:
         """Senders beside rank 0 find their place in the group broken; the coordinator is told, or

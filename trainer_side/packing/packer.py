@@ -1,31 +1,153 @@
-"""Packer of a source's tensors into reused buffers, in the order of their layout."""
+"""Packer of a rank's wire buckets into reused buffers, and the interface of what it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from trainer_side.packing.finite import check_finite
-from trainer_side.sources.source import LyingSource, Source
 from weft_rl.contract.capabilities import GLOO
-from weft_rl.contract.layout.manifest import ALIGN_BYTES, Manifest, align_up
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.layout.send_plan import SendPlan, announced_plan, whole_plan, whole_runs
+from weft_rl.contract.tensors import TensorMeta
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.copied import Place, pack_tensors
 from weft_rl.transport.digests.copied_on_host import PIECE_BYTES, pack_digesting
-from weft_rl.transport.digests.wsum64 import Digests, start_digests
+from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
 from weft_rl.transport.group import CPU, window
-from weft_rl.transport.wire.buckets import Sealed, seal_bucket, whole_parts
+from weft_rl.transport.wire.buckets import Sealed, run_parts, seal_bucket, whole_parts
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Wire buckets of a push that one rank packs; kept across pushes that have the same."""
+
+    manifest: Manifest
+    """Layout of the version."""
+    plan: SendPlan
+    """Plan of the buckets of all senders."""
+    sender: int
+    """Number of this sender in the plan."""
+    runs: tuple[tuple[Run, ...], ...] | None
+    """Runs of each wire bucket of this sender, in order; None where the reader announces them."""
+
+
+def whole_packing(manifest: Manifest) -> Packing:
+    """Return the packing of one rank that sends the buckets of a layout as they are."""
+    return Packing(manifest, whole_plan(manifest), 0, whole_runs(manifest))
+
+
+def announced_packing(manifest: Manifest) -> Packing:
+    """Return the packing of one rank whose reader announces what comes next."""
+    return Packing(manifest, announced_plan(manifest), 0, None)
+
+
+class Sum(Protocol):
+    """Sum of all senders' digests, which may be under way."""
+
+    @property
+    def done(self) -> bool:
+        """True if ``result`` returns or raises at once."""
+
+    def result(self) -> Sequence[int]:
+        """Block for the sum and return it.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``.
+        """
+
+
+class KnownSum(NamedTuple):
+    """Sum of the digests of a sender that has all."""
+
+    values: Sequence[int]
+
+    @property
+    def done(self) -> bool:
+        """See ``Sum``."""
+        return True
+
+    def result(self) -> Sequence[int]:
+        """See ``Sum``."""
+        return self.values
+
+
+class Announced(NamedTuple):
+    """Runs that a reader filled a bucket with, in the order that they lie in."""
+
+    runs: Sequence[Run]
+    digests: list[int]
+    """Digest of each run."""
+
+
+class Reader(Protocol):
+    """Content of one push as one rank sends it, bucket by bucket in the order of its packing."""
+
+    packing: Packing
+
+    def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
+        """Copy or compute the elements of a bucket whose runs are known.
+
+        Args:
+            runs: Runs of ``packing``.
+            views: Contiguous tensor for each, of the dtype that travels, on the device that buckets
+                are packed on: of the tensor's shape where whole tensors travel, else 1-D.
+                Overwritten.
+        """
+
+    def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
+        """Return the elements of known runs where they lie, in their own dtypes and shaped as
+        ``fill`` has it; None for those to be filled."""
+
+    def announce(self, payload: torch.Tensor, speak: Callable[[], None]) -> Announced:
+        """Fill a bucket's payload with what comes next, where runs are not known before.
+
+        Args:
+            payload: uint8, a multiple of 256 bytes, on any device; overwritten.
+            speak: Called now and then.
+        """
+
+    def add_up(self, totals: Sequence[int]) -> Sum:
+        """Begin to add up this sender's digests with the others'; further calls return the same.
+
+        Args:
+            totals: Sum of the digests of each tensor's runs that were sent here, modulo 2**64.
+        """
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Places of a bucket's known runs in its buffer."""
+
+    parts: list[Part]
+    places: list[Place]
+    views: list[torch.Tensor]
+    edges: list[torch.Tensor]
+    """Rest of the runs' first and last blocks."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Bucket that is packed and sealed, and what it carries."""
+
+    sealed: Sealed
+    runs: Sequence[Run]
+    digests: Sequence[int]
+    """Digest of each run."""
 
 
 class Packer:
-    """Reused buffers (as many as ``group.window``), and the views into them for one layout.
+    """Reused buffers (as many as ``group.window``), and the views into them of known runs.
 
-    Views are made once a layout: making them anew costs more than copying into
-    them for models of many small tensors.
+    Views are made once a packing: making them anew costs more than copying into them for models of
+    many small tensors.
 
     Args:
-        manifest: The layout to pack.
+        packing: Buckets to pack.
         buffers: Buffers of an earlier packer; those that are large enough are used again.
         device: Device of the buffers. On an accelerator all work is that of the calling thread's
             current stream.
@@ -34,109 +156,196 @@ class Packer:
 
     def __init__(
         self,
-        manifest: Manifest,
-        buffers: list[torch.Tensor] | None = None,
+        packing: Packing,
+        buffers: Sequence[torch.Tensor] = (),
         device: torch.device = CPU,
         backend: str = GLOO,
     ) -> None:
-        self.manifest = manifest
+        self.packing = packing
         self._device, self._backend = device, backend
-        self._sizes = tuple(bucket.wire_bytes for bucket in manifest.buckets)
-        self.buffers = made_buffers(self._sizes, buffers or [], device, backend)
-        self._make_views()
-
-    def _make_views(self) -> None:
-        """Find the places of each bucket's tensors, and the padding between them."""
-        manifest = self.manifest
-        self._firsts: list[int] = []
-        self._views: list[list[torch.Tensor]] = []
-        self._paddings: list[list[torch.Tensor]] = []
-        self._places: list[tuple[Place, ...]] = []
-        position = 0
-        for index, bucket in enumerate(manifest.buckets):
-            buffer = self._buffer(index)
-            self._firsts.append(position)
-            slots = manifest.tensors[position : position + bucket.num_tensors]
-            position += bucket.num_tensors
-            self._views.append(
-                [
-                    buffer[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
-                    .view(getattr(torch, slot.meta.dtype.torch_name))
-                    .view(slot.meta.shape)
-                    for slot in slots
-                ]
-            )
-            self._places.append(
-                tuple([Place(slot.offset_bytes, 0, slot.meta.num_bytes) for slot in slots])
-            )
-            ends = [slot.offset_bytes + slot.meta.num_bytes for slot in slots]
-            self._paddings.append([buffer[e : align_up(e)] for e in ends if e % ALIGN_BYTES])
+        self._indices = packing.plan.sent_by(packing.sender)
+        self._wires = [packing.plan.buckets[index] for index in self._indices]
+        self.buffers = self._made_buffers(buffers)
+        self._views = self._made_views()
 
     def pack(
-        self, index: int, source: Source, nonce: int, finite: bool = False
-    ) -> tuple[Sealed, list[int]]:
-        """Fill bucket ``index`` and seal it.
+        self,
+        nth: int,
+        reader: Reader,
+        nonce: int,
+        *,
+        finite: bool = False,
+        speak: Callable[[], None] = lambda: None,
+    ) -> Packed:
+        """Fill this sender's bucket ``nth`` and seal it.
 
         Blocks for the copies and the digesting. The buffer is that of bucket
-        ``index - len(buffers)``, which must have been released.
+        ``nth - len(buffers)``, which must have been released. The bucket's bytes are ``wire(nth)``,
+        but for its tail, until bucket ``nth + len(buffers)`` is packed.
 
         Args:
-            index: Number of the bucket.
-            source: Source that fills it.
+            reader: Content of the push; its packing is this one's.
             nonce: Nonce of the transfer.
-            finite: Read it once more, and refuse NaN and infinities.
-
-        Returns:
-            The sealed bucket, and the digests of its tensors in order. Its bytes are
-            ``wire(index)``, but for its tail, until bucket ``index + len(buffers)`` is packed.
+            finite: Read the bucket once more, and refuse NaN and infinities.
+            speak: Called now and then where runs are announced.
 
         Raises:
             NotFiniteError: Names the tensor.
-            WeftError: The source's own.
+            WeftError: The reader's own.
         """
-        bucket = self.manifest.buckets[index]
-        buffer = self._buffer(index)
-        first = self._firsts[index]
-        payload = buffer[: bucket.payload_bytes]
-        # What follows a tensor in its last block is digested with it.
-        if self._paddings[index]:
-            torch._foreach_zero_(self._paddings[index])
-        begun = self._pack_lying(index, payload, source)
-        if begun is None:
-            source.read(first, bucket.num_tensors, self._views[index])
-        if begun is None:
-            begun = start_digests(payload, whole_parts(self.manifest, index))
+        packing, wire = self.packing, self._wires[nth]
+        payload = self.wire(nth)[: wire.payload_bytes]
+        runs: Sequence[Run]
+        if packing.runs is None:
+            runs, found = reader.announce(payload, speak)
+            begun = Digests(found)
+        else:
+            runs = packing.runs[nth]
+            begun = _fill(payload, runs, self._views[nth], reader)
         if finite:
-            check_finite(payload, self.manifest.tensors[first : first + bucket.num_tensors])
+            check_finite(payload, self._slots(wire.bucket, runs))
         digests = begun.wait()
-        return seal_bucket(len(payload), nonce, index, digests), digests
+        listed = runs if packing.plan.lists_runs else None
+        sealed = seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, listed)
+        return Packed(sealed, runs, digests)
 
-    def _pack_lying(self, index: int, payload: torch.Tensor, source: Source) -> Digests | None:
-        """Copy and digest tensors in one reading, if all lie on the payload's device as they
-        travel. Return None, with nothing done, where not all do, or nothing is gained."""
-        views, first = self._views[index], self._firsts[index]
-        if not isinstance(source, LyingSource) or not is_worth_it(views):
-            return None
-        held = source.by_reference(first, len(views))
-        found = lying(held, [view.dtype for view in views])
-        if found is not None and not payload.is_cuda:
-            digests = pack_digesting(found, views, payload, whole_parts(self.manifest, index))
-            return None if digests is None else Digests(digests)
-        return None if found is None else pack_tensors(found, self._places[index], payload)
-
-    def wire(self, index: int) -> torch.Tensor:
-        """Return the uint8 bytes of a held, packed bucket, with room for its tail; no copy."""
-        return self._buffer(index)[: self._sizes[index]]
+    def wire(self, nth: int) -> torch.Tensor:
+        """Return the uint8 bytes of a held bucket, with room for its tail, also of one whose turn
+        has come; no copy."""
+        return self._buffer(nth)[: self._wires[nth].wire_bytes]
 
     def move(self, held: range) -> None:
-        """Put the held buckets into fresh buffers; see ``BufferedPacker``."""
-        old, self.buffers = self.buffers, made_buffers(self._sizes, [], self._device, self._backend)
-        self._make_views()
-        for index in held:
-            self.wire(index).copy_(old[index % len(old)][: self._sizes[index]])
+        """Put the held buckets into fresh buffers.
 
-    def _buffer(self, index: int) -> torch.Tensor:
-        return self.buffers[index % len(self.buffers)]
+        For a transfer that continues after its group was abandoned: operations that nobody can stop
+        may still read the old buffers.
+        """
+        old, self.buffers = self.buffers, self._made_buffers(())
+        self._views = self._made_views()
+        for nth in held:
+            wire = self.wire(nth)
+            wire.copy_(old[nth % len(old)][: wire.numel()])
+
+    def _made_buffers(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return as many buffers as are in flight, each large enough for any bucket. Large enough
+        ones of ``kept``, which are of the same backend, are used again."""
+        need = max(wire.wire_bytes for wire in self._wires)
+        count = min(window(self._device, self._backend), len(self._wires))
+        buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
+        fresh = range(count - len(buffers))
+        return buffers + [allocate(self._backend, need, self._device) for _ in fresh]
+
+    def _made_views(self) -> list[_Views]:
+        return [self._views_of(nth, runs) for nth, runs in enumerate(self.packing.runs or ())]
+
+    def _views_of(self, nth: int, runs: Sequence[Run]) -> _Views:
+        manifest, is_whole = self.packing.manifest, not self.packing.plan.lists_runs
+        buffer = self._buffer(nth)
+        parts = self._parts(self._wires[nth].bucket, runs)
+        found = _Views(parts, [], [], [])
+        for run, part in zip(runs, parts, strict=True):
+            meta = manifest.tensors[run.tensor].meta
+            first = run.first * meta.dtype.itemsize_bytes
+            begin = _begin(run, part, meta)
+            end = begin + run.num_elements * meta.dtype.itemsize_bytes
+            view = buffer[begin:end].view(getattr(torch, meta.dtype.torch_name))
+            found.views.append(view.view(meta.shape) if is_whole else view)
+            found.places.append(Place(begin - first, first, first + end - begin))
+            edges = (buffer[part.at : begin], buffer[end : part.at + part.num_bytes])
+            found.edges.extend([edge for edge in edges if edge.numel()])
+        return found
+
+    def _parts(self, bucket: int, runs: Iterable[Run]) -> list[Part]:
+        manifest: Manifest = self.packing.manifest
+        if self.packing.plan.lists_runs:
+            return run_parts(manifest, runs)
+        return whole_parts(manifest, bucket)
+
+    def _slots(self, bucket: int, runs: Sequence[Run]) -> list[TensorSlot]:
+        """Return runs as if each were a tensor of the payload."""
+        slots = []
+        for run, part in zip(runs, self._parts(bucket, runs), strict=True):
+            meta = self.packing.manifest.tensors[run.tensor].meta
+            own = TensorMeta(meta.name, meta.dtype, (run.num_elements,))
+            slots.append(TensorSlot(own, 0, _begin(run, part, meta)))
+        return slots
+
+    def _buffer(self, nth: int) -> torch.Tensor:
+        return self.buffers[nth % len(self.buffers)]
+
+
+class PackedBuckets:
+    """Buckets of one push, as a packer fills them; see ``weft_rl.transport.sender.Buckets``.
+
+    Args:
+        packer: Packer of the reader's packing.
+        reader: Content of the push.
+        nonce: Nonce of the transfer.
+        finite: Refuse NaN and infinities.
+    """
+
+    def __init__(self, packer: Packer, reader: Reader, nonce: int, finite: bool) -> None:
+        self.packer, self._reader = packer, reader
+        self._nonce, self._finite = nonce, finite
+        packing = packer.packing
+        self.manifest, self.plan, self.sender = packing.manifest, packing.plan, packing.sender
+        self.num_buffers = len(packer.buffers)
+        self._totals = [0] * len(packing.manifest.tensors)
+        #: Whether the reader has failed, or gave what must not be sent: no other group helps.
+        self.spoiled = False
+
+    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
+        """See ``Buckets``: read a bucket's elements, digest and seal it."""
+        try:
+            packed = self.packer.pack(
+                index, self._reader, self._nonce, finite=self._finite, speak=speak
+            )
+        except BaseException:
+            self.spoiled = True
+            raise
+        for run, digest in zip(packed.runs, packed.digests, strict=True):
+            self._totals[run.tensor] = (self._totals[run.tensor] + digest) % 2**64
+        return packed.sealed
+
+    def are_summed(self) -> bool:
+        """See ``Buckets``: return whether the senders have added up their parts."""
+        return self._reader.add_up(self._totals).done
+
+    def digests(self, made: list[int]) -> list[int]:
+        """See ``Buckets``."""
+        return [total % 2**64 for total in self._reader.add_up(self._totals).result()]
+
+    def wire(self, index: int) -> torch.Tensor:
+        """See ``Buckets``."""
+        return self.packer.wire(index)
+
+    def move(self, held: range) -> None:
+        """Put the held buckets into fresh buffers; see ``Packer.move``."""
+        self.packer.move(held)
+
+
+def _begin(run: Run, part: Part, meta: TensorMeta) -> int:
+    """Return the first byte of a run's elements in its payload."""
+    return part.at + run.first * meta.dtype.itemsize_bytes - part.first_byte
+
+
+def _fill(payload: torch.Tensor, runs: Sequence[Run], into: _Views, reader: Reader) -> Digests:
+    """Copy known runs to their places and begin to digest them. Both are one reading where all lie
+    on the payload's device as they travel."""
+    if into.edges:  # they are digested with the runs
+        torch._foreach_zero_(into.edges)
+    if is_worth_it(into.views) and not any(run.repeats > 1 for run in runs):
+        held = reader.by_reference(runs)
+        if found := resident(held, [view.dtype for view in into.views]):
+            if payload.is_cuda:
+                digests = pack_tensors(found, into.places, payload)
+            else:
+                digested = pack_digesting(found, into.views, payload, into.parts)
+                digests = None if digested is None else Digests(digested)
+            if digests is not None:
+                return digests
+    reader.fill(runs, into.views)
+    return start_digests(payload, into.parts)
 
 
 def is_worth_it(views: Sequence[torch.Tensor]) -> bool:
@@ -145,20 +354,9 @@ def is_worth_it(views: Sequence[torch.Tensor]) -> bool:
     return any(view.is_cuda or view.nbytes >= PIECE_BYTES for view in views)
 
 
-def lying(
+def resident(
     held: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor] | None:
     """Return the tensors if all are there, in the dtypes that they travel in; else None."""
     found = [t for t, dtype in zip(held, dtypes, strict=True) if t is not None and t.dtype == dtype]
     return found if len(found) == len(held) else None
-
-
-def made_buffers(
-    sizes: Sequence[int], kept: list[torch.Tensor], device: torch.device, backend: str
-) -> list[torch.Tensor]:
-    """Return as many buffers as are in flight, each large enough for any bucket. Large enough ones
-    of ``kept``, which are of the same backend, are used again."""
-    need, count = max(sizes), min(window(device, backend), len(sizes))
-    buffers = [buffer for buffer in kept if buffer.numel() >= need][:count]
-    fresh = range(count - len(buffers))
-    return buffers + [allocate(backend, need, device) for _ in fresh]

@@ -125,7 +125,7 @@ class WholeParams:
         return ((name, tensor.detach()) for name, tensor in self._tensors.items())
 
 
-def lying_param(params: Params, name: str) -> torch.Tensor | None:
+def resident_param(params: Params, name: str) -> torch.Tensor | None:
     """Return a parameter that lies whole in this process, by reference. Return None where it is put
     together or computed."""
     return params.whole(name) if type(params) is WholeParams else None

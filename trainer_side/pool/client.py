@@ -16,12 +16,9 @@ from trainer_side.pool.contact import data_address
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pool.sender import Sender
+from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import SENDER
-from trainer_side.sharding.plan import ShardPlan
-from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.adapter_source import Adapter
-from trainer_side.sources.named_source import RunSource
-from trainer_side.sources.source import Source
 from weft_rl import tracing
 from weft_rl.contract.capabilities import ONE_SIDED
 from weft_rl.contract.errors import (
@@ -36,6 +33,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.layout.send_plan import Listing
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
@@ -132,7 +130,7 @@ class PoolClient:
     def begin(
         self,
         policy: str,
-        manifest: Manifest,
+        push: RankPush,
         adapter: Adapter | None,
         deadline: float,
         *,
@@ -140,13 +138,11 @@ class PoolClient:
         check_finite: bool,
         trained_on: int | None,
         refuse_other_base: bool,
-        carries_runs: bool,
-        shards: ShardPlan | None = None,
     ) -> pb.BeginTransferResponse:
         """Begin a transfer, after acquiring the lease and making the manifest known as needed.
 
         Args:
-            policy, manifest: Policy that is pushed, and its layout.
+            policy, push: Policy that is pushed, and what of.
             adapter: Adapter that is pushed; None for the base.
             deadline: ``time.monotonic()`` of the push.
             trained_on: Version of the base that the adapter was trained on; None where it is not
@@ -161,6 +157,8 @@ class PoolClient:
                 base_fingerprint=adapter.base_fingerprint,
                 trained_on_base_version=trained_on,
             )
+        manifest, plan = push.packing.manifest, push.packing.plan
+        is_divided = plan.listing is Listing.WITHIN_BUCKET
         request = pb.BeginTransferRequest(
             request_id=secrets.token_hex(16),
             policy=policy,
@@ -170,15 +168,14 @@ class PoolClient:
             require=pb.Requirement(min_replicas=min_replicas),
             check_finite=check_finite,
             refuse_other_base=refuse_other_base,
-            carries_runs=carries_runs,
-            send_plan=send_plan_to_proto(shards.send_plan) if shards is not None else None,
+            carries_runs=plan.listing is Listing.ANYWHERE,
+            send_plan=send_plan_to_proto(plan) if is_divided else None,
             protocol_revision=PROTOCOL_REVISION,
         )
         self._request = request
-        senders = shards.senders if shards is not None else (SENDER,)
-        if senders != self._senders:  # a rank keeps its place
+        if push.senders != self._senders:  # a rank keeps its place
             self.leave_group()
-        self._senders = senders
+        self._senders = push.senders
         tracer = tracing.of_process()
         # The transfer is a part of the push: it lasts longer than its beginning.
         metadata = tracing.call_metadata(tracer.current())
@@ -241,8 +238,7 @@ class PoolClient:
     def carry_out(
         self,
         begun: pb.BeginTransferResponse,
-        source: Source | RunSource | ShardPush,
-        manifest: Manifest,
+        push: RankPush,
         check_finite: bool,
         deadline: float,
     ) -> pb.Transfer:
@@ -252,14 +248,14 @@ class PoolClient:
             return self._outcome(begun, deadline, None)
         sender, tracer = None, tracing.of_process()
         try:
-            if isinstance(source, ShardPush) and source.sender is None:
-                return self._stay_out(begun, source, manifest, deadline)
+            if push.sender is None:
+                return self._stay_out(begun, push, deadline)
             # When the group is gone, only the coordinator knows why, or whether the
             # version was committed all the same.
             gone = contextlib.suppress(StaleEpochError, PeerUnavailableError)
             with gone, tracer.span("weft.push.send"):
                 sender = self._sender_for(begun, deadline)
-                self._send(sender, begun, source, manifest, check_finite, deadline)
+                self._send(sender, begun, push, check_finite, deadline)
             with tracer.span("weft.push.await"):
                 return self._outcome(begun, deadline, sender)
         except BaseException as error:
@@ -280,16 +276,15 @@ class PoolClient:
     def _stay_out(
         self,
         begun: pb.BeginTransferResponse,
-        source: ShardPush,
-        manifest: Manifest,
+        push: RankPush,
         deadline: float,
     ) -> pb.Transfer:
         """Return the outcome of a push that other ranks send, who alone are in its group."""
         with (
-            self._progress(begun, manifest) as progress,
+            self._progress(begun, push) as progress,
             tracing.of_process().span("weft.push.await"),
         ):
-            source.add_up()
+            push.add_up()
             transfer = self._outcome(begun, deadline, None)
             if progress is not None:  # what is released is told to those who send
                 progress(transfer.num_buckets_verified, transfer.num_buckets)
@@ -299,27 +294,25 @@ class PoolClient:
         return transfer
 
     def _progress(
-        self, begun: pb.BeginTransferResponse, manifest: Manifest
+        self, begun: pb.BeginTransferResponse, push: RankPush
     ) -> AbstractContextManager[Progress | None]:
         """Return a context of the push's progress function; of None without a reporter."""
         if self._reporter is None:
             return contextlib.nullcontext()
         version = str(version_from_proto(begun.version))
-        return self._reporter.push(version, manifest.total_bytes)
+        return self._reporter.push(version, push.num_bytes)
 
     def _send(
         self,
         sender: Sender,
         begun: pb.BeginTransferResponse,
-        source: Source | RunSource | ShardPush,
-        manifest: Manifest,
+        push: RankPush,
         check_finite: bool,
         deadline: float,
     ) -> None:
-        with self._progress(begun, manifest) as progress:
+        with self._progress(begun, push) as progress:
             sender.send(
-                source,
-                manifest,
+                push,
                 transfer_id=begun.transfer_id,
                 nonce=begun.nonce,
                 deadline=deadline,

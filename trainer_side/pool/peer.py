@@ -13,9 +13,8 @@ from dataclasses import replace
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.contact import data_address
 from trainer_side.pool.sender import Sender
-from trainer_side.sharding.push import ShardPush
+from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
-from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.rpc.codec import ticket_from_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.group import same_stream
@@ -90,8 +89,7 @@ class Peer:
     def sending(
         self,
         begun: pb.BeginTransferResponse,
-        push: ShardPush,
-        manifest: Manifest,
+        push: RankPush,
         finite: bool,
         deadline: float,
     ) -> Iterator[None]:
@@ -111,7 +109,6 @@ class Peer:
             with in_stream():
                 sender.send(
                     push,
-                    manifest,
                     transfer_id=begun.transfer_id,
                     nonce=begun.nonce,
                     deadline=deadline,
@@ -131,7 +128,7 @@ class Peer:
         thread = threading.Thread(target=run, name="weft-send-shards", daemon=True)
         thread.start()
         try:
-            push.wait_begun(max(0.0, deadline - time.monotonic()) + _LEAVE_SECONDS)
+            push.wait_added_up(max(0.0, deadline - time.monotonic()) + _LEAVE_SECONDS)
             yield
         finally:
             over.set_result(None)

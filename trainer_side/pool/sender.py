@@ -1,59 +1,29 @@
-"""Sender of a trainer: bucket sizes by backend, and sending through successive groups.
-
-A group is replaced by another as members are lost.
-"""
+"""Sender of a trainer, through successive groups: one replaces another as members are lost."""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from trainer_side.packing.packed_buckets import (
-    PackedBuckets,
-    RunBuckets,
-    ShardBuckets,
-    WholeBuckets,
-)
-from trainer_side.packing.packer import Packer
-from trainer_side.packing.run_packer import RunPacker
-from trainer_side.packing.shard_packer import ShardPacker
+from trainer_side.packing.packer import PackedBuckets, Packer, Packing, Reader
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.sharding.push import ShardPush
-from trainer_side.sources.named_source import RunSource
-from trainer_side.sources.source import Source
-from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.group import GroupTicket
-from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest
 from weft_rl.interrupts import on_own_thread
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.group import same_stream
 from weft_rl.transport.sender import Progress, Reformed, Sending, SendingRank
 
-#: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
-#: with 512 MiB: a bucket must take longer than the release of the one before it.
-DEVICE_BUCKET_BYTES = 2**30
-
-
-def packs_on_device(backend: str) -> bool:
-    """Return whether buckets for a backend are packed on an accelerator; the same on every rank."""
-    return backend == NCCL or (backend == ONE_SIDED and torch.cuda.is_available())
-
-
-def bucket_capacity(backend: str, chosen: int | None) -> int:
-    """Return the payload bytes of a bucket over a backend, or the user's choice. It is the same on
-    every rank."""
-    return chosen or (DEVICE_BUCKET_BYTES if packs_on_device(backend) else DEFAULT_BUCKET_BYTES)
-
-
 _log = logging.getLogger(__name__)
 
 _STAND_BY_SECONDS = 1.0
+# Layouts whose views are kept: a base, its merged form, some adapters.
+_MAX_PACKERS = 4
 
 #: Finds the place in the group that a transfer continues in, if it is another than this one.
 FindGroup = Callable[[str], GroupTicket | None]
@@ -96,9 +66,8 @@ class Sender:
     ) -> None:
         self.device = device
         self._credentials = credentials
-        self._packer: Packer | None = None
-        self._shard_packer: ShardPacker | None = None
-        self._buffers: list[torch.Tensor] = []
+        #: Packers of the last pushes, in the same buffers.
+        self._packers: list[Packer] = []
         self._last: tuple[Sending, PackedBuckets, FindGroup] | None = None
         self._rank = self._join(ticket)
 
@@ -128,8 +97,7 @@ class Sender:
 
     def send(
         self,
-        source: Source | RunSource | ShardPush,
-        manifest: Manifest,
+        reader: Reader,
         *,
         transfer_id: str,
         nonce: int,
@@ -140,13 +108,12 @@ class Sender:
     ) -> bytes:
         """Send every bucket, each kept until all receivers have verified it.
 
-        Blocks until the last bucket was released. The source is read once, in
+        Blocks until the last bucket was released. The push is read once, in
         order, whatever happens; extra memory is the packer's buffers, and as many
         more while a group is replaced that cannot be aborted (gloo's).
 
         Args:
-            source: Source of the tensors, or of a sharded trainer this rank's part.
-            manifest: Layout of the tensors.
+            reader: Content of the push as this rank sends it.
             transfer_id, nonce: Id and nonce of the transfer.
             deadline: ``time.monotonic()`` at which to give up.
             progress: Function called after each release with buckets verified by all, and in all.
@@ -160,27 +127,12 @@ class Sender:
         Raises:
             NotFiniteError: A tensor holds NaN or infinity; the other ranks were told.
             TransferTimeoutError: The deadline passed.
-            WeftError: The transfer was aborted, with its reason; or the source
+            WeftError: The transfer was aborted, with its reason; or the reader
                 failed, and then the other ranks were told.
         """
-        buckets: PackedBuckets
-        if isinstance(source, RunSource):
-            self._packer = None
-            run_packer = RunPacker(
-                manifest, source, self._buffers, self.device, self.ticket.backend
-            )
-            buckets = RunBuckets(run_packer, nonce, check_finite)
-        elif isinstance(source, ShardPush):
-            self._packer = None
-            shard_packer = self._shard_packer_for(manifest, source)
-            buckets = ShardBuckets(shard_packer, source, nonce, check_finite)
-        else:
-            packer = self._packer = self._packer_for(manifest)
-            buckets = WholeBuckets(packer, source, nonce, check_finite)
-        self._buffers = buckets.packer.buffers
+        packer = self._packer_for(reader.packing)
+        buckets = PackedBuckets(packer, reader, nonce, check_finite)
         sending = Sending(transfer_id, buckets, deadline, progress)
-        if isinstance(source, ShardPush):
-            sending.plan, sending.sender = source.plan.send_plan, self.ticket.rank
         self._last = sending, buckets, find_group
         return self._carry(sending, buckets, find_group)
 
@@ -234,7 +186,7 @@ class Sender:
             buckets.move(held)
             if self.device.type == "cuda":  # they are sent as whatever was digested: at once
                 torch.cuda.current_stream(self.device).synchronize()
-            self._buffers = buckets.packer.buffers
+            self._packers = [buckets.packer]
 
     def _join(self, ticket: GroupTicket) -> SendingRank:
         """Join a group, which is left again if this is interrupted."""
@@ -253,28 +205,21 @@ class Sender:
     def close(self) -> None:
         """Leave the group; block at most 10 s."""
         on_own_thread(self._rank.leave)
-        self._packer, self._shard_packer, self._buffers = None, None, []
+        self._packers = []
 
-    def _shard_packer_for(self, manifest: Manifest, push: ShardPush) -> ShardPacker:
-        """Return the packer of this layout and plan; a new one takes over the buffers."""
-        plan, number = push.plan, self.ticket.rank
-        kept = self._shard_packer
-        if kept is None or kept.manifest is not manifest or kept.plan is not plan.send_plan:
-            carried = plan.carried[number]
-            kept = ShardPacker(
-                manifest,
-                plan.send_plan,
-                number,
-                carried,
-                self._buffers,
-                self.device,
-                self.ticket.backend,
-            )
-            self._shard_packer = kept
-        return kept
+    def _packer_for(self, packing: Packing) -> Packer:
+        """Return the packer of a packing; a new one uses the buffers of the former ones. Those of
+        which it cannot use every buffer are dropped, and their memory with them."""
+        for kept in self._packers:
+            if kept.packing is packing:
+                return kept
+        largest = max((packer.buffers for packer in self._packers), key=len, default=[])
+        made = Packer(packing, largest, self.device, self.ticket.backend)
+        most = largest if _are_among(made.buffers, largest) else made.buffers
+        former = [p for p in self._packers[1 - _MAX_PACKERS :] if _are_among(p.buffers, most)]
+        self._packers = [*former, made]
+        return made
 
-    def _packer_for(self, manifest: Manifest) -> Packer:
-        """Return the packer of this layout; a new one takes over the buffers."""
-        if self._packer is None or self._packer.manifest.layout_digest != manifest.layout_digest:
-            self._packer = Packer(manifest, self._buffers, self.device, self.ticket.backend)
-        return self._packer
+
+def _are_among(some: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> bool:
+    return all(any(own is buffer for buffer in buffers) for own in some)

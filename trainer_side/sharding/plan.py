@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer_side.packing.packer import Packing
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
@@ -14,7 +15,6 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.layout.send_plan import (
     MAX_WIRE_BUCKETS,
-    SendPlan,
     WireBucket,
     make_send_plan,
 )
@@ -43,9 +43,8 @@ class ShardPlan:
 
     senders: tuple[int, ...]
     """Ranks of the trainer that send, by their ranks in the side group."""
-    send_plan: SendPlan
-    carried: tuple[tuple[tuple[Run, ...], ...], ...]
-    """Runs of each wire bucket, in order, by sender."""
+    packings: tuple[Packing, ...]
+    """Wire buckets of each sender, and their runs."""
     handed: Mapping[int, Handed]
     """Runs that their sender does not hold itself, by the trainer's rank that holds them."""
     digest: bytes
@@ -125,10 +124,10 @@ def plan_shards(
         for rank, given in theirs.items():
             handed[rank].append(tuple(given))
     text = repr((manifest.layout_digest, senders, carried, handed))
+    plan = make_send_plan(len(senders), wires)
     return ShardPlan(
         senders,
-        make_send_plan(len(senders), wires),
-        tuple(map(tuple, carried)),
+        tuple(Packing(manifest, plan, number, tuple(own)) for number, own in enumerate(carried)),
         {rank: Handed(sends_for[rank], tuple(given)) for rank, given in handed.items()},
         hashlib.sha256(text.encode()).digest(),
     )

@@ -17,7 +17,7 @@ from trainer_side.params.elements import (
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.merged_elements import MergedElements
 from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
-from trainer_side.params.params import Params, copy_into, lying_param, whole_tensors
+from trainer_side.params.params import Params, copy_into, resident_param, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft_rl.contract.errors import InvalidManifestError
 
@@ -141,10 +141,10 @@ class ModuleSource:
         self._converted = None
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``LyingSource``."""
+        """See ``Source.by_reference``."""
         groups = [group for group, _ in self._index[first : first + count]]
         return [
-            lying_param(self._params, group.sources[0]) if group.is_identity else None
+            resident_param(self._params, group.sources[0]) if group.is_identity else None
             for group in groups
         ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +13,6 @@ from trainer_side.sources.named_tensors import (
     check_tensor,
     torch_dtype,
 )
-from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
@@ -25,18 +23,6 @@ from weft_rl.transport.wire.buckets import run_parts
 
 #: What ``last_report.source`` says.
 DESCRIPTION = "named tensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tensor, or a part of it, that lies in a bucket's payload."""
-
-    slot: TensorSlot
-    run: Run
-    at: int
-    """Byte offset in the payload."""
-    digest: int
-    """Digest of this part of the tensor."""
 
 
 class RunSource:
@@ -65,8 +51,9 @@ class RunSource:
         self._slots = {slot.meta.name: (i, slot) for i, slot in enumerate(manifest.tensors)}
         self._tied = TiedDuplicates([slot.meta for slot in manifest.tensors])
 
-    def fill(self, payload: torch.Tensor, speak: Callable[[], None]) -> list[Piece]:
-        """Fill a bucket's payload with the next tensors, cast; collective.
+    def fill(self, payload: torch.Tensor, speak: Callable[[], None]) -> tuple[list[Run], list[int]]:
+        """Fill a bucket's payload with the next tensors, cast; collective. Return the runs that lie
+        there, in order, and the digest of each.
 
         Filling the last payload also ends the iteration: nothing may follow.
 
@@ -79,7 +66,7 @@ class RunSource:
             InvalidManifestError: A tensor is missing, came twice, or is not the reference's.
             BaseException: The error that ended the iteration, or another rank.
         """
-        taken: list[tuple[TensorSlot, Run, int]] = []
+        runs: list[Run] = []
         at = 0
         while at < payload.numel():
             if self._open is None:
@@ -91,21 +78,19 @@ class RunSource:
             index, slot, tensor = self._open
             room = (payload.numel() - at) // slot.meta.dtype.itemsize_bytes
             run = Run(index, self._done, min(tensor.numel() - self._done, room))
-            taken.append((slot, run, at))
+            runs.append(run)
             at += self._copy(slot.meta, tensor[run.first : run.end], payload[at:])
             self._done = run.end
             if run.end == tensor.numel():
                 self._open = None
-        digests = part_digests(payload, run_parts(self._manifest, [run for _, run, _ in taken]))
-        pieces = [Piece(*took, digest) for took, digest in zip(taken, digests, strict=True)]
-        for piece in pieces:
-            meta = piece.slot.meta
-            is_last = piece.run.end * meta.dtype.itemsize_bytes == meta.num_bytes
-            self._tied.sent(meta.name, piece.digest, is_last=is_last)
+        digests = part_digests(payload, run_parts(self._manifest, runs))
+        for run, digest in zip(runs, digests, strict=True):
+            meta = self._manifest.tensors[run.tensor].meta
+            self._tied.sent(meta.name, digest, is_last=run.end == meta.num_elements)
         if self._open is None and len(self._seen) == len(self._slots):
             assert self._next() is None  # else it would have been refused
             self._tied.finish()
-        return pieces
+        return runs, digests
 
     @staticmethod
     def _copy(meta: TensorMeta, part: torch.Tensor, payload: torch.Tensor) -> int:
@@ -198,6 +183,10 @@ class OrderedSource:
             self._next(None)
             self._tied.finish()
 
+    def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
+        """See ``Source.by_reference``: a tensor is here once it is asked for."""
+        return [None] * count
+
     def end_reading(self) -> None:
         """See ``Source.end_reading``: nothing is kept beyond this push."""
 
@@ -222,36 +211,3 @@ class OrderedSource:
                 f"{self._steps.num_tensors} tensors of {len(self._order)}"
             )
         return None
-
-
-@dataclass(frozen=True)
-class NamedBase:
-    """Content with every weight of the base, as named tensors.
-
-    Like a ``Content``, but its source needs a reference, at the sender alone.
-
-    Args:
-        steps: This rank's iteration over them.
-        cast: Cast floats to the reference's dtypes.
-        metadata: Names in order, with shapes and dtypes; None if not known beforehand.
-    """
-
-    steps: NamedSteps
-    cast: bool
-    metadata: Metadata | None
-    remarks: tuple[str, ...] = ()
-
-    def over(self, reference: Reference) -> RunSource | OrderedSource:
-        """Return the sender's source for a pool of this reference.
-
-        Raises:
-            InvalidManifestError: ``metadata`` does not match the reference.
-        """
-        if self.metadata is None:
-            return RunSource(self.steps, reference, self.cast)
-        return OrderedSource(self.steps, self.metadata, reference, self.cast)
-
-    @property
-    def base(self) -> BaseOf:
-        """See ``Content.base``: no module of this process."""
-        return BaseOf()

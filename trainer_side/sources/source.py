@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
 from trainer_side.params.elements import Elements, held_elements, why_not_held
-from trainer_side.params.params import Params, WholeParams, lying_param
+from trainer_side.params.params import Params, WholeParams, resident_param
 from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.tensors import DataType, TensorMeta
 
@@ -51,14 +51,9 @@ class Source(Protocol):
         """Free what was kept between ranges, once a push has read its last one, or has failed. The
         next push may find other values. Not collective."""
 
-
-@runtime_checkable
-class LyingSource(Source, Protocol):
-    """Source with some tensors that lie whole in this process's memory."""
-
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """Return the tensors of a range that lie whole here, in their own dtypes; None for the
-        others."""
+        """Return the tensors of a range that lie whole in this process's memory, in their own
+        dtypes; None for the others. Not collective."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +146,8 @@ class ParamsSource:
         """See ``Source.end_reading``: nothing is kept."""
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``LyingSource``."""
-        return [lying_param(self._params, name) for name in self._names[first : first + count]]
+        """See ``Source.by_reference``."""
+        return [resident_param(self._params, name) for name in self._names[first : first + count]]
 
 
 def tensor_source(

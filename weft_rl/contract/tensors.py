@@ -97,7 +97,12 @@ class TensorMeta:
     @property
     def num_bytes(self) -> int:
         """Bytes of its elements, without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize_bytes
+        return self.num_elements * self.dtype.itemsize_bytes
+
+    @property
+    def num_elements(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

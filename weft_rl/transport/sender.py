@@ -56,7 +56,15 @@ class Buckets(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Layout of the buckets."""
+        """Layout of the version."""
+
+    @property
+    def plan(self) -> SendPlan:
+        """Plan of the transfer's buckets, whoever sends them."""
+
+    @property
+    def sender(self) -> int:
+        """Number of this sender in the plan."""
 
     @property
     def num_buffers(self) -> int:
@@ -93,11 +101,6 @@ class Sending:
     deadline: float
     """``time.monotonic()`` at which to give up."""
     progress: Progress | None = None
-    plan: SendPlan | None = None
-    """Plan that divides the buckets among senders; None where one rank sends the manifest's
-    buckets."""
-    sender: int = 0
-    """Rank of this sender."""
     digests: list[int] = field(default_factory=list)
     """Digests in the trailers of the buckets made so far, in order."""
     sealed: dict[int, Sealed] = field(default_factory=dict)
@@ -108,12 +111,12 @@ class Sending:
     @property
     def num_buckets(self) -> int:
         """Number of buckets of the transfer, whoever sends them, released or not."""
-        return len(self.plan.buckets if self.plan else self.buckets.manifest.buckets)
+        return len(self.buckets.plan.buckets)
 
     @property
     def indices(self) -> Sequence[int]:
         """Indices of the transfer's buckets that are sent here, ascending."""
-        return self.plan.sent_by(self.sender) if self.plan else range(self.num_buckets)
+        return self.buckets.plan.sent_by(self.buckets.sender)
 
 
 class Reformed(Exception):

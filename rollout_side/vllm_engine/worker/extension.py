@@ -23,7 +23,7 @@ from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import Handoff
 from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.memory.versions import StagedHandle
-from rollout_side.receive.in_place import InPlaceLoad
+from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.files_proof import learn_from

@@ -15,7 +15,7 @@ from rollout_side.memory.ranks.handoff import RankServer
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place import InPlaceLoad
+from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors

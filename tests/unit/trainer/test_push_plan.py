@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from tests.doubles.shards import sharded
-from trainer_side.push_plan import Planner, PushPlan, checks_finite
-from trainer_side.push_request import PushSettings
+from trainer_side.push_request import PushPlan, PushSettings, checks_finite, plan_push
+from trainer_side.pushes.content import Weights
+from trainer_side.pushes.packings import Packings
+from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.pushes.sharded import ShardedPush
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout import send_plan
@@ -41,17 +44,18 @@ def _request(weights: Mapping[str, torch.Tensor]) -> Any:
 
 
 def test_a_layout_is_made_once_and_cut_as_told() -> None:
-    planner = Planner(OneRank(), bucket_bytes=1024)
+    packings = Packings(OneRank(), bucket_bytes=1024)
     target = pb.DescribeTargetResponse(backends=["gloo"], base_dtype=types_pb2.DATA_TYPE_FLOAT32)
     request = _request({"a": torch.ones(256), "b": torch.ones(256)})
-    plan = planner.plan(request, target, _no_reference)
-    assert plan.manifest is not None
-    assert [bucket.payload_bytes for bucket in plan.manifest.buckets] == [1024, 1024]
-    assert (plan.adapter, plan.shards, plan.finite, plan.backend) == (None, None, False, "gloo")
-    assert planner.plan(request, target, _no_reference).manifest is plan.manifest
+    plan = plan_push(request, target, packings, _no_reference)
+    packing = plan.push.packing
+    assert [bucket.payload_bytes for bucket in packing.manifest.buckets] == [1024, 1024]
+    assert isinstance(plan.push, GatheredPush)
+    assert (plan.adapter, plan.finite, plan.backend) == (None, False, "gloo")
+    assert plan_push(request, target, packings, _no_reference).push.packing is packing
 
 
-class _Content:
+class _Content(Weights):
     """Weights that two ranks hold columns of, cut so that they cannot travel."""
 
     remarks = ()
@@ -68,22 +72,22 @@ class _Content:
 def _plan(content: _Content, max_senders: int = 64) -> PushPlan:
     request: Any = SimpleNamespace(content=lambda: content, check_finite=False)
     target = pb.DescribeTargetResponse(backends=["gloo"])
-    planner = Planner(content.ranks, None, max_senders)
-    return planner.plan(request, target, _no_reference)
+    packings = Packings(content.ranks, None, max_senders)
+    return plan_push(request, target, packings, _no_reference)
 
 
 def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert _plan(_Content(8)).shards is not None
-    assert _plan(_Content(8)).remarks == ()
-    gathered = _plan(_Content(6))
-    assert gathered.shards is None
+    assert isinstance(_plan(_Content(8)).push, ShardedPush)
+    assert _plan(_Content(8)).push.remarks == ()
+    gathered = _plan(_Content(6)).push
+    assert isinstance(gathered, GatheredPush)
     assert "rank 0 gathered all: 1 of 1 tensors" in gathered.remarks[0]
-    assert _plan(_Content(6), max_senders=1).remarks == ()
+    assert _plan(_Content(6), max_senders=1).push.remarks == ()
     monkeypatch.setattr(send_plan, "MAX_WIRE_BUCKETS", 0)
-    crowded = _plan(_Content(8))
-    assert crowded.shards is None
+    crowded = _plan(_Content(8)).push
+    assert isinstance(crowded, GatheredPush)
     (remark,) = crowded.remarks
     assert remark.startswith("rank 0 gathered all: a send plan of ")
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from tests.doubles.linked_ranks import linked_ranks
-from trainer_side.push_plan import Planner
+from trainer_side.packing.packer import whole_packing
+from trainer_side.pushes.packings import Packings
+from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.pushes.sharded import ShardedPush
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sharding.plan import plan_shards
-from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft_rl.contract.errors import CapacityError, InvalidManifestError
@@ -56,23 +58,22 @@ class _Source:
 
 
 def _pushing(ranks: OneRank, client: Any = None) -> Pushing:
-    return Pushing(ranks, client, Planner(ranks, None), SimpleNamespace())  # type: ignore[arg-type]
+    return Pushing(ranks, client, Packings(ranks, None), SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_reading_of_a_push_that_fails_has_ended_at_every_rank(rank: int) -> None:
-    def carry_out(begun: Any, led: Any, *rest: Any) -> None:
-        led.read(0, 1, [torch.empty(4)])
+    def carry_out(begun: Any, push: Any, *rest: Any) -> None:
+        push.fill(packing.runs[0], [torch.empty(4)])
         raise CapacityError("full")
 
     ranks, source = _Ranks(rank), _Source()
-    plan: Any = SimpleNamespace(
-        source=source, manifest=plan_buckets(source.metas), what=None, finite=False
-    )
+    packing: Any = whole_packing(plan_buckets(source.metas))
+    push = GatheredPush(source, ranks, packing)  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     with pytest.raises(CapacityError):
         _pushing(ranks, SimpleNamespace(carry_out=carry_out))._carry_out(
-            begun, plan, time.monotonic() + 5
+            begun, push, False, time.monotonic() + 5
         )
     assert source.told == ["read", "end"]
 
@@ -104,9 +105,10 @@ class _Shards(_Source):
         return "it must be"
 
 
-def _shard_push(ranks: Any, source: _Shards) -> ShardPush:
+def _shard_push(ranks: Any, source: _Shards) -> ShardedPush:
     shards = ShardSource(source, [None], ranks.rank)
-    return ShardPush(shards, plan_shards(plan_buckets(source.metas), shards.held), ranks)
+    manifest = plan_buckets(source.metas)
+    return ShardedPush(shards, manifest, plan_shards(manifest, shards.held), ranks)
 
 
 def test_a_push_that_is_refused_brings_nothing_together() -> None:
@@ -115,9 +117,7 @@ def test_a_push_that_is_refused_brings_nothing_together() -> None:
 
     ranks, source = _Ranks(SENDER), _Shards()
     push, pushing = _shard_push(ranks, source), _pushing(ranks)
-    plan = SimpleNamespace(
-        manifest=plan_buckets(source.metas), shards=push, adapter=None, backend="gloo"
-    )
+    plan = SimpleNamespace(push=push, adapter=None, backend="gloo")
     pushing._agree = lambda *rest: plan  # type: ignore[assignment, return-value]
     pushing._begin = refuse  # type: ignore[method-assign]
     request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
@@ -161,8 +161,7 @@ def test_a_gather_that_fails_at_one_rank_ends_the_push_at_all(
     def push(rank: int) -> None:
         pushings[rank]._peer = SimpleNamespace(close=lambda: left.append(rank))  # type: ignore[assignment]
         own = _shard_push(linked[rank], sources[rank])
-        manifest = plan_buckets(sources[rank].metas)
-        pushings[rank]._send_shards(begun, own, manifest, False, time.monotonic() + 5)
+        pushings[rank]._carry_out(begun, own, False, time.monotonic() + 5)
 
     with ThreadPoolExecutor(2) as pool:
         found = [each.exception(10) for each in [pool.submit(push, rank) for rank in range(2)]]
@@ -183,10 +182,7 @@ def test_a_push_that_has_ended_already_brings_nothing_together(linked: list[Torc
     def push(rank: int) -> pb.Transfer:
         pushing = _pushing(linked[rank], None if rank else client)
         own = _shard_push(linked[rank], sources[rank])
-        manifest = plan_buckets(sources[rank].metas)
-        return pushing._send_shards(
-            pb.BeginTransferResponse(), own, manifest, False, time.monotonic() + 5
-        )
+        return pushing._carry_out(pb.BeginTransferResponse(), own, False, time.monotonic() + 5)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(push, range(2))) == [pb.Transfer()] * 2
@@ -215,6 +211,5 @@ def test_a_push_that_gathers_nothing_agrees_once_before_it_is_sent(
         push.source.gathered.clear()
     client = SimpleNamespace(attend=lambda *rest: None, carry_out=lambda *rest: pb.Transfer())
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
-    manifest = plan_buckets(source.metas)
-    _pushing(ranks, client)._send_shards(begun, push, manifest, False, time.monotonic() + 5)
+    _pushing(ranks, client)._carry_out(begun, push, False, time.monotonic() + 5)
     assert ranks.num_agreed == num_agreed

@@ -15,7 +15,7 @@ import torch
 from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.layout.send_plan import WireBucket, make_send_plan
+from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan, whole_plan
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport import sender
 from weft_rl.transport.digests.wsum64 import content_digest
@@ -92,7 +92,8 @@ class Buckets:
     manifest = MANIFEST
     num_buffers = 2
 
-    def __init__(self) -> None:
+    def __init__(self, plan: SendPlan | None = None, sender: int = 0) -> None:
+        self.plan, self.sender = plan or whole_plan(MANIFEST), sender
         self.made: list[int] = []
         self.buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
@@ -277,8 +278,8 @@ def test_one_of_several_senders_sends_its_own_and_counts_all(
 ) -> None:
     monkeypatch.setattr(sender, "Membership", Group)
     ticket = replace(TICKET, rank=1, size=4, num_senders=2)
-    rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets()
-    sending = Sending("t1", buckets, time.monotonic() + 20, None, PLAN, 1)
+    rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets(PLAN, 1)
+    sending = Sending("t1", buckets, time.monotonic() + 20)
     group: Any = rank._membership
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(rank.send, sending)
@@ -303,8 +304,8 @@ def test_it_resumes_with_its_next_from_the_first_that_a_receiver_lacks(
 ) -> None:
     monkeypatch.setattr(sender, "Membership", Group)
     ticket = replace(TICKET, rank=1, size=4, num_senders=2)
-    rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets()
-    sending = Sending("t1", buckets, time.monotonic() + 20, None, PLAN, 1)
+    rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets(PLAN, 1)
+    sending = Sending("t1", buckets, time.monotonic() + 20)
     group: Any = rank._membership
     group.start(first_bucket=4)  # after its 1 and 3
     group.release(8)

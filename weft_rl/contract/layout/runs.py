@@ -69,16 +69,19 @@ class Run(NamedTuple):
 
 
 class WireSize(NamedTuple):
-    """Size of a bucket that lists runs."""
+    """Size of a bucket as it travels."""
 
     payload_bytes: int
+    num_runs: int
+    """Runs that it has room to list; 0 where no list travels."""
     wire_bytes: int
 
 
 def wire_size(payload_bytes: int, num_runs: int) -> WireSize:
-    """Compute the size of a bucket with room for ``num_runs`` runs."""
-    table = _COUNT.size + _RUN.size * num_runs
-    return WireSize(payload_bytes, align_up(payload_bytes + TRAILER_BYTES + table))
+    """Compute the size of a bucket with room for a list of ``num_runs`` runs; without a list for
+    none."""
+    table = _COUNT.size + _RUN.size * num_runs if num_runs else 0
+    return WireSize(payload_bytes, num_runs, align_up(payload_bytes + TRAILER_BYTES + table))
 
 
 def carried_sizes(manifest: Manifest) -> tuple[WireSize, ...]:

@@ -1,10 +1,10 @@
-"""Send plans: the parts of each bucket that each of a transfer's several senders sends.
+"""Send plans: the buckets of a transfer as they travel, by sender.
 
-A manifest lays a version out, whoever sends it. Where several senders hold it, each packs what
-it holds of a layout's bucket into a *wire bucket* of its own, which lists its runs. The plan
-says how large they are before the first byte; what they carry only their senders know. Wire
-buckets have one order for all: receivers verify and report them in it, and a transfer that
-resumes counts in it.
+A manifest lays a version out, whoever sends it. What travels are *wire buckets*, each of which
+carries runs of the version's tensors. Sender and receivers have the same plan of them before the
+first byte: their sizes and their one order, in which receivers verify and report them, and in
+which a transfer that resumes counts. Which runs they carry is known with the plan, or announced
+with each bucket (``Listing``).
 """
 
 from __future__ import annotations
@@ -12,18 +12,30 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Final
 
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.layout.manifest import ALIGN_BYTES, Manifest
-from weft_rl.contract.layout.runs import wire_size
+from weft_rl.contract.layout.runs import Run, carried_sizes, wire_size
 
 #: Wire buckets of one transfer.
 MAX_WIRE_BUCKETS: Final = 65_536
 # What a run's first and last block may hold beside it.
 _MAX_LOST_BYTES: Final = 2 * ALIGN_BYTES
+
+
+class Listing(Enum):
+    """Way in which a receiver learns the runs of a wire bucket."""
+
+    NONE = "none"
+    """From the manifest: a wire bucket is a bucket of the layout, and no list travels."""
+    WITHIN_BUCKET = "within bucket"
+    """From the wire bucket, which lists them; they lie in its bucket of the layout."""
+    ANYWHERE = "anywhere"
+    """From the wire bucket, which lists them; they may lie anywhere in the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,7 @@ class WireBucket:
     payload_bytes: int
     """Bytes of its runs and their padding, a multiple of ``ALIGN_BYTES``."""
     num_runs: int
+    """Runs that it has room to list; 0 where no list travels."""
 
     @property
     def wire_bytes(self) -> int:
@@ -46,11 +59,17 @@ class WireBucket:
 
 @dataclass(frozen=True)
 class SendPlan:
-    """The wire buckets of a transfer in their order: by bucket of the layout, then by sender."""
+    """Wire buckets of a transfer in their order: by bucket of the layout, then by sender."""
 
     num_senders: int
     """Number of senders, ranks 0 and up of the side group; each sends something."""
     buckets: tuple[WireBucket, ...]
+    listing: Listing = Listing.WITHIN_BUCKET
+
+    @property
+    def lists_runs(self) -> bool:
+        """True if each wire bucket lists the runs that it carries."""
+        return self.listing is not Listing.NONE
 
     def wire_bytes(self, index: int) -> int:
         """Return the bytes on the wire of a wire bucket, by its place in the order."""
@@ -73,8 +92,49 @@ class SendPlan:
         return tuple(map(tuple, indices))
 
 
+def whole_plan(manifest: Manifest) -> SendPlan:
+    """Plan a transfer in which one rank sends the buckets of the layout as they are."""
+    wires = [WireBucket(0, i, b.payload_bytes, 0) for i, b in enumerate(manifest.buckets)]
+    return SendPlan(1, tuple(wires), Listing.NONE)
+
+
+def whole_runs(manifest: Manifest) -> tuple[tuple[Run, ...], ...]:
+    """List the runs of each wire bucket of a ``whole_plan``: its tensors; O(tensors)."""
+    return tuple(
+        tuple([Run(i, 0, manifest.tensors[i].meta.num_elements) for i in tensors])
+        for tensors in manifest.tensors_by_bucket
+    )
+
+
+def announced_plan(manifest: Manifest) -> SendPlan:
+    """Plan a transfer in which one rank sends whole tensors in an order that it announces bucket
+    by bucket; O(tensors)."""
+    wires = [
+        WireBucket(0, index, size.payload_bytes, size.num_runs)
+        for index, size in enumerate(carried_sizes(manifest))
+    ]
+    return SendPlan(1, tuple(wires), Listing.ANYWHERE)
+
+
+def transfer_plan(manifest: Manifest, divided: SendPlan | None, *, carries_runs: bool) -> SendPlan:
+    """Return the plan that a transfer was begun with, as a receiver is told of it.
+
+    Args:
+        divided: Division among senders that travelled with the transfer; None for one sender.
+        carries_runs: True if the sender announces the runs of its buckets.
+
+    Raises:
+        InvalidRequestError: As ``check_send_plan``.
+    """
+    if divided is not None:
+        check_send_plan(divided, manifest)
+        return divided
+    return announced_plan(manifest) if carries_runs else whole_plan(manifest)
+
+
 def make_send_plan(num_senders: int, buckets: Iterable[WireBucket]) -> SendPlan:
-    """Check wire buckets, which may be anybody's claim, and make a plan of them.
+    """Check wire buckets, which may be anybody's claim, and plan a division among senders with
+    them.
 
     Raises:
         InvalidRequestError: Names the first that is out of bounds or out of order.

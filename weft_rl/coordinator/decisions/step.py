@@ -43,7 +43,6 @@ from weft_rl.coordinator.decisions.transfers import (
     preflight,
     stalls,
     suspects,
-    turns,
     withdrawals,
 )
 
@@ -78,8 +77,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         withdrawals.decide(change)
     if state.history is not change.state.history:
         _schedule_after(change, state)
-    turns.end_unwanted(change)
-    turns.admit(change)
+    course.end_unwanted(change)
+    course.admit(change)
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:

@@ -10,12 +10,13 @@ from rollout_side.memory import segment as segment_module
 from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
 from rollout_side.memory.segment import HostSegment, SegmentPool
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import PartialTransfer, StagedVersion
-from rollout_side.receive.staging import StagingBuffers
-from rollout_side.receive.transfer import ReceiveBuffers
+from rollout_side.memory.versions import Carried, PartialTransfer, StagedVersion
+from rollout_side.receive.ring import Ring, arrival_buffers
+from rollout_side.receive.staging import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.send_plan import whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests
@@ -121,7 +122,7 @@ def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> No
     store = WorkerStore(10 * SIZE, 10 * SIZE)
     segment = store.reserve("t", SIZE, adapter=False)
     segment.data.fill_(3)
-    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [[1]]))
+    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [Carried((), [1])]))
     if settled:
         store.settle_partial("trainer")
     store.settle_partial("another")
@@ -131,7 +132,14 @@ def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> No
     assert taken.segment.data[0] == 3
 
 
-def send(buffers: ReceiveBuffers, index: int, nonce: int = NONCE) -> torch.Tensor:
+def _ring(data: torch.Tensor, device: torch.device) -> Ring:
+    plan = whole_plan(MANIFEST)
+    partial = PartialTransfer("t", "trainer", MANIFEST, HostSegment.allocate(SIZE), [])
+    buffers = arrival_buffers(plan, 2, device) if device != data.device else {}
+    return Ring(MANIFEST, plan, StagingSink(partial, data, device), buffers, 2)
+
+
+def send(buffers: Ring, index: int, nonce: int = NONCE) -> torch.Tensor:
     """Put a bucket where it is received, as its sender does; returns its payload."""
     bucket, wire = MANIFEST.buckets[index], buffers.wire(index)
     payload = wire[: bucket.payload_bytes]
@@ -144,7 +152,7 @@ def send(buffers: ReceiveBuffers, index: int, nonce: int = NONCE) -> torch.Tenso
 @pytest.mark.parametrize("device", [CPU, ELSEWHERE])
 def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
     data = torch.zeros(SIZE, dtype=torch.uint8)
-    buffers = StagingBuffers(MANIFEST, [], data, device, 2)
+    buffers = _ring(data, device)
     at = 0
     for index, bucket in enumerate(MANIFEST.buckets):
         payload = send(buffers, index)
@@ -156,7 +164,7 @@ def test_buckets_come_to_lie_one_after_the_other(device: torch.device) -> None:
 
 def test_a_bucket_of_another_transfer_does_not_land() -> None:
     data = torch.zeros(SIZE, dtype=torch.uint8)
-    buffers = StagingBuffers(MANIFEST, [], data, ELSEWHERE, 2)
+    buffers = _ring(data, ELSEWHERE)
     send(buffers, 0, nonce=8)
     with pytest.raises(DigestMismatchError, match="nonce"):
         buffers.accept(0, NONCE)()

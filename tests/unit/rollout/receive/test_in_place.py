@@ -9,11 +9,12 @@ import torch
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.placement import MARGIN_BYTES, Memory
-from rollout_side.receive.in_place_buffers import PAUSE_SECONDS, InPlaceBuffers, is_load_due
-from rollout_side.receive.transfer import make_buffers
+from rollout_side.receive.loading import PAUSE_SECONDS, LoadingSink, is_load_due
+from rollout_side.receive.ring import Ring, make_buffers
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.send_plan import whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.group import CPU
@@ -46,7 +47,7 @@ def test_as_late_as_receiving_allows(
     assert is_load_due(received, buffers, buckets, received * each) is due
 
 
-def _land(buffers: InPlaceBuffers, index: int) -> None:
+def _land(buffers: Ring, index: int) -> None:
     """A bucket of zeros arrives."""
     size = MANIFEST.buckets[index].payload_bytes
     wire = buffers.wire(index).zero_()
@@ -58,30 +59,36 @@ def _handoff() -> HandoffQueue:
     return HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
 
 
+def _ring(handoff: HandoffQueue, num_more: int = 0) -> Ring:
+    plan = whole_plan(MANIFEST)
+    sink = LoadingSink(handoff, plan, CPU, IN_FLIGHT, lambda: None, num_more)
+    return Ring(MANIFEST, plan, sink, {}, IN_FLIGHT)
+
+
 def test_with_as_few_buffers_as_there_must_be_at_once() -> None:
-    buffers = InPlaceBuffers(_handoff(), CPU, IN_FLIGHT, lambda: None)
-    assert buffers.is_load_due()
-    assert not buffers.is_load_due()  # said once
+    buffers = _ring(_handoff())
+    assert buffers.sink.is_load_due()
+    assert not buffers.sink.is_load_due()  # said once
 
 
 def test_with_more_of_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    buffers = InPlaceBuffers(_handoff(), CPU, IN_FLIGHT, lambda: None, num_more=3)
+    buffers = _ring(_handoff(), 3)
     said = []
     for index in range(IN_FLIGHT + 3):
         assert buffers.make_room(index, wait=False)
         now[0] += 1.0
         _land(buffers, index)
-        said.append(buffers.is_load_due())
+        said.append(buffers.sink.is_load_due())
     assert said == [False, False, False, True, False]
     assert not buffers.make_room(IN_FLIGHT + 3, wait=False)
 
 
 def test_where_it_goes_on_in_another_group_at_once() -> None:
     handoff = _handoff()
-    _land(InPlaceBuffers(handoff, CPU, IN_FLIGHT, lambda: None, num_more=6), 0)
-    assert InPlaceBuffers(handoff, CPU, IN_FLIGHT, lambda: None, num_more=6).is_load_due()
+    _land(_ring(handoff, 6), 0)
+    assert _ring(handoff, 6).sink.is_load_due()
 
 
 def test_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

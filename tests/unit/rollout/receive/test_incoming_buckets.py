@@ -41,12 +41,16 @@ class _Lent:
 
 
 class _OtherBytes:
-    """Buffers of one bucket, that finds other bytes than were sent."""
+    """Ring of one bucket and its sink, that finds other bytes than were sent."""
 
     num_kept, ahead, copies_lent = 0, 1, True
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
+
+    @property
+    def sink(self) -> _OtherBytes:
+        return self
 
     def is_load_due(self) -> bool:
         return False
@@ -85,15 +89,15 @@ def test_what_a_sender_has_left_behind_is_not_taken_for_what_it_sent(
         transfer_id="t1", num_buckets=1, nonce=7, deadline=time.monotonic() + 10,
         sender_of=lambda index: 0,
     )  # fmt: skip
-    buffers: Any = _OtherBytes(at_once=at_once)
+    ring: Any = _OtherBytes(at_once=at_once)
     with pytest.raises(error):
-        receive_buckets(membership, prepared, buffers, 0)
+        receive_buckets(membership, prepared, ring, 0)
     assert lent.num_given_back == 1
     assert lent.num_kept == 0
 
 
 class _InPairs(_OtherBytes):
-    """Buffers of two buckets, of which the first is kept once the second has come."""
+    """Ring of two buckets, of which the first is kept once the second has come."""
 
     ahead = 2
 
@@ -141,7 +145,7 @@ def test_what_is_kept_is_told_and_nothing_that_only_was_verified(
         transfer_id="t1", num_buckets=2, nonce=7, deadline=time.monotonic() + 10,
         sender_of=lambda index: 0, version="base@1", span=SimpleNamespace(set=lambda **told: None),
     )  # fmt: skip
-    buffers: Any = _InPairs()
-    receive_buckets(membership, prepared, buffers, 0)
+    ring: Any = _InPairs()
+    receive_buckets(membership, prepared, ring, 0)
     assert order == expected
     assert [receive.num_given_back for receive in receives] == [1, 1]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
-from rollout_side.receive.wire_buckets import LaneBuffers, PlannedBuffers
+from rollout_side.receive.ring import Ring, arrival_buffers
+from rollout_side.receive.staging import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
@@ -20,7 +21,7 @@ from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_pl
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.group import CPU
-from weft_rl.transport.wire.buckets import Assembly, run_parts, tensor_sums
+from weft_rl.transport.wire.buckets import run_parts, tensor_sums
 from weft_rl.transport.wire.options import Arrived
 
 NONCE = 7
@@ -80,13 +81,12 @@ def fill(wire: torch.Tensor, manifest: Manifest, index: int, payload: torch.Tens
     seal_wire(wire, payload.numel(), NONCE, index, digests, runs)
 
 
-def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, PlannedBuffers]:
+def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, Ring]:
     segment = HostSegment.allocate(manifest.wire_bytes)
     segment.data.fill_(0xAB)  # it was used before
-    partial = PartialTransfer("t1", "trainer", manifest, segment, [], [])
-    assert partial.carried is not None
-    into = Assembly(partial.segment.data, bucket_starts(manifest))
-    return partial, PlannedBuffers(manifest, partial.carried, into, plan, CPU, 2)
+    partial = PartialTransfer("t1", "trainer", manifest, segment, [], lists_runs=True)
+    sink = StagingSink(partial, segment.data, CPU)
+    return partial, Ring(manifest, plan, sink, arrival_buffers(plan, 2, CPU), 2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,18 +99,17 @@ def test_whatever_was_cut_lies_whole_in_the_segment(cuts: list[int]) -> None:
     for index, runs in enumerate(carried):
         fill(buffers.wire(index), manifest, index, packed(manifest, tensors, runs), runs)
         buffers.accept(index, NONCE)()
-        assert buffers.num_kept == index + 1
+        assert buffers.sink.num_kept == index + 1
     starts, data = bucket_starts(manifest), partial.segment.data
     for slot, tensor in zip(manifest.tensors, tensors, strict=True):
         begin = starts[slot.bucket] + slot.offset_bytes
         end = begin + slot.meta.num_bytes
         assert data[begin:end].equal(tensor.view(-1).view(torch.uint8))
         assert not data[end : begin + -(-slot.meta.num_bytes // 256) * 256].any()
-    assert partial.carried is not None
     sums = tensor_sums(
         manifest,
-        [run for bucket in partial.carried for run in bucket.runs],
-        [digest for bucket in partial.carried for digest in bucket.digests],
+        [run for bucket in partial.verified for run in bucket.runs],
+        [digest for bucket in partial.verified for digest in bucket.digests],
     )
     assert sums == [tensor_digest(t.view(-1).view(torch.uint8)) for t in tensors]
 
@@ -148,8 +147,8 @@ def test_each_sender_has_buffers_of_its_own_which_are_used_in_turn() -> None:
     plan = make_send_plan(
         2, [WireBucket(s, b, 256 * (s + 1), 1) for b in range(3) for s in range(2)]
     )
-    lanes = LaneBuffers(plan, 2, CPU)
-    addresses = [lanes.wire(index).data_ptr() for index in range(6)]
+    buffers = arrival_buffers(plan, 2, CPU)
+    addresses = [buffers[index].data_ptr() for index in range(6)]
     assert len(set(addresses)) == 4
     assert addresses[4:] == addresses[:2], "a sender's third is where its first was"
-    assert [lanes.wire(index).numel() for index in range(2)] == [512, 768]
+    assert [buffers[index].numel() for index in range(2)] == [512, 768]

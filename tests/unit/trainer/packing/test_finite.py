@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.packing.packer import Packer
+from tests.doubles.packing import SourcePacker
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
 from weft_rl.contract.errors import NotFiniteError
 from weft_rl.contract.layout.manifest import plan_buckets
@@ -17,9 +17,10 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def pack(source: ParamsSource, *, bucket_bytes: int = 2**20) -> None:
-    packer = Packer(plan_buckets(source.metas, bucket_bytes))
-    for index in range(len(packer.manifest.buckets)):
-        packer.pack(index, source, 1, finite=True)
+    manifest = plan_buckets(source.metas, bucket_bytes)
+    packer = SourcePacker(source, manifest)
+    for index in range(len(manifest.buckets)):
+        packer.pack(index, finite=True)
 
 
 def refused(source: ParamsSource, *, bucket_bytes: int = 2**20) -> str:

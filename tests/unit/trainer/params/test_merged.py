@@ -10,8 +10,8 @@ from torch import nn
 from tests import models
 from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
+from trainer_side.pushes.content import adapter_content, base_content
 from trainer_side.ranks.ranks import OneRank
-from trainer_side.sources.content import adapter_content, base_content
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError, UnsupportedError
 from weft_rl.v1 import publish_pb2 as pb
 

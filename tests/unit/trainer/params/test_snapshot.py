@@ -16,8 +16,8 @@ from trainer_side.params.elements import held_elements
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
 from trainer_side.params.snapshot import HostMemory, snapshot
+from trainer_side.pushes.content import ModelAdapter, ModelBase
 from trainer_side.ranks.ranks import OneRank
-from trainer_side.sources.content import ModelAdapter, ModelBase
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.v1 import publish_pb2 as pb
 

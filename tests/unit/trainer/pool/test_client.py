@@ -14,7 +14,7 @@ from trainer_side.pool import client as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.progress import reporter_for
-from trainer_side.sharding.push import ShardPush
+from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
@@ -29,15 +29,11 @@ BEGUN = pb.BeginTransferResponse(
 )
 
 
-class Others(ShardPush):
+class Others(RankPush):
     """The other ranks send; this one has nothing to add."""
 
     def __init__(self) -> None:
-        self.added = 0
-
-    @property
-    def sender(self) -> int | None:
-        return None
+        self.added, self.num_bytes = 0, MANIFEST.total_bytes
 
     def add_up(self, totals: Any = None) -> Any:
         self.added += 1
@@ -76,7 +72,7 @@ def test_its_success_is_shown_as_that_of_any_push() -> None:
     shown: list[tuple[str, int, int]] = []
     others = Others()
     client = client_of(Coordinator(transfer), lambda *said: shown.append(said))
-    assert client.carry_out(BEGUN, others, MANIFEST, False, time.monotonic() + 5) == transfer
+    assert client.carry_out(BEGUN, others, False, time.monotonic() + 5) == transfer
     assert shown == [("base@3", 4, 4)]
     assert others.added == 1
 
@@ -87,5 +83,5 @@ def test_its_failure_is_told_and_says_what_it_has_cost(monkeypatch: pytest.Monke
     coordinator = Coordinator(PeerUnavailableError("it died"))
     client = client_of(coordinator, lambda *said: None)
     with pytest.raises(PeerUnavailableError, match="replica-0 had begun to load it in place"):
-        client.carry_out(BEGUN, Others(), MANIFEST, False, time.monotonic() + 5)
+        client.carry_out(BEGUN, Others(), False, time.monotonic() + 5)
     assert [repr(error) for error in coordinator.aborted] == [repr(PeerUnavailableError("it died"))]

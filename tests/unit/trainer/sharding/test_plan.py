@@ -34,7 +34,7 @@ def _cases(draw: st.DrawFn) -> tuple[Manifest, list[list[Held]], int]:
 
 
 def _all(plan: ShardPlan) -> list[Run]:
-    return [run for sender in plan.carried for runs in sender for run in runs]
+    return [run for packing in plan.packings for runs in packing.runs or () for run in runs]
 
 
 @settings(max_examples=150, deadline=None)
@@ -45,14 +45,15 @@ def test_every_element_is_sent_once_and_handed_to_who_sends_it(
     manifest, held, max_senders = case
     plan = plan_shards(manifest, held, max_senders)
     check_coverage([slot.meta for slot in manifest.tensors], _all(plan))
-    check_send_plan(plan.send_plan, manifest)
+    check_send_plan(plan.packings[0].plan, manifest)
     holder = {run: rank for tensor in held for rank, run in tensor}
     assert len(plan.senders) <= max_senders
     assert not plan.handed.keys() & set(plan.senders)
     assert plan.handed.keys() | set(plan.senders) == set(holder.values())
     if 0 in holder.values():  # it speaks for the trainer, so it has a group to speak in
         assert plan.senders[0] == 0
-    for sender, carried in zip(plan.senders, plan.carried, strict=True):
+    for sender, packing in zip(plan.senders, plan.packings, strict=True):
+        carried = packing.runs or ()
         givers = {rank: each for rank, each in plan.handed.items() if each.to == sender}
         for runs in carried:
             assert {holder[run] for run in runs} <= {sender, *givers}
@@ -102,8 +103,8 @@ def test_a_plan_is_kept_while_ranks_hold_the_same() -> None:
 def test_ranks_that_hold_nothing_do_not_send() -> None:
     plan = plan_shards(plan_buckets(_metas(8)), [[(3, Run(0, 0, 4)), (1, Run(0, 4, 4))]])
     assert plan.senders == (1, 3)
-    assert [wire.sender for wire in plan.send_plan.buckets] == [0, 1]
-    assert plan.carried == (((Run(0, 4, 4),),), ((Run(0, 0, 4),),))
+    assert [wire.sender for wire in plan.packings[0].plan.buckets] == [0, 1]
+    assert [packing.runs for packing in plan.packings] == [((Run(0, 4, 4),),), ((Run(0, 0, 4),),)]
 
 
 def test_fewer_send_where_all_would_have_more_buckets_than_may_be() -> None:
@@ -111,5 +112,5 @@ def test_fewer_send_where_all_would_have_more_buckets_than_may_be() -> None:
     held = [[(rank, Run(i, rank, 1)) for rank in range(128)] for i in range(700)]
     plan = plan_shards(plan_buckets(metas, 1024), held, 128)
     assert len(plan.senders) == 93
-    assert len(plan.send_plan.buckets) == 93 * 700
+    assert len(plan.packings[0].plan.buckets) == 93 * 700
     assert len(_all(plan)) == 128 * 700

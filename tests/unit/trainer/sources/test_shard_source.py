@@ -37,6 +37,9 @@ class _Source:
         self.shards = None
         self.unknown, self.told = unknown, list[str]()
 
+    def by_reference(self, first: int, count: int) -> list[torch.Tensor | None]:
+        raise AssertionError
+
     def read(self, first: int, count: int, outs: Sequence[torch.Tensor] | None) -> None:
         assert count == 1
         assert outs is not None

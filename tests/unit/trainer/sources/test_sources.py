@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests import models
+from tests.doubles.packing import SourcePacker
 from tests.doubles.wire import put_tail
-from trainer_side.packing.packer import Packer
 from trainer_side.params.choose import open_model
 from trainer_side.params.names import base_name_in_peft, plan_conversions, unwrapped_name
 from trainer_side.ranks.ranks import OneRank
@@ -33,13 +33,13 @@ def module_source(model):
 def packed(source, bucket_bytes):
     """Everything a source sends, through the packer, as a dict of copies."""
     manifest = plan_buckets(source.metas, bucket_bytes)
-    packer = Packer(manifest)
+    packer = SourcePacker(source, manifest)
     out, position = {}, 0
     for index, bucket in enumerate(manifest.buckets):
-        sealed, digests = packer.pack(index, source, nonce=7)
+        found = packer.pack(index, nonce=7)
         wire = packer.wire(index)
-        put_tail(wire, sealed)
-        assert verify_bucket(wire, manifest, index, 7) == digests
+        put_tail(wire, found.sealed)
+        assert verify_bucket(wire, manifest, index, 7) == found.digests
         for slot in manifest.tensors[position : position + bucket.num_tensors]:
             raw = wire[slot.offset_bytes : slot.offset_bytes + slot.meta.num_bytes]
             tensor = raw.view(getattr(torch, slot.meta.dtype.torch_name)).view(slot.meta.shape)
@@ -92,16 +92,17 @@ def test_reused_buffers_do_not_leak_into_the_padding():
     """Equal weights digest equally whatever the buffer held before."""
     source = tensor_source({"a": torch.ones(3)}, KEEP, "test")
     manifest = plan_buckets(source.metas)
-    clean, dirty = Packer(manifest), Packer(manifest)
-    dirty.buffers[0].fill_(255)
-    assert clean.pack(0, source, 1)[1] == dirty.pack(0, source, 1)[1]
+    clean, dirty = SourcePacker(source, manifest), SourcePacker(source, manifest)
+    dirty.packer.buffers[0].fill_(255)
+    assert clean.pack(0).digests == dirty.pack(0).digests
 
 
 def test_two_buffers_are_enough_and_are_handed_on():
     source = tensor_source({f"l.{i}.w": torch.randn(64) for i in range(9)}, KEEP, "test")
-    packer = Packer(plan_buckets(source.metas, ALIGN_BYTES))
+    manifest = plan_buckets(source.metas, ALIGN_BYTES)
+    packer = SourcePacker(source, manifest).packer
     assert len(packer.buffers) == 2
-    again = Packer(plan_buckets(source.metas, ALIGN_BYTES), packer.buffers)
+    again = SourcePacker(source, manifest, buffers=packer.buffers).packer
     assert [b.data_ptr() for b in again.buffers] == [b.data_ptr() for b in packer.buffers]
 
 

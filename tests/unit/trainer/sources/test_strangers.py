@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.integration.models import Model, peft_of
 from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
+from trainer_side.pushes.content import FileAdapter
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources import adapter_source
 from trainer_side.sources.adapter_source import adapter_of_model, config_in_names
-from trainer_side.sources.content import FileAdapter
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.checkpoints.files import MAX_JSON_BYTES, weight_files

@@ -52,10 +52,10 @@ from weft_rl.coordinator.decisions.transfers import (
     withdrawals,
 )
 from weft_rl.coordinator.decisions.transfers.abort import close_group
+from weft_rl.coordinator.decisions.transfers.course import take_over
 from weft_rl.coordinator.decisions.transfers.discard import discard
 from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 from weft_rl.coordinator.decisions.transfers.refusals import all_definite, is_dirty
-from weft_rl.coordinator.decisions.transfers.turns import take_over
 
 _FOR_REPLICAS = "replicas"
 _FOR_JOINING = "replicas that are catching up"

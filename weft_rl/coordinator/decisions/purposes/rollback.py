@@ -38,10 +38,9 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers.course import at_commit_point
+from weft_rl.coordinator.decisions.transfers.course import at_commit_point, take_over
 from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
 from weft_rl.coordinator.decisions.transfers.refusals import all_definite
-from weft_rl.coordinator.decisions.transfers.turns import take_over
 
 #: Who does it, as a transfer's sender; no trainer can be named so.
 OPERATOR = "(operator)"

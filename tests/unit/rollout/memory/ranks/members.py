@@ -11,13 +11,15 @@ from typing import Any
 
 from rollout_side.memory.handoff import Handoff, HandoffQueue
 from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
-from rollout_side.receive.in_place_buffers import InPlaceBuffers
+from rollout_side.receive.loading import LoadingSink
+from rollout_side.receive.ring import Ring
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import (
     LoadFailedError,
     WeftError,
 )
 from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.layout.send_plan import whole_plan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests
@@ -45,9 +47,12 @@ class Replica:
         self.server = RankServer(self.secret, lambda name: self.queue if name == "t" else None)
         self.buffers = self.group()
 
-    def group(self) -> InPlaceBuffers:
+    def group(self) -> Ring:
         """What a side group receives in: fewer buffers than buckets."""
-        return InPlaceBuffers(self.queue, CPU, 2, nothing)
+        plan = whole_plan(self.queue.manifest)
+        return Ring(
+            self.queue.manifest, plan, LoadingSink(self.queue, plan, CPU, 2, nothing), {}, 2
+        )
 
     def land(self, index: int) -> None:
         """A bucket arrives, once there is room for it."""

@@ -27,7 +27,7 @@ from rollout_side.memory.ranks.messages import (
     Working,
     pack,
 )
-from rollout_side.receive.in_place import InPlaceLoad
+from rollout_side.receive.in_place_load import InPlaceLoad
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     MANIFEST,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles.wire import put_tail
-from trainer_side.packing.shard_packer import ShardPacker
+from trainer_side.packing.packer import Packer
 from trainer_side.params.elements import Elements, held_by
 from trainer_side.params.sharded import HeldRun, Sharded
 from trainer_side.sharding.plan import ShardPlan, plan_shards
@@ -47,6 +48,10 @@ class _Whole:
 
     def end_reading(self) -> None:
         pass
+
+
+def _reader(source: ShardSource) -> Any:
+    return source
 
 
 def _rank_elements(
@@ -86,14 +91,17 @@ def _sent(
         if rank not in plan.senders:
             continue
         sender = plan.senders.index(rank)
-        packer = ShardPacker(manifest, plan.send_plan, sender, plan.carried[sender])
+        packing = plan.packings[sender]
+        packer = Packer(packing)
         for buffer in packer.buffers:
             buffer.fill_(255)
-        for nth, index in enumerate(plan.send_plan.sent_by(sender)):
-            sealed = packer.pack(nth, own, _NONCE, totals)
-            put_tail(packer.wire(nth), sealed)
-            wire, size = packer.wire(nth), plan.send_plan.buckets[index].payload_bytes
-            assert wire.numel() == plan.send_plan.wire_bytes(index)
+        for nth, index in enumerate(packing.plan.sent_by(sender)):
+            packed = packer.pack(nth, _reader(own), _NONCE)
+            for run, digest in zip(packed.runs, packed.digests, strict=True):
+                totals[run.tensor] = (totals[run.tensor] + digest) % 2**64
+            put_tail(packer.wire(nth), packed.sealed)
+            wire, size = packer.wire(nth), packing.plan.buckets[index].payload_bytes
+            assert wire.numel() == packing.plan.wire_bytes(index)
             came, parts, _ = verify_runs(wire, size, manifest, index, _NONCE)
             _place(manifest, wire, came, received)
             seen += came
@@ -160,7 +168,7 @@ def test_what_ranks_pack_is_every_tensor_once(
     manifest, plan, received, totals = _sent(tensors, runs, num_ranks, served, capacity_bytes)
     check_coverage(
         [slot.meta for slot in manifest.tensors],
-        [run for sender in plan.carried for bucket in sender for run in bucket],
+        [run for packing in plan.packings for bucket in packing.runs or () for run in bucket],
     )
     for index, tensor in enumerate(tensors.values()):
         want = tensor.to(getattr(torch, served.torch_name)).reshape(-1).view(torch.uint8)
@@ -180,12 +188,12 @@ def test_what_is_not_finite_is_found_in_its_tensor() -> None:
             _Whole(tensors, DataType.FLOAT32), _rank_elements(tensors, runs, rank), rank
         )
         plan = plan_shards(manifest, own.held)
-        packer = ShardPacker(manifest, plan.send_plan, rank, plan.carried[rank])
+        packer = Packer(plan.packings[rank])
         if rank == 0:
-            packer.pack(0, own, _NONCE, [0], finite=True)
+            packer.pack(0, _reader(own), _NONCE, finite=True)
             continue
         with pytest.raises(NotFiniteError, match=r"layers\.0\.weight"):
-            packer.pack(0, own, _NONCE, [0], finite=True)
+            packer.pack(0, _reader(own), _NONCE, finite=True)
 
 
 def test_held_buckets_move_as_they_are() -> None:
@@ -194,9 +202,9 @@ def test_held_buckets_move_as_they_are() -> None:
     own = ShardSource(_Whole(tensors, DataType.FLOAT32), _rank_elements(tensors, runs, 0), 0)
     manifest = plan_buckets(own.metas, 2048)
     plan = plan_shards(manifest, own.held)
-    packer = ShardPacker(manifest, plan.send_plan, 0, plan.carried[0])
+    packer = Packer(plan.packings[0])
     for nth in range(3):
-        packer.pack(nth, own, _NONCE, [0] * 5)
+        packer.pack(nth, _reader(own), _NONCE)
     before = [packer.wire(nth).clone() for nth in (1, 2)]
     old = {buffer.data_ptr() for buffer in packer.buffers}
     packer.move(range(1, 3))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.doubles.linked_ranks import linked_ranks
+from trainer_side.packing.packer import whole_packing
+from trainer_side.pushes.rank_push import GatheredPush
 from trainer_side.ranks.torch_ranks import TorchRanks
-from trainer_side.sources.lockstep import LedSource, follow
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.layout.manifest import plan_buckets
@@ -44,14 +45,14 @@ class _Source:
 def test_an_error_in_a_gather_is_everybodys_though_they_wait_in_it(fails: int) -> None:
     with linked_ranks(_SIZE) as ranks, ThreadPoolExecutor(_SIZE) as pool:
         sources = [_Source(each, fails) for each in ranks]
-        manifest = plan_buckets(sources[0].metas, 256)
+        packing = whole_packing(plan_buckets(sources[0].metas, 256))
 
         def push(rank: int) -> None:
+            own = GatheredPush(sources[rank], ranks[rank], packing)  # type: ignore[arg-type]
             if rank:
-                follow(sources[rank], ranks[rank], manifest)
-            led = LedSource(sources[rank], ranks[rank])
-            for index in range(len(manifest.buckets)):
-                led.read(index, 1, [torch.zeros(64)])
+                own.assist(is_under_way=True)
+            for runs in packing.runs or ():
+                own.fill(runs, [torch.zeros(64)])
 
         found = [future.exception(20) for future in [pool.submit(push, r) for r in range(_SIZE)]]
         assert [type(error) for error in found] == [CapacityError] * _SIZE

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ import torch
 from trainer_side.pool import peer as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.peer import Peer
-from trainer_side.push_plan import Planner
+from trainer_side.pushes.packings import Packings
+from trainer_side.pushes.sharded import ShardedPush
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import OneRank, Sum
 from trainer_side.sharding.plan import plan_shards
-from trainer_side.sharding.push import ShardPush
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.errors import PeerUnavailableError, TransferAbortedError
@@ -35,10 +34,11 @@ class _Unlinked(OneRank):
         raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
 
 
-def _push(ranks: OneRank) -> ShardPush:
+def _push(ranks: OneRank) -> ShardedPush:
     source: Any = tensor_source({"a.weight": torch.ones(4)}, CastRule(), "test")
     shards = ShardSource(source, [None], 0)
-    return ShardPush(shards, plan_shards(plan_buckets(source.metas), shards.held), ranks)
+    manifest = plan_buckets(source.metas)
+    return ShardedPush(shards, manifest, plan_shards(manifest, shards.held), ranks)
 
 
 def test_a_sum_that_cannot_begin_keeps_nobody_waiting() -> None:
@@ -46,7 +46,7 @@ def test_a_sum_that_cannot_begin_keeps_nobody_waiting() -> None:
     with pytest.raises(PeerUnavailableError):
         push.add_up()
     began = time.monotonic()
-    push.wait_begun(30)
+    push.wait_added_up(30)
     assert time.monotonic() - began < 5
 
 
@@ -59,7 +59,7 @@ class _Sender:
         self._error = error
         self.in_streams: list[str] = []
 
-    def send(self, push: ShardPush, *args: Any, **kwargs: Any) -> None:
+    def send(self, push: ShardedPush, *args: Any, **kwargs: Any) -> None:
         self.in_streams.append(_IN_STREAM.get(threading.current_thread().name, ""))
         if self._error is not None:
             raise self._error
@@ -98,8 +98,7 @@ def test_a_rank_sends_in_its_callers_stream_and_adds_up_in_any_case(
     sender = peer._sender = _Sender(error)  # type: ignore[assignment]
     push = _push(OneRank())
     deadline = time.monotonic() + 20
-    manifest = plan_buckets(push.source.metas)
-    with peer.sending(pb.BeginTransferResponse(), push, manifest, False, deadline):
+    with peer.sending(pb.BeginTransferResponse(), push, False, deadline):
         pass
     assert sender.in_streams == [threading.current_thread().name]
     assert push.add_up().result() == ([7] if error is None else [0])
@@ -125,11 +124,10 @@ def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
             told.append("close")
 
     push = _push(_Gone())
-    push.plan = replace(push.plan, senders=(0, 1))
+    push.sender = 1
     push.source.gathered.clear()
-    pushing = Pushing(_Gone(), None, Planner(_Gone(), None), Joined())  # type: ignore[arg-type]
+    pushing = Pushing(_Gone(), None, Packings(_Gone(), None), Joined())  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
-    manifest = plan_buckets(push.source.metas)
     with pytest.raises(PeerUnavailableError):
-        pushing._send_shards(begun, push, manifest, False, time.monotonic() + 5)
+        pushing._carry_out(begun, push, False, time.monotonic() + 5)
     assert told == ["join", "close"]

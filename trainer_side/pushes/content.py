@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +15,10 @@ from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import adapter_tensor_name, base_name_in_peft, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
-from trainer_side.ranks.ranks import Ranks
+from trainer_side.pushes.named import FollowedPush
+from trainer_side.pushes.packings import Packings
+from trainer_side.pushes.rank_push import RankPush
+from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import (
     Adapter,
     active_remarks,
@@ -22,9 +27,12 @@ from trainer_side.sources.adapter_source import (
 )
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.module_source import ModuleSource
+from trainer_side.sources.named_source import OrderedSource, RunSource
+from trainer_side.sources.named_tensors import Metadata, NamedSteps
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, Source
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import dtype_from_proto
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -35,8 +43,23 @@ Model = torch.nn.Module | str | Path
 class Content(Protocol):
     """Weights of one push."""
 
-    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter | None]:
-        """Return the source for a pool, and the adapter's description if it is one; not collective.
+    @property
+    def can_begin_again(self) -> bool:
+        """True if another push of the same content would read all of it."""
+
+    def rank_push(
+        self,
+        target: pb.DescribeTargetResponse,
+        packings: Packings,
+        reference: Callable[[], Reference],
+    ) -> tuple[RankPush, Adapter | None]:
+        """Return this rank's push of it, and the adapter's description if it is one; not
+        collective.
+
+        Args:
+            target: Description of what the pool serves; its first backend is the one to use.
+            reference: The pool's own list of tensors; called for named tensors, at rank 0 alone,
+                which lays them out.
 
         Raises:
             WeftError: The weights cannot be pushed; says why.
@@ -55,8 +78,32 @@ class Content(Protocol):
         """Model that is pushed as the base, or that an adapter was trained on."""
 
 
+class Weights(ABC):
+    """Content that every rank of the trainer has a source of."""
+
+    can_begin_again = True
+
+    @abstractmethod
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter | None]:
+        """Return the source for a pool, and the adapter's description if it is one; not collective.
+
+        Raises:
+            WeftError: The weights cannot be pushed; says why.
+        """
+
+    def rank_push(
+        self,
+        target: pb.DescribeTargetResponse,
+        packings: Packings,
+        reference: Callable[[], Reference],
+    ) -> tuple[RankPush, Adapter | None]:
+        """See ``Content.rank_push``."""
+        source, adapter = self.source(target)
+        return packings.weights_push(source, target.backends[0]), adapter
+
+
 @dataclass(frozen=True)
-class ModelBase:
+class ModelBase(Weights):
     """Content with every weight of a model."""
 
     opened: Opened
@@ -93,7 +140,7 @@ class ModelBase:
         return cls(opened, cast, merged, notes)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``Content.source``."""
+        """See ``Weights.source``."""
         module: Any = self.opened.module
         params = self.opened.params
         if params.is_collective and has_quantised_layers(module):
@@ -147,7 +194,7 @@ class ModelBase:
 
 
 @dataclass(frozen=True)
-class ModelAdapter:
+class ModelAdapter(Weights):
     """Content with a PEFT model's adapter."""
 
     opened: Opened
@@ -158,7 +205,7 @@ class ModelAdapter:
     """Remarks on the model as it was when the push was asked for."""
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``Content.source``."""
+        """See ``Weights.source``."""
         adapter = adapter_of_model(
             self.opened, self.adapter_name, _adapter_rule(target, self.cast),
             check_base=self.check_base,
@@ -190,7 +237,7 @@ class ModelAdapter:
 
 
 @dataclass(frozen=True)
-class FileBase:
+class FileBase(Weights):
     """Content of a checkpoint on disk, read when it is sent."""
 
     path: Path
@@ -198,7 +245,7 @@ class FileBase:
     remarks: tuple[str, ...] = ()
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``Content.source``."""
+        """See ``Weights.source``."""
         return CheckpointSource(self.path, _base_rule(target, self.cast)), None
 
     def kept(self, memory: SnapshotMemory) -> FileBase:
@@ -212,7 +259,7 @@ class FileBase:
 
 
 @dataclass(frozen=True)
-class FileAdapter:
+class FileAdapter(Weights):
     """Content of a directory that PEFT saved, read when it is sent."""
 
     path: Path
@@ -220,7 +267,7 @@ class FileAdapter:
     remarks: tuple[str, ...] = ()
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``Content.source``."""
+        """See ``Weights.source``."""
         adapter = adapter_of_dir(self.path, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
@@ -232,6 +279,60 @@ class FileAdapter:
     def base(self) -> BaseOf:
         """See ``Content.base``: return the base that PEFT recorded when it saved."""
         return base_of_dir(self.path)
+
+
+@dataclass(frozen=True)
+class NamedBase:
+    """Content with every weight of the base, as named tensors.
+
+    Args:
+        steps: This rank's iteration over them.
+        cast: Cast floats to the reference's dtypes.
+        metadata: Names in order, with shapes and dtypes; None if not known beforehand.
+    """
+
+    steps: NamedSteps
+    cast: bool
+    metadata: Metadata | None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def can_begin_again(self) -> bool:
+        """See ``Content.can_begin_again``."""
+        return self.steps.can_begin_again
+
+    def rank_push(
+        self,
+        target: pb.DescribeTargetResponse,
+        packings: Packings,
+        reference: Callable[[], Reference],
+    ) -> tuple[RankPush, None]:
+        """See ``Content.rank_push``.
+
+        Raises:
+            InvalidManifestError: ``metadata`` does not match the reference.
+        """
+        if packings.ranks.rank != SENDER:
+            return FollowedPush(self.steps), None
+        backend = target.backends[0]
+        if self.metadata is None:
+            arriving = RunSource(self.steps, reference(), self.cast)
+            return packings.announced_push(arriving, backend), None
+        ordered = OrderedSource(self.steps, self.metadata, reference(), self.cast)
+        return packings.ordered_push(ordered, backend), None
+
+    def kept(self, memory: SnapshotMemory) -> NamedBase:
+        """See ``Content.kept``.
+
+        Raises:
+            UnsupportedError: Named tensors exist only while they are pushed.
+        """
+        raise UnsupportedError("named tensors cannot be copied for a later push: use push_base")
+
+    @property
+    def base(self) -> BaseOf:
+        """See ``Content.base``: no module of this process."""
+        return BaseOf()
 
 
 def _base_of(opened: Opened) -> BaseOf:

@@ -1,0 +1,32 @@
+"""Packing of a source's whole tensors by one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer_side.packing.packer import Packed, Packer, whole_packing
+from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.ranks.ranks import OneRank
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.transport.group import CPU
+
+
+class SourcePacker:
+    """A packer of one source, which it reads as a push does."""
+
+    def __init__(
+        self, source: Any, manifest: Manifest, device: torch.device = CPU, buffers: Any = ()
+    ) -> None:
+        packing = whole_packing(manifest)
+        self.packer = Packer(packing, buffers, device)
+        source.description = getattr(source, "description", "test")
+        source.is_collective = getattr(source, "is_collective", False)
+        self._reader = GatheredPush(source, OneRank(), packing)
+
+    def pack(self, index: int, nonce: int = 1, *, finite: bool = False) -> Packed:
+        return self.packer.pack(index, self._reader, nonce, finite=finite)
+
+    def wire(self, index: int) -> torch.Tensor:
+        return self.packer.wire(index)
