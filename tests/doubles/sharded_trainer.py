@@ -108,6 +108,7 @@ class ShardBuckets:
     def __init__(self, push: ShardedPush, rank: int, backend: str) -> None:
         self._backend = backend
         self.manifest, self._push, self._rank = push.manifest, push, rank
+        self.plan, self.sender = push.plan, rank
         self._indices = push.plan.sent_by(rank)
         need = max(push.plan.wire_bytes(index) for index in self._indices)
         self._buffers = [allocate(backend, need, CPU) for _ in range(2)]
@@ -269,7 +270,7 @@ class ShardedTrainer:
 
     def _send(self, rank: int, push: ShardedPush, transfer_id: str, deadline: float) -> None:
         buckets = self.buckets[rank] = ShardBuckets(push, rank, self._backend)
-        sending = Sending(transfer_id, buckets, deadline, None, push.plan, rank)
+        sending = Sending(transfer_id, buckets, deadline)
         while True:
             member = self.ranks[rank]
             try:

@@ -226,18 +226,19 @@ def _giving_rank(strike: Strike) -> None:
 
 def _gathering_rank(strike: Strike) -> None:
     """Points of a trainer rank from which another gathers."""
-    from trainer_side import pushing
     from trainer_side.params.sharded import ShardedParams
+    from trainer_side.pushes.rank_push import GatheredPush
+    from trainer_side.pushing import Pushing
 
     match strike.point:
         case "in rendezvous":
-            _before(pushing, "follow", strike)
+            _before(GatheredPush, "assist", strike)
         case "at a bucket":
             _before(ShardedParams, "fetch", strike, _count(BUCKET, strike))
         case "before commit":
-            _after(pushing, "follow", strike)
+            _after(GatheredPush, "assist", strike)
         case "after commit":
-            _after(pushing.Pushing, "_carry_out", strike)
+            _after(Pushing, "_carry_out", strike)
 
 
 def _replica(strike: Strike) -> None:
@@ -291,12 +292,12 @@ def _at_once(strike: Strike) -> None:
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
     from rollout_side.memory.store import WorkerStore
-    from rollout_side.receive import staging
+    from rollout_side.receive import ring
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "at a bucket":
-            _before(staging, "start_bucket", strike, _count(BUCKET, strike))
+            _before(ring, "start_bucket", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":

@@ -128,6 +128,8 @@ class _Views:
     views: list[torch.Tensor]
     edges: list[torch.Tensor]
     """Rest of the runs' first and last blocks."""
+    slots: list[TensorSlot]
+    """Runs as if each were a tensor of the payload, for messages."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +200,12 @@ class Packer:
         runs: Sequence[Run]
         if packing.runs is None:
             runs, found = reader.announce(payload, speak)
-            begun = Digests(found)
+            begun, slots = Digests(found), self._slots(wire.bucket, runs) if finite else []
         else:
-            runs = packing.runs[nth]
+            runs, slots = packing.runs[nth], self._views[nth].slots
             begun = _fill(payload, runs, self._views[nth], reader)
         if finite:
-            check_finite(payload, self._slots(wire.bucket, runs))
+            check_finite(payload, slots)
         digests = begun.wait()
         listed = runs if packing.plan.lists_runs else None
         sealed = seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, listed)
@@ -242,7 +244,7 @@ class Packer:
         manifest, is_whole = self.packing.manifest, not self.packing.plan.lists_runs
         buffer = self._buffer(nth)
         parts = self._parts(self._wires[nth].bucket, runs)
-        found = _Views(parts, [], [], [])
+        found = _Views(parts, [], [], [], self._slots(self._wires[nth].bucket, runs))
         for run, part in zip(runs, parts, strict=True):
             meta = manifest.tensors[run.tensor].meta
             first = run.first * meta.dtype.itemsize_bytes
@@ -263,6 +265,8 @@ class Packer:
 
     def _slots(self, bucket: int, runs: Sequence[Run]) -> list[TensorSlot]:
         """Return runs as if each were a tensor of the payload."""
+        if not self.packing.plan.lists_runs:
+            return [self.packing.manifest.tensors[run.tensor] for run in runs]
         slots = []
         for run, part in zip(runs, self._parts(bucket, runs), strict=True):
             meta = self.packing.manifest.tensors[run.tensor].meta
