@@ -231,7 +231,7 @@ class PartialTransfer:
 
 @dataclass(frozen=True)
 class StagedHandle:
-    """Handle by which another worker of the same machine adopts a staged version; picklable."""
+    """Handle by which another worker of the same machine adopts a staged version."""
 
     transfer_id: str
     version: PolicyVersion

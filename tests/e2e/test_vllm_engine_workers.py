@@ -21,7 +21,7 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_open", ({},), "called before"),
     ("weft_join", ({"rank": 1}, {}), "TypeError"),
     ("weft_handle", ("t-unknown",), "nothing is staged"),
-    ("weft_adopt", (b"garbage", b""), "Error"),
+    ("weft_adopt", (b"garbage", b""), "garbled"),
     ("weft_load_adapter", ("t-unknown", "{}", b"", 1), "nothing is staged"),
     ("weft_drop_adapter", ("x",), "TypeError"),
     ("weft_apply_base", ("t-unknown", b""), "nothing is staged"),

@@ -9,13 +9,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from rollout_side.memory.segment import DeviceRef, HostRef, SegmentRef
+from rollout_side.memory.versions import StagedHandle
 from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
 from weft_rl.contract.layout.manifest import MAX_TENSORS, Manifest
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
 from weft_rl.v1 import types_pb2
 
@@ -28,6 +30,7 @@ _MAX_ID, _MAX_REASON, _MAX_TEXT = 1_024, 256, 65_536
 # Buffers of one side group, and the bytes that say where one of them is.
 _MAX_REFS, _MAX_REF = 256, 4_096
 _DIGEST_BYTES = 8
+_T = TypeVar("_T")
 # A million tensors of 128 characters each, and what is said of them beside.
 _MAX_LAYOUT = 2**29
 
@@ -125,14 +128,55 @@ def unpack(number: int, body: bytes) -> Message:
         InvalidManifestError, CapacityError: A manifest that cannot be right.
     """
     kind = _KINDS[number]
-    reader = _Reader(body)
+    return _whole(body, kind.message.__name__, kind.unpack)
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    """Encode a manifest for another process of the replica."""
+    return b"".join(_string(chunk.SerializeToString()) for chunk in manifest_to_chunks(manifest))
+
+
+def unpack_manifest(content: bytes) -> Manifest:
+    """Decode what ``pack_manifest`` returned; raises as ``unpack``."""
+    return _whole(content, "a manifest", lambda reader: manifest_from_chunks(_chunks(reader)))
+
+
+def pack_handle(handle: StagedHandle) -> bytes:
+    """Encode a staged version's handle for another rank."""
+    version = handle.version
+    texts = (handle.transfer_id.encode(), version.policy.encode(), handle.content_digest)
+    return b"".join(
+        [
+            _VERSION.pack(version.version),
+            *map(_string, texts),
+            _pack_ref(handle.segment),
+            pack_manifest(handle.manifest),
+        ]
+    )
+
+
+def unpack_handle(content: bytes) -> StagedHandle:
+    """Decode what ``pack_handle`` returned; raises as ``unpack``."""
+    return _whole(content, "a staged version", _unpack_handle)
+
+
+def _unpack_handle(reader: _Reader) -> StagedHandle:
+    (number,) = reader.fields(_VERSION)
+    transfer_id, policy = reader.string().decode(), reader.string().decode()
+    digest, segment = reader.string(), _unpack_ref(reader)
+    version, manifest = PolicyVersion(policy, number), manifest_from_chunks(_chunks(reader))
+    return StagedHandle(transfer_id, version, manifest, segment, digest)
+
+
+def _whole(content: bytes, what: str, unpack_from: Callable[[_Reader], _T]) -> _T:
+    """Return what is read of all of ``content``."""
+    reader = _Reader(content)
     try:
-        message = kind.unpack(reader)
+        found = unpack_from(reader)
         reader.end()
     except (struct.error, ValueError, DecodeError) as error:
-        name = kind.message.__name__
-        raise PeerUnavailableError(f"another rank says {name}, garbled: {error}") from error
-    return message
+        raise PeerUnavailableError(f"another rank says {what}, garbled: {error}") from error
+    return found
 
 
 class _Reader:
@@ -168,6 +212,7 @@ class _Reader:
 
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<I")
+_VERSION = struct.Struct("<Q")
 _WHERE = struct.Struct("<B")
 _HOST = struct.Struct("<IIQ")
 _DEVICE = struct.Struct("<IQQQQQ?")
@@ -192,8 +237,7 @@ def _unpack_wanted(reader: _Reader) -> Wanted:
 
 
 def _pack_layout(message: Layout) -> bytes:
-    chunks = manifest_to_chunks(message.manifest)
-    return b"".join(_string(chunk.SerializeToString()) for chunk in chunks)
+    return pack_manifest(message.manifest)
 
 
 def _unpack_layout(reader: _Reader) -> Layout:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import pickle
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from rollout_side.disk import answer_within
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder
+from rollout_side.memory.ranks.messages import unpack_manifest
 from rollout_side.spill.folder import SpillFolder
 from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
@@ -40,12 +40,11 @@ class HeldCopy:
 
     transfer_id: str
     content_digest: bytes
-    pickled_manifest: bytes
+    packed_manifest: bytes
 
     def manifest(self) -> Manifest:
-        """Unpickle the manifest, only here: a switch does without it."""
-        manifest: Manifest = pickle.loads(self.pickled_manifest)
-        return manifest
+        """Decode the manifest, only here: a switch does without it."""
+        return unpack_manifest(self.packed_manifest)
 
 
 class HeldVersions:
@@ -119,9 +118,12 @@ class HeldVersions:
             wait_seconds, longest = _DIGEST_LOOK_SECONDS
             while True:
                 values = await self._workers.call("weft_digested")
-                value = next(value for value in values if value["tensors"])
-                if part := pickle.loads(value["tensors"]):
-                    yield part
+                value = next(value for value in values if value["tensors"] is not None)
+                if part := value["tensors"]:
+                    yield [
+                        StoredTensor(name, dtype, tuple(shape), digest)
+                        for name, dtype, shape, digest in part
+                    ]
                 if value["is_all"]:
                     return
                 await asyncio.sleep(wait_seconds)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.handoff import Handoff
 from rollout_side.memory.ranks.handoff import RankHandoff
-from rollout_side.memory.versions import StagedHandle
+from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
 from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
 from rollout_side.vllm_engine.loading import lora_hook
@@ -85,13 +84,13 @@ class WeftWorker:
         state = state_of(self)
         if state.receiver is None:
             return {"handle": b""}
-        return {"handle": pickle.dumps(state.store.handle(transfer_id))}
+        return {"handle": pack_handle(state.store.handle(transfer_id))}
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
         """Map what the receiving rank staged, unless this is that rank."""
         state = state_of(self)
-        staged: StagedHandle = pickle.loads(handle)
+        staged = unpack_handle(handle)
         if state.receiver is None:
             state.store.adopt(staged)
         state.store.staged(staged.transfer_id, content_digest)
@@ -248,7 +247,7 @@ class WeftWorker:
         return {
             "transfer_id": held.transfer_id,
             "content_digest": held.content_digest,
-            "manifest": pickle.dumps(held.manifest),
+            "manifest": pack_manifest(held.manifest),
         }
 
     @guarded
@@ -266,13 +265,14 @@ class WeftWorker:
     def weft_digested(self: Any) -> dict[str, Any]:
         """Return what was digested since the last call, and whether that is all.
 
-        Empty from ranks that do not receive.
+        None from ranks that do not receive.
         """
         reading = state_of(self).reading
         if reading is None:
-            return {"tensors": b"", "is_all": False}
+            return {"tensors": None, "is_all": False}
         found, is_all = reading.take()
-        return {"tensors": pickle.dumps(found), "is_all": is_all}
+        tensors = [(each.name, each.dtype, list(each.shape), each.digest) for each in found]
+        return {"tensors": tensors, "is_all": is_all}
 
     @guarded
     def weft_send(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:

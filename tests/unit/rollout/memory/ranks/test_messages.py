@@ -23,12 +23,23 @@ from rollout_side.memory.ranks.messages import (
     Wanted,
     Working,
     pack,
+    pack_handle,
+    pack_manifest,
     read_head,
     unpack,
+    unpack_handle,
+    unpack_manifest,
 )
-from rollout_side.memory.segment import DeviceRef, HostRef
-from weft_rl.contract.errors import InvalidManifestError, NotReadyError, PeerUnavailableError
+from rollout_side.memory.segment import DeviceRef, HostRef, SegmentRef
+from rollout_side.memory.versions import StagedHandle
+from weft_rl.contract.errors import (
+    InvalidManifestError,
+    NotReadyError,
+    PeerUnavailableError,
+    WeftError,
+)
 from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
@@ -140,3 +151,17 @@ def test_memory_that_cannot_be_mapped_is_not_ready(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(segment.reductions, "rebuild_cuda_tensor", rebuild)
     with pytest.raises(NotReadyError, match="cannot be mapped"):
         DEVICE_REF.attach()
+
+
+@pytest.mark.parametrize("ref", [HostRef(17, 5, 4096), DEVICE_REF])
+def test_a_staged_versions_handle_comes_as_it_was(ref: SegmentRef) -> None:
+    handle = StagedHandle("t7", PolicyVersion("math", 17), MANIFEST, ref, b"digest")
+    packed = pack_handle(handle)
+    assert unpack_handle(packed) == handle
+    for garbled in (b"", b"garbage", packed[:-1], packed + b"x"):
+        with pytest.raises(WeftError):
+            unpack_handle(garbled)
+
+
+def test_a_manifest_comes_as_it_was() -> None:
+    assert unpack_manifest(pack_manifest(MANIFEST)) == MANIFEST
