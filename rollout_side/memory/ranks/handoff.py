@@ -44,6 +44,7 @@ from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.ipc.arrivals import Arrivals
 from weft_rl.ipc.sockets import close_in_children
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.progress import SPEAK_SECONDS
@@ -78,36 +79,46 @@ class RankServer:
         close_in_children(self._listener)
         self._listener.bind(address_of(secret))
         self._listener.listen(socket.SOMAXCONN)
-        threading.Thread(target=self._accept, name="weft-ranks", daemon=True).start()
+        self._arrivals = Arrivals(self._listener, _MAX_STRANGERS)
+        self._thread = threading.Thread(target=self._accept, name="weft-ranks", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Accept no further rank; a load under way ends with its queue."""
+        """Accept no further rank; a load under way ends with its queue. Blocks for some
+        milliseconds, at most a second."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+        self._thread.join(1.0)
 
     def _accept(self) -> None:
         while True:
             try:
-                connected, _ = self._listener.accept()
+                arrived = self._arrivals.take(None)
             except OSError as error:
                 if self._is_closed:
+                    self._arrivals.close()
+                    self._listener.close()
                     return
                 _log.warning("no rank can connect: %s", error)
                 time.sleep(_RETRY_SECONDS)
                 continue
-            if not self._strangers.acquire(blocking=False):
-                connected.close()
-                continue
-            try:
-                threading.Thread(
-                    target=self._admit, args=(connected,), name="weft-rank", daemon=True
-                ).start()
-            except RuntimeError as error:  # this process can have no further thread
-                _log.warning("a rank is turned away: %s", error)
-                self._strangers.release()
-                connected.close()
+            for connected in arrived:
+                self._begin(connected)
+
+    def _begin(self, connected: socket.socket) -> None:
+        """Serve whoever has connected on a thread of its own, if there may be another."""
+        if not self._strangers.acquire(blocking=False):
+            connected.close()
+            return
+        try:
+            threading.Thread(
+                target=self._admit, args=(connected,), name="weft-rank", daemon=True
+            ).start()
+        except RuntimeError as error:  # this process can have no further thread
+            _log.warning("a rank is turned away: %s", error)
+            self._strangers.release()
+            connected.close()
 
     def _admit(self, connected: socket.socket) -> None:
         """Serve a rank; close the connection of anybody else."""

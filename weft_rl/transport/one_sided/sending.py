@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft_rl.ipc.arrivals import Arrivals
 from weft_rl.transport.one_sided.device_memory import DeviceBlock, DeviceView, view_of
 from weft_rl.transport.one_sided.directory import listen, unlink
 from weft_rl.transport.one_sided.errors import OneSidedError
@@ -35,8 +36,8 @@ from weft_rl.transport.wire.options import WHOLE, BucketOptions, write_tail
 
 _log = logging.getLogger(__name__)
 
-# Connections of this user's processes that are not members (yet).
-_MAX_STRANGERS = 16
+# Connections of this user's processes that have said nothing (yet).
+_MAX_SILENT = 64
 _SENDER = 0
 # After an accept that failed; the receivers that have come are heard as much later.
 _RETRY_SECONDS = 0.05
@@ -121,14 +122,19 @@ class Sending:
         self._error = ""
         self._num_sent = 0
         self._digests: dict[int, str] = {}
-        self._strangers: list[Channel] = []
         self._wakeup = Wakeup()
         self._listener, self._name = listen()
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         try:
+            self._arrivals = Arrivals(self._listener, _MAX_SILENT)
             self._thread.start()
-        except BaseException:  # interrupted: nobody else could end it
+        except BaseException as error:  # interrupted: nobody else could end it
             self.abort()
+            if not self._thread.is_alive():
+                unlink(self._name)
+                self._listener.close()
+            if isinstance(error, OSError):
+                raise OneSidedError(f"no receiver can connect: {error}") from error
             raise
 
     def broadcast(
@@ -196,20 +202,19 @@ class Sending:
                 self._fail(str(error) if isinstance(error, OneSidedError) else text)
         finally:
             unlink(self._name)
+            self._arrivals.close()
             self._listener.close()
             with self._lock:
                 members = [*self._members.values()]
                 self._members.clear()
             self._wakeup.close()
-            for channel in self._strangers:
-                channel.close()
             for member in members:
                 member.wait_unmapped()
                 member.channel.close()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._arrivals, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
             while True:
                 events = selector.select()
@@ -217,42 +222,39 @@ class Sending:
                 if self._error:
                     raise OneSidedError(self._error)
                 for key, _ in events:
-                    if key.fileobj is self._listener:
+                    if key.fileobj is self._arrivals:
                         self._accept(selector)
-                    elif isinstance(key.fileobj, Channel) and key.data is None:
-                        self._introduce(key.fileobj, selector)
                     elif isinstance(key.fileobj, Channel):
                         self._hear(key.data)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
-            connected, _ = self._listener.accept()
+            arrived = self._arrivals.take()
         except OSError as error:  # no descriptor is free, say
             _log.warning("no receiver can connect: %s", error)
             time.sleep(_RETRY_SECONDS)
             return
         try:
-            channel = Channel(connected)
-        except OneSidedError as error:
-            _log.warning("refused on a group's socket: %s", error)
-            return
-        if len(self._strangers) >= len(self._ranks) + _MAX_STRANGERS:
-            channel.close()
-            return
-        self._strangers.append(channel)
-        selector.register(channel, selectors.EVENT_READ)
+            while arrived:
+                try:
+                    channel = Channel(arrived.pop(0))
+                except OneSidedError as error:
+                    _log.warning("refused on a group's socket: %s", error)
+                    continue
+                self._introduce(channel, selector)
+        finally:  # where one of them has ended the group
+            for connected in arrived:
+                connected.close()
 
     def _introduce(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         """Admit a receiver that says who it is; close the connection of anybody else."""
-        self._strangers.remove(channel)
         try:
             member = self._recognise(channel)
         except OneSidedError as error:
             _log.debug("refused on a group's socket: %s", error)
-            selector.unregister(channel)
             channel.close()
             return
-        selector.modify(channel, selectors.EVENT_READ, member)
+        selector.register(channel, selectors.EVENT_READ, member)
         with self._lock:
             self._members[member.rank] = member
             member.tell(Welcome(self._place.secret))

@@ -20,6 +20,7 @@ import torch
 
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import CapacityError
+from weft_rl.ipc.arrivals import Arrivals
 from weft_rl.transport.one_sided.device_memory import DeviceMapping, view_of
 from weft_rl.transport.one_sided.device_memory import allocate as on_device
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
@@ -45,6 +46,8 @@ _MAX_TRIED_BYTES = 64 * 1024
 _RETRY_SECONDS = 0.1
 # Replicas that a trainer remembers: more than a pool of one host has.
 _MAX_PASSED = 1024
+# Connections of this user's processes that have asked nothing (yet).
+_MAX_SILENT = 64
 
 
 class TrialAnswerer:
@@ -60,6 +63,7 @@ class TrialAnswerer:
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
         self._listener, self.name = listen()
+        self._arrivals = Arrivals(self._listener, _MAX_SILENT)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weft-trials", daemon=True)
         self._thread.start()
@@ -70,29 +74,34 @@ class TrialAnswerer:
         self._closed = True
         unlink(self.name)
         with contextlib.suppress(OSError):
-            # What waits in accept is woken by this, not by ``close``.
+            # Whoever waits for arrivals is woken by this, not by ``close``.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(_ASK_SECONDS + 1.0)
+        self._arrivals.close()
         self._listener.close()
 
     def _run(self) -> None:
         while not self._closed:
             try:
-                connected, _ = self._listener.accept()
+                arrived = self._arrivals.take(None)
             except OSError as error:
                 if self._closed:
                     return
                 _log.warning("no trial of one-sided reading is answered: %s", error)
                 time.sleep(_RETRY_SECONDS)
                 continue
-            try:
-                self._answer(Channel(connected))
-            except OneSidedError as error:
-                _log.debug("a trial of one-sided reading failed: %s", error)
-            except Exception:  # noqa: BLE001 (the edge of a thread)
-                _log.exception("a trial of one-sided reading failed")
-            finally:
-                connected.close()
+            for connected in arrived:
+                self._try(connected)
+
+    def _try(self, connected: socket.socket) -> None:
+        try:
+            self._answer(Channel(connected))
+        except OneSidedError as error:
+            _log.debug("a trial of one-sided reading failed: %s", error)
+        except Exception:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("a trial of one-sided reading failed")
+        finally:
+            connected.close()
 
     def _answer(self, channel: Channel) -> None:
         asked, fd = channel.receive(_ASK_SECONDS)

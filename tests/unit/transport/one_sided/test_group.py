@@ -6,6 +6,7 @@ forming and its end.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -23,6 +24,7 @@ import torch
 
 from tests.doubles.rendezvous import StoreDouble
 from weft_rl.contract.errors import UnsupportedError
+from weft_rl.transport.one_sided import sending
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
 from weft_rl.transport.one_sided.errors import OneSidedError
 from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
@@ -299,6 +301,21 @@ def test_another_process_with_the_wrong_secret_is_refused(
         odd.receive(5.0)
     odd.close()
     assert not sender._error  # nobody was harmed
+
+
+def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: Wait) -> None:
+    sender, _ = join(0, num_others=1)
+    name = listed(store, wait)
+    with contextlib.ExitStack() as silent:
+        for _ in range(3 * sending._MAX_SILENT):
+            silent.enter_context(connect(name, 5.0))
+        receiver = Receiving(store, 1, torch.device("cpu"))
+        work = receiver.broadcast(into := empty(), 10.0)
+        sender.broadcast(filled(7), 10.0)
+        assert work.wait_until(soon())
+        work.finish()
+        assert into.eq(7).all()
+        receiver.abort()
 
 
 def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> None:

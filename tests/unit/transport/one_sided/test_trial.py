@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -103,6 +104,14 @@ def test_one_that_reads_other_bytes_cannot(directory: Path) -> None:
         thread.join()
         unlink(name)
         listener.close()
+
+
+def test_the_silent_delay_no_trial(answerer: TrialAnswerer) -> None:
+    with contextlib.ExitStack() as silent:
+        for _ in range(3 * trial._MAX_SILENT):
+            silent.enter_context(connect(answerer.name, 5.0))
+        assert why_not_readable([answerer.name], timeout_seconds=1.0) == ""
+    answerer.close()
 
 
 def test_an_answerer_survives_odd_askers(answerer: TrialAnswerer) -> None:

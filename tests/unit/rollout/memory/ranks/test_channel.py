@@ -107,14 +107,25 @@ def test_who_does_not_know_the_secret_is_let_go_unheard(
     assert replica.queue.error is None
 
 
-def test_the_silent_keep_nobody_out_for_long(
+def test_the_silent_keep_nobody_out_and_have_no_thread(replica: Replica) -> None:
+    with contextlib.ExitStack() as silent:
+        first, _ = silent.enter_context(stranger(replica))
+        for _ in range(rank_handoff._MAX_STRANGERS):
+            silent.enter_context(stranger(replica))
+        assert hears_nothing(first)
+        assert all(thread.name != "weft-rank" for thread in threading.enumerate())
+        assert replica.rank().manifest.layout_digest == MANIFEST.layout_digest
+
+
+def test_those_that_begin_to_speak_keep_nobody_out_for_long(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.3)
-    with contextlib.ExitStack() as silent:
+    with contextlib.ExitStack() as slow:
         for _ in range(rank_handoff._MAX_STRANGERS):
-            silent.enter_context(stranger(replica))
+            slow.enter_context(stranger(replica))[0].sendall(b"x")
         with stranger(replica) as (one_too_many, _):
+            one_too_many.sendall(b"x")
             assert hears_nothing(one_too_many)
         assert sum(thread.name == "weft-rank" for thread in threading.enumerate()) <= 64
         soon(lambda: all(thread.name != "weft-rank" for thread in threading.enumerate()))
