@@ -130,6 +130,10 @@ class Peer:
         try:
             push.wait_added_up(max(0.0, deadline - time.monotonic()) + _LEAVE_SECONDS)
             yield
+        except BaseException as error:
+            if not isinstance(error, Exception):  # nobody was told of it: receivers may be waiting
+                self.abort()
+            raise
         finally:
             over.set_result(None)
             thread.join(_LEAVE_SECONDS)

@@ -21,7 +21,7 @@ from trainer_side.ranks.ranks import OneRank, Sum
 from trainer_side.sharding.plan import plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
-from weft_rl.contract.errors import PeerUnavailableError, TransferAbortedError
+from weft_rl.contract.errors import PeerUnavailableError, TransferAbortedError, WeftError
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.rpc.security.credentials import credentials_of
 from weft_rl.v1 import publish_pb2 as pb
@@ -102,6 +102,43 @@ def test_a_rank_sends_in_its_callers_stream_and_adds_up_in_any_case(
         pass
     assert sender.in_streams == [threading.current_thread().name]
     assert push.add_up().result() == ([7] if error is None else [0])
+
+
+class _Waiting(_Sender):
+    """One whose receivers do not verify its bucket, until it is aborted."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.begun, self.aborted = threading.Event(), threading.Event()
+
+    def send(self, push: ShardedPush, *args: Any, **kwargs: Any) -> None:
+        self.begun.set()
+        assert self.aborted.wait(30)
+        raise TransferAbortedError("interrupted", reason="ABORTED")
+
+    def abort(self, error: WeftError) -> None:
+        self.aborted.set()
+
+
+def test_an_interrupt_while_it_sends_waits_for_no_receiver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peer = Peer("127.0.0.1:1", None, BackendSelection("auto", None), credentials_of(None, None))
+    sender = peer._sender = _Waiting()  # type: ignore[assignment]
+    push = _push(OneRank())
+
+    def interrupted(timeout_seconds: float) -> None:
+        assert sender.begun.wait(5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(push, "wait_added_up", interrupted)
+    began = time.monotonic()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        peer.sending(pb.BeginTransferResponse(), push, False, began + 60),
+    ):
+        pass
+    assert time.monotonic() - began < 5
 
 
 class _Gone(OneRank):
