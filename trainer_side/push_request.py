@@ -202,6 +202,11 @@ class PushPlan:
         """Backend that is to carry the bytes."""
         return self.target.backends[0]
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Remarks on the model, and on how its ranks send it."""
+        return (*self.what.remarks, *self.push.remarks)
+
 
 def plan_push(
     request: PushRequest,

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from trainer_side.push_report import PushReport, report_of
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
 from trainer_side.pushes.packings import Packings
 from trainer_side.pushes.rank_push import RankPush
-from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing
+from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
 from trainer_side.sources.origin import Origin, Origins
 from weft_rl import tracing
 from weft_rl.contract.errors import (
@@ -183,23 +183,52 @@ class Pushing:
         if deadline is None:
             deadline = time.monotonic() + request.timeout_seconds
         call = f"the push of {request.policy}"
+        remarks: list[str] = []
         with (
             self.turn.taken(call, deadline),
             self._traced("weft.push", parent=parent, policy=request.policy) as span,
+            self._cleaned_up(),
         ):
-            try:
-                self.last_report = self._push(request, began, deadline, is_replaced, span)
-            except BaseException as error:
-                self._end(error)
-                raise
-            return self.last_report.version
+            self._ranks.open(deadline)
+            while True:
+                plan = None
+                try:
+                    plan = self._agree(request, is_replaced, deadline)
+                    origin, begun = self._begin(request, plan, deadline, span)
+                    transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
+                    version = version_from_proto(begun.version)
+                    about_base = self._about_base(request, plan, origin, version, transfer)
+                    report = report_of(
+                        version,
+                        transfer,
+                        total_bytes=plan.push.num_bytes or transfer.total_bytes,
+                        seconds=time.monotonic() - began,
+                        source=plan.push.description,
+                        backend=plan.backend,
+                        remarks=(*remarks, *plan.remarks, *about_base),
+                    )
+                except WeftError as error:  # tried again until the deadline, if it may pass
+                    if error.reason not in _PASSING:
+                        raise
+                    self._begin_again(request, error, plan, deadline, len(remarks))
+                    remarks.append(f"begun again, for {error}")
+                else:
+                    span.set(replicas=report.num_replicas, backend=report.backend)
+                    self._log_success(report, begun, (*plan.push.remarks, *about_base))
+                    self.last_report = report
+                    return report.version
 
-    def _end(self, error: BaseException) -> None:
-        """Clean up after a push that has failed, or was interrupted anywhere."""
-        if self._interrupted(error):
-            self._peer.close()
-        if self._sender_client is not None:
-            self._sender_client.end(error)
+    @contextlib.contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """Clean up after a push that fails, or is interrupted anywhere, inside the ``with``."""
+        try:
+            yield
+        except BaseException as error:
+            if self._interrupted(error):
+                self._peer.close()
+            if self._sender_client is not None:
+                self._sender_client.end(error)
+            raise
 
     def _interrupted(self, error: BaseException) -> bool:
         """Return whether ``error`` is an interrupt; if so, abandon the ranks and abort the peer.
@@ -235,34 +264,11 @@ class Pushing:
         tracer = tracing.NO_TRACER if self._sender_client is None else tracing.of_process()
         return tracer.span(name, parent=parent, **values)
 
-    def _push(
-        self,
-        request: PushRequest,
-        began: float,
-        deadline: float,
-        is_replaced: Callable[[], bool],
-        span: Span,
-    ) -> PushReport:
-        """Push once, and again after each passing error, until the deadline."""
-        self._ranks.open(deadline)
-        remarks: list[str] = []
-        while True:
-            plans: list[PushPlan] = []
-            try:
-                return self._push_once(
-                    request, plans, began, deadline, is_replaced, span, tuple(remarks)
-                )
-            except WeftError as error:
-                if error.reason not in _PASSING:
-                    raise
-                self._begin_again(request, error, plans, deadline, len(remarks))
-                remarks.append(f"begun again, for {error}")
-
     def _begin_again(
         self,
         request: PushRequest,
         error: WeftError,
-        plans: Sequence[PushPlan],
+        plan: PushPlan | None,
         deadline: float,
         num_times: int,
     ) -> None:
@@ -270,7 +276,7 @@ class Pushing:
         them.
 
         Args:
-            plans: The failed push's plan, if it came so far.
+            plan: The failed push's plan, if it came so far.
             num_times: Number of times that it was begun again before.
         """
         pause = min(_FIRST_PAUSE_SECONDS * 2**num_times, _LONGEST_PAUSE_SECONDS)
@@ -282,7 +288,7 @@ class Pushing:
                 return _FINAL
             if deadline - time.monotonic() < 2 * pause:
                 return _FINAL
-            if plans and not plans[0].what.can_begin_again:
+            if plan is not None and not plan.what.can_begin_again:
                 return _FINAL + (
                     b"; named tensors cannot be read again: give a function that makes the "
                     b"iterator, and such a push is begun again by itself"
@@ -297,61 +303,16 @@ class Pushing:
             raise error_from_reason(error.reason, error.message + why, error.metadata) from error
         _log.warning("the push of %s is begun again: %s", request.policy, error)
 
-    def _push_once(
-        self,
-        request: PushRequest,
-        plans: list[PushPlan],
-        began: float,
-        deadline: float,
-        is_replaced: Callable[[], bool],
-        span: Span,
-        remarks: tuple[str, ...],
-    ) -> PushReport:
-        """Carry out one transfer, from the look at the model to the outcome.
-
-        Args:
-            plans: Receives the transfer's plan.
-            remarks: Remarks of earlier transfers of the same push.
-        """
-        plan = self._agree(request, is_replaced, deadline)
-        plans.append(plan)
-        span.set(
-            kind="base" if plan.adapter is None else "adapter",
-            bytes=plan.push.num_bytes,
-            backend=plan.backend,
-        )
-        shared = self._ranks.share(lambda: self._begin(request, plan, deadline), all_wait=True)
-        origin, answer = Origin.decode(shared)
-        begun = pb.BeginTransferResponse.FromString(answer)
-        version = version_from_proto(begun.version)
-        span.set(version=version.version, transfer_id=begun.transfer_id)
-        _log.debug(
-            "pushing %s: %s, %d bytes to %s, epoch %d",
-            version,
-            plan.push.description,
-            plan.push.num_bytes,
-            ", ".join(begun.replica_ids),
-            begun.group.epoch,
-        )
-        transfer = self._carry_out(begun, plan.push, plan.finite, deadline)
-        about_base: tuple[str, ...] = ()
-        if plan.adapter is None:
-            self._origins.pushed(plan.what.base, version.version)
-        elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
-            about_base = origin.remarks(
-                transfer.served_over_base_version, is_other=transfer.over_another_base
-            )
-        report = report_of(
-            version,
-            transfer,
-            total_bytes=plan.push.num_bytes or transfer.total_bytes,
-            seconds=time.monotonic() - began,
-            source=plan.push.description,
-            backend=plan.backend,
-            remarks=(*remarks, *plan.what.remarks, *plan.push.remarks, *about_base),
-        )
-        span.set(replicas=report.num_replicas, backend=report.backend)
-        self._warn(version, report.remarks, (*plan.push.remarks, *about_base))
+    def _log_success(
+        self, report: PushReport, begun: pb.BeginTransferResponse, lasting: tuple[str, ...]
+    ) -> None:
+        """Log a push and its remarks; a lasting remark of a policy only when the lasting ones have
+        changed."""
+        version = report.version
+        known, self._said[version.policy] = self._said.get(version.policy), lasting
+        for remark in report.remarks:
+            if remark not in lasting or known != lasting:
+                _log.warning("%s: %s", version, remark)
         _log.info(
             "pushed %s in %.3f s: %d bytes to %d replicas, epoch %d",
             version,
@@ -360,16 +321,6 @@ class Pushing:
             report.num_replicas,
             begun.group.epoch,
         )
-        return report
-
-    def _warn(
-        self, version: PolicyVersion, remarks: tuple[str, ...], lasting: tuple[str, ...]
-    ) -> None:
-        """Log remarks; a lasting remark of a policy only when the lasting ones have changed."""
-        known, self._said[version.policy] = self._said.get(version.policy), lasting
-        for remark in remarks:
-            if remark not in lasting or known != lasting:
-                _log.warning("%s: %s", version, remark)
 
     @property
     def _client(self) -> PoolClient:
@@ -420,45 +371,88 @@ class Pushing:
     def _reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
         return self._client.coordinator.reference(target, deadline)
 
-    def _begin(self, request: PushRequest, plan: PushPlan, deadline: float) -> bytes:
-        origin = Origin(None)
-        if plan.adapter is not None:
-            digest = plan.target.base_checkpoint_digest
-            must_know = request.base.on_change == "refuse"
-            origin = self._origins.of(
-                plan.what.base, request.base.version, digest, deadline, must_know=must_know
-            )
-            if origin.version is None and must_know:
-                raise BaseMismatchError(
-                    f"on_base_change='refuse' needs to know which base {request.policy!r} was "
-                    f"trained on: {origin.why}"
-                )
-        begun = self._client.begin(
-            request.policy,
-            plan.push,
-            plan.adapter,
-            deadline,
-            min_replicas=check_replicas(request.require),
-            check_finite=plan.finite,
-            trained_on=origin.version,
-            refuse_other_base=plan.adapter is not None and request.base.on_change == "refuse",
+    def _begin(
+        self, request: PushRequest, plan: PushPlan, deadline: float, span: Span
+    ) -> tuple[Origin, pb.BeginTransferResponse]:
+        """Begin the transfer at rank 0; return on every rank the base that an adapter was trained
+        on, and what was begun."""
+        span.set(
+            kind="base" if plan.adapter is None else "adapter",
+            bytes=plan.push.num_bytes,
+            backend=plan.backend,
         )
-        return origin.encode(begun.SerializeToString())
+
+        def begin() -> bytes:
+            origin = self._origin(request, plan, deadline)
+            begun = self._client.begin(
+                request.policy,
+                plan.push,
+                plan.adapter,
+                deadline,
+                min_replicas=check_replicas(request.require),
+                check_finite=plan.finite,
+                trained_on=origin.version,
+                refuse_other_base=plan.adapter is not None and request.base.on_change == "refuse",
+            )
+            return origin.encode(begun.SerializeToString())
+
+        origin, answer = Origin.decode(self._ranks.share(begin, all_wait=True))
+        begun = pb.BeginTransferResponse.FromString(answer)
+        span.set(version=begun.version.version, transfer_id=begun.transfer_id)
+        _log.debug(
+            "pushing %s: %s, %d bytes to %s, epoch %d",
+            version_from_proto(begun.version),
+            plan.push.description,
+            plan.push.num_bytes,
+            ", ".join(begun.replica_ids),
+            begun.group.epoch,
+        )
+        return origin, begun
+
+    def _origin(self, request: PushRequest, plan: PushPlan, deadline: float) -> Origin:
+        """Find the base that an adapter was trained on.
+
+        Raises:
+            BaseMismatchError: It is not known, and the request must know it.
+        """
+        if plan.adapter is None:
+            return Origin(None)
+        digest = plan.target.base_checkpoint_digest
+        must_know = request.base.on_change == "refuse"
+        origin = self._origins.of(
+            plan.what.base, request.base.version, digest, deadline, must_know=must_know
+        )
+        if origin.version is None and must_know:
+            raise BaseMismatchError(
+                f"on_base_change='refuse' needs to know which base {request.policy!r} was "
+                f"trained on: {origin.why}"
+            )
+        return origin
+
+    def _about_base(
+        self,
+        request: PushRequest,
+        plan: PushPlan,
+        origin: Origin,
+        version: PolicyVersion,
+        transfer: pb.Transfer,
+    ) -> tuple[str, ...]:
+        """Note the base that was pushed, or return remarks on the one that an adapter is served
+        over."""
+        if plan.adapter is None:
+            self._origins.pushed(plan.what.base, version.version)
+        elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
+            return origin.remarks(
+                transfer.served_over_base_version, is_other=transfer.over_another_base
+            )
+        return ()
 
     def _carry_out(
         self, begun: pb.BeginTransferResponse, push: RankPush, finite: bool, deadline: float
     ) -> pb.Transfer:
         """Send at the ranks that send, assist at the others; return the outcome on every rank."""
         ranks, is_under_way = self._ranks, begun.HasField("group")
-        ended: list[pb.Transfer] = []
-
-        def send() -> bytes:
-            try:
-                ended.append(self._client.carry_out(begun, push, finite, deadline))
-            finally:
-                push.end_sending()
-            return ended[0].SerializeToString()
-
+        ended: pb.Transfer | None = None
         with contextlib.ExitStack() as beside:
             beside.callback(push.release)  # last, once this rank's thread has ended
             if push.is_prepared_together:
@@ -470,12 +464,19 @@ class Pushing:
                     push.assist(is_under_way=is_under_way)
             try:
                 push.hand_over()
-                return pb.Transfer.FromString(ranks.share(send))
+                with sharing(ranks) as shared:
+                    if ranks.rank == SENDER:
+                        try:
+                            ended = self._client.carry_out(begun, push, finite, deadline)
+                        finally:
+                            push.end_sending()
+                        shared.payload = ended.SerializeToString()
+                return pb.Transfer.FromString(shared.payload)
             except PeerUnavailableError as error:
-                if not ended or push.is_prepared_together:  # it has ended for the others, too
+                if ended is None or push.is_prepared_together:  # it has ended for the others, too
                     raise
                 _log.warning("the push is served, but not all ranks could be told: %s", error)
-                return ended[0]
+                return ended
             except BaseException as error:
                 self._interrupted(error)  # before this rank's thread is waited for
                 raise

@@ -165,8 +165,7 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 def _trainer(strike: Strike) -> None:
     from trainer_side.packing.packer import Packer
-    from trainer_side.pool.client import PoolClient
-    from trainer_side.pool.sender import Sender
+    from trainer_side.pool.client import PoolClient, Sender
     from trainer_side.pushing import Pushing
     from weft_rl.transport.member import Attendance
     from weft_rl.transport.sender import SendingRank
@@ -189,7 +188,7 @@ def _trainer(strike: Strike) -> None:
 def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
     from trainer_side.packing.packer import Packer
-    from trainer_side.pool.sender import Sender
+    from trainer_side.pool.client import Sender
     from trainer_side.pushes.packings import Packings
     from trainer_side.pushing import Pushing
     from weft_rl.transport.member import Attendance

@@ -1,4 +1,4 @@
-"""A sender of side groups: a model of ``trainer_side.pool.sender`` and of a clone's source."""
+"""Sender of side groups: models ``trainer_side.pool.client.Sender`` and a clone's source."""
 
 from __future__ import annotations
 

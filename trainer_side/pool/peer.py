@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trainer_side.pool.backend_selection import BackendSelection
+from trainer_side.pool.client import Sender
 from trainer_side.pool.contact import data_address
-from trainer_side.pool.sender import Sender
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
 from weft_rl.rpc.codec import ticket_from_proto
@@ -107,13 +107,14 @@ class Peer:
 
         def send() -> None:
             with in_stream():
-                sender.send(
+                sending = sender.begin(
                     push,
                     transfer_id=begun.transfer_id,
                     nonce=begun.nonce,
                     deadline=deadline,
                     check_finite=finite,
                 )
+                sender.send(sending)
                 sender.stand_by(over)
 
         def run() -> None:

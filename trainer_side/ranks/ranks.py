@@ -185,6 +185,28 @@ def agreeing(ranks: Ranks) -> Iterator[Agreement]:
     agreement.told = ranks.agree(flags=agreement.flags, same=agreement.same)
 
 
+@dataclass
+class Shared:
+    """Bytes of rank 0 for every rank; see ``sharing``."""
+
+    payload: bytes = b""
+    """Set at rank 0 in the block; set at every rank after it."""
+
+
+@contextmanager
+def sharing(ranks: Ranks) -> Iterator[Shared]:
+    """Share the payload that rank 0 sets in this block, or the error that it raises there, with
+    every rank. The other ranks do nothing in the block; see ``Ranks.share``."""
+    shared = Shared()
+    try:
+        yield shared
+    except Exception as error:
+        if ranks.rank == SENDER:
+            ranks.agree(error)  # the others come to agree in ``share``
+        raise
+    shared.payload = ranks.share(lambda: shared.payload)
+
+
 def bring_by_host(
     ranks: Ranks, sizes: Sequence[int], fill: Callable[[torch.Tensor], None]
 ) -> list[torch.Tensor]:

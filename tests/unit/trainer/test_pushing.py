@@ -112,7 +112,7 @@ def _shard_push(ranks: Any, source: _Shards) -> ShardedPush:
 
 
 def test_a_push_that_is_refused_brings_nothing_together() -> None:
-    def refuse(*rest: Any) -> bytes:
+    def refuse(*rest: Any) -> Any:
         raise InvalidManifestError("refused at begin")
 
     ranks, source = _Ranks(SENDER), _Shards()
@@ -121,9 +121,8 @@ def test_a_push_that_is_refused_brings_nothing_together() -> None:
     pushing._agree = lambda *rest: plan  # type: ignore[assignment, return-value]
     pushing._begin = refuse  # type: ignore[method-assign]
     request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
-    span: Any = SimpleNamespace(set=lambda **values: None)
     with pytest.raises(InvalidManifestError):
-        pushing._push(request, 0.0, time.monotonic() + 5, lambda: False, span)
+        pushing.push(request, began=0.0)
     assert source.told == []
 
 

@@ -59,7 +59,10 @@ class _Sender:
         self._error = error
         self.in_streams: list[str] = []
 
-    def send(self, push: ShardedPush, *args: Any, **kwargs: Any) -> None:
+    def begin(self, push: ShardedPush, **kwargs: Any) -> ShardedPush:
+        return push
+
+    def send(self, push: ShardedPush) -> None:
         self.in_streams.append(_IN_STREAM.get(threading.current_thread().name, ""))
         if self._error is not None:
             raise self._error
@@ -111,7 +114,7 @@ class _Waiting(_Sender):
         super().__init__(None)
         self.begun, self.aborted = threading.Event(), threading.Event()
 
-    def send(self, push: ShardedPush, *args: Any, **kwargs: Any) -> None:
+    def send(self, push: ShardedPush) -> None:
         self.begun.set()
         assert self.aborted.wait(30)
         raise TransferAbortedError("interrupted", reason="ABORTED")
