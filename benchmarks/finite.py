@@ -14,10 +14,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import describe
-from trainer_side.packing.finite import check_finite
-from trainer_side.packing.packer import Packer, whole_packing
-from trainer_side.pushes.packings import bucket_capacity
-from trainer_side.pushes.rank_push import GatheredPush
+from trainer_side.packing.packer import Packer, check_finite, whole_packing
+from trainer_side.pushes.rank_push import GatheredPush, bucket_capacity
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, tensor_source
 from weft_rl.contract.capabilities import GLOO, NCCL

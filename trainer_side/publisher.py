@@ -29,13 +29,13 @@ from trainer_side.pool.progress import reporter_for
 from trainer_side.push_report import PushReport
 from trainer_side.push_request import PushRequest, PushSettings
 from trainer_side.pushes.content import Model
-from trainer_side.pushes.packings import Packings
+from trainer_side.pushes.rank_push import Packings
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sleeping import RolloutSleep
-from trainer_side.sources.named_tensors import Metadata, NamedTensors
+from trainer_side.sources.named_source import Metadata, NamedTensors
 from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.capabilities import BackendChoice
 from weft_rl.contract.group import MAX_SENDERS

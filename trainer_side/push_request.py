@@ -17,11 +17,10 @@ from trainer_side.pushes.content import (
     adapter_content,
     base_content,
 )
-from trainer_side.pushes.packings import Packings, packs_on_device
-from trainer_side.pushes.rank_push import RankPush
+from trainer_side.pushes.rank_push import Packings, RankPush, packs_on_device
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import Adapter
-from trainer_side.sources.named_tensors import Metadata, NamedSteps, NamedTensors, check_named
+from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
 from weft_rl.contract.arguments import check_choice, check_seconds
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, check_adapter_name

@@ -16,8 +16,7 @@ from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import Peer
 from trainer_side.push_report import PushReport, report_of
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
-from trainer_side.pushes.packings import Packings
-from trainer_side.pushes.rank_push import RankPush
+from trainer_side.pushes.rank_push import Packings, RankPush
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
 from trainer_side.sources.origin import Origin, Origins
 from weft_rl import tracing

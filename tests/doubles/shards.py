@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from trainer_side.params.dtensor import Split, cells_of
 from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
-from trainer_side.params.slices import Split, cells_of
 from trainer_side.ranks.ranks import OneRank
 
 

@@ -189,7 +189,7 @@ def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
     from trainer_side.packing.packer import Packer
     from trainer_side.pool.client import Sender
-    from trainer_side.pushes.packings import Packings
+    from trainer_side.pushes.rank_push import Packings
     from trainer_side.pushing import Pushing
     from weft_rl.transport.member import Attendance
     from weft_rl.transport.sender import SendingRank
@@ -211,7 +211,7 @@ def _sending_rank(strike: Strike) -> None:
 
 def _giving_rank(strike: Strike) -> None:
     """Points of a trainer rank that hands what it holds to one that sends it."""
-    from trainer_side.pushes.sharded import ShardedPush
+    from trainer_side.pushes.rank_push import ShardedPush
     from trainer_side.sources.shard_source import ShardSource
 
     match strike.point:

@@ -28,8 +28,8 @@ from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import PolicyVersion, Publisher
 from trainer_side.pool.peer import Peer
-from trainer_side.pushes import sharded as shard_push
-from trainer_side.pushes.sharded import ShardedPush
+from trainer_side.pushes import rank_push as shard_push
+from trainer_side.pushes.rank_push import ShardedPush
 from trainer_side.sharding.plan import Handed
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3
+from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3, walk
 from trainer_side.params.quantised import DequantisedParams
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
-from trainer_side.params.walk import walk
-from trainer_side.params.zero3 import of_zero3
+from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams, of_zero3
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
 from weft_rl.containers.lru import Lru

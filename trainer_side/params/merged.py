@@ -29,15 +29,15 @@ from trainer_side.params.merged_elements import (
     Delta,
     Factors,
     MergedElements,
+    are_exact,
     factors_of,
     merge_block,
     merges_in_place,
+    product,
 )
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
-from trainer_side.params.params import Params, whole_tensors
-from trainer_side.params.products import are_exact, product
+from trainer_side.params.params import Params, walk, whole_tensors
 from trainer_side.params.sharded import ShardedParams
-from trainer_side.params.walk import walk
 from weft_rl.contract.adapter_config import MERGE_A_COPY
 from weft_rl.contract.errors import InvalidAdapterError, UnsupportedError
 

@@ -18,8 +18,7 @@ import torch
 
 from trainer_side.packing.packer import PackedBuckets, Packer, Packing, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
-from trainer_side.pool.contact import data_address
-from trainer_side.pool.coordinator_client import CoordinatorClient
+from trainer_side.pool.coordinator_client import CoordinatorClient, data_address
 from trainer_side.pool.progress import ProgressReporter
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import SENDER

@@ -7,18 +7,26 @@ that they need.
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
-from trainer_side.pool.contact import Contact
 from trainer_side.pool.leases import Leases
-from weft_rl.contract.errors import LeaseFencedError, TransferTimeoutError
+from weft_rl.contract.errors import (
+    InvalidRequestError,
+    LeaseFencedError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+)
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.tensors import Reference
+from weft_rl.rpc.channel import local_address_towards, split_target
+from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
@@ -27,9 +35,180 @@ from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
 
+#: Between two lines of the log while nobody answers.
+LOG_SECONDS = 10.0
+# What one try at a plain connection, made to learn why, may take.
+_PROBE_SECONDS = 2.0
+# And one at a TLS handshake, with a server that has taken the connection.
+_HANDSHAKE_SECONDS = 0.3
+# A connection to a port that is closed fails within a moment; one that is open needs a
+# moment more than that.
+_POLL_SECONDS = 0.5
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Contact:
+    """Connection of a trainer to its coordinator.
+
+    One that was never reached for ``connect_seconds`` is an error: most often its address
+    is wrong. One that was reached before is waited for as long as a push may take: it is
+    being restarted.
+
+    Args:
+        channel: Channel to the coordinator; closed by its owner.
+        target: HOST:PORT of the coordinator.
+        connect_seconds: Longest wait for the first connection.
+        credentials: Credentials that the channel shows; by default this process's.
+        probe: Function that says why ``target`` cannot be connected to; empty if it can.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        target: str,
+        connect_seconds: float,
+        probe: Callable[[str], str] | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._target = target
+        # Of the health service, whose empty request asks for the server as a whole.
+        self._check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        self._connect_seconds = connect_seconds
+        self._probe = probe or (lambda target: why_unreachable(target, credentials))
+        #: Whether there was a connection at some time.
+        self.was_reached = False
+
+    def wait(self, deadline: float) -> None:
+        """Block until there is a connection, at most until ``deadline`` (``time.monotonic()``).
+
+        The log says why it waits, at once and every 10 s.
+
+        Raises:
+            PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: never reached in its time.
+                ``COORDINATOR_AWAY``: reached before, and not again until ``deadline``.
+        """
+        began = time.monotonic()
+        end = deadline if self.was_reached else min(deadline, began + self._connect_seconds)
+        logged_at, why = float("-inf"), ""
+        while not self._answers(min(_POLL_SECONDS, end - time.monotonic())):
+            now = time.monotonic()
+            if now >= end:
+                raise self._failure(why or self._learn_why(0.5), now - began)
+            if now - logged_at >= LOG_SECONDS:
+                logged_at, why = now, self._learn_why(end - now)
+                _log.warning(
+                    "the coordinator at %s cannot be reached: %s; trying for another %.0f s",
+                    self._target,
+                    why,
+                    max(0.0, end - time.monotonic()),
+                )
+        if logged_at > 0:
+            _log.warning(
+                "reached the coordinator at %s after %.1f s",
+                self._target,
+                time.monotonic() - began,
+            )
+        self.was_reached = True
+
+    def _answers(self, seconds: float) -> bool:
+        """Return whether a gRPC server answers within a time, whatever its answer.
+
+        This makes a call, and does not ask for the channel's connectivity: that may belong to a
+        connection that is gone. It is also watched by a thread of grpcio's that fails when the
+        channel is closed.
+        """
+        try:
+            self._check(b"", timeout=max(0.05, seconds), wait_for_ready=True)
+        except grpc.RpcError as error:
+            return error.code() not in _NO_ANSWER
+        return True
+
+    def _learn_why(self, seconds: float) -> str:
+        """Return the probe's answer; looking a host's name up may take longer than ``seconds``."""
+        found: list[str] = []
+        thread = threading.Thread(
+            target=lambda: found.append(self._probe(self._target)),
+            name="weft-probe",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(max(0.1, min(seconds, 2 * _PROBE_SECONDS)))
+        if not found:
+            return "its host's name could not be looked up yet"
+        return found[0] or "something listens there, but does not answer as a coordinator does"
+
+    def _failure(self, why: str, seconds: float) -> PeerUnavailableError:
+        if self.was_reached:
+            return PeerUnavailableError(
+                f"the coordinator at {self._target} is away: {why}; the push's time is up",
+                reason="COORDINATOR_AWAY",
+            )
+        return PeerUnavailableError(
+            f"the coordinator at {self._target} was never reached in {seconds:.1f} s: {why}. "
+            "Check that `weft coordinator` runs, that its --listen is reachable from this "
+            "machine (not 127.0.0.1 if it is another one), and host, port and firewall; a job "
+            "that starts together with it waits longer: connect_seconds=300",
+            reason="COORDINATOR_UNREACHABLE",
+            metadata={"target": self._target},
+        )
+
+
+def why_unreachable(target: str, credentials: Credentials | None = None) -> str:
+    """Return why a connection to HOST:PORT cannot be made; empty if it can.
+
+    Tried by TCP and with these credentials. Blocks some seconds at most, not counting the look-up
+    of the name.
+    """
+    host, port = split_target(target)
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+    except socket.gaierror as error:
+        return f"the host {host!r} is not known ({error.strerror})"
+    except TimeoutError:
+        return f"no answer in {_PROBE_SECONDS:.0f} s (another network, or a firewall?)"
+    except OSError as error:
+        return error.strerror.lower() if error.strerror else str(error)
+    known = Credentials.from_environment() if credentials is None else credentials
+    return why_refused(target, known, _HANDSHAKE_SECONDS)
+
+
+def data_address(data_host: str | None, target: str) -> str:
+    """Return the address of this machine that replicas are to connect to.
+
+    Args:
+        data_host: Address as the user gave it; None takes the route towards the coordinator.
+        target: The coordinator's HOST:PORT.
+
+    Raises:
+        InvalidRequestError: ``data_host`` is not known here, or no address of this machine.
+        PeerUnavailableError: ``COORDINATOR_UNREACHABLE``: no route to the coordinator.
+    """
+    if data_host is None:
+        try:
+            return local_address_towards(target)
+        except OSError as error:
+            raise PeerUnavailableError(
+                f"this machine has no route to the coordinator at {target}: "
+                f"{error.strerror or error}; say data_host=, the address that the replicas "
+                "reach this machine by",
+                reason="COORDINATOR_UNREACHABLE",
+            ) from error
+    try:
+        family, _, _, _, address = socket.getaddrinfo(data_host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind(address)
+    except OSError as error:
+        unknown = isinstance(error, socket.gaierror)
+        what = "is not known here" if unknown else "is no address of this machine"
+        raise InvalidRequestError(
+            f"data_host={data_host!r} {what} ({error.strerror}): give the name or address that "
+            "the replicas reach this machine by, or leave it out"
+        ) from error
+    return data_host
+
+
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
 # How often a coordinator that is away is looked for again.
 _RETRY_SECONDS = 0.5
 _ABORT_SECONDS = 2.0

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import Sender
-from trainer_side.pool.contact import data_address
+from trainer_side.pool.coordinator_client import data_address
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
 from weft_rl.rpc.codec import ticket_from_proto

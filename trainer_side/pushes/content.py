@@ -15,9 +15,7 @@ from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import adapter_tensor_name, base_name_in_peft, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
-from trainer_side.pushes.named import FollowedPush
-from trainer_side.pushes.packings import Packings
-from trainer_side.pushes.rank_push import RankPush
+from trainer_side.pushes.rank_push import FollowedPush, Packings, RankPush
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import (
     Adapter,
@@ -27,8 +25,7 @@ from trainer_side.sources.adapter_source import (
 )
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.named_source import OrderedSource, RunSource
-from trainer_side.sources.named_tensors import Metadata, NamedSteps
+from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.origin import BaseOf
 from trainer_side.sources.source import CastRule, Source
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError

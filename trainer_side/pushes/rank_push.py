@@ -1,15 +1,32 @@
-"""Push as one rank of a trainer carries it out."""
+"""Pushes as one rank of a trainer carries them out, by the kind of what is pushed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from trainer_side.packing.packer import Announced, KnownSum, Packing, Sum
+from trainer_side.packing.packer import (
+    Announced,
+    KnownSum,
+    Packing,
+    Sum,
+    announced_packing,
+    whole_packing,
+)
 from trainer_side.ranks.ranks import SENDER, Ranks
-from trainer_side.sources.source import Source
+from trainer_side.sharding.hand_over import Givers, hand_over
+from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
+from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
+from trainer_side.sources.shard_source import ShardSource, shard_source
+from trainer_side.sources.source import Source, torch_dtypes
+from weft_rl.containers.lru import Lru
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run
+from weft_rl.contract.tensors import TensorMeta
+from weft_rl.interrupts import Flag
 
 
 class RankPush:
@@ -139,3 +156,225 @@ class GatheredPush(RankPush):
         except BaseException as error:
             self._ranks.abandon(error)  # others may wait for us inside a gather
             raise
+
+
+class NamedPush(RankPush):
+    """Push of named tensors at rank 0, which announces what each bucket carries.
+
+    Args:
+        source: Tensors of the push, from their beginning.
+        packing: Buckets of the push.
+    """
+
+    description = DESCRIPTION
+
+    def __init__(self, source: RunSource, packing: Packing) -> None:
+        self._source, self.packing = source, packing
+        self.num_bytes = packing.manifest.total_bytes
+        self.sender = packing.sender
+        source.begin(packing.manifest)
+
+    def announce(self, payload: torch.Tensor, speak: Callable[[], None]) -> Announced:
+        """See ``Reader``."""
+        return Announced(*self._source.fill(payload, speak))
+
+
+class FollowedPush(RankPush):
+    """Push of named tensors at the other ranks, which iterate in step with rank 0.
+
+    Args:
+        steps: This rank's iteration.
+    """
+
+    description = DESCRIPTION
+
+    def __init__(self, steps: NamedSteps) -> None:
+        self._steps = steps
+
+    def assist(self, *, is_under_way: bool) -> None:
+        """See ``RankPush``.
+
+        Raises:
+            WeftError: The error that ended the push, the same at every rank.
+        """
+        if is_under_way:
+            self._steps.follow()
+
+
+_SIGN = 2**63
+
+
+class ShardedPush(RankPush):
+    """Push of the shards that the ranks hold: content, senders, and the sum of their digests.
+
+    Each sender has a part of each tensor's digest. All ranks add the parts up once, whatever
+    becomes of the push.
+
+    Args:
+        source: Elements that this rank holds.
+        manifest: Layout of the version.
+        plan: Division of the push among the ranks.
+        ranks: Ranks of the trainer.
+    """
+
+    is_prepared_together = True
+
+    def __init__(
+        self, source: ShardSource, manifest: Manifest, plan: ShardPlan, ranks: Ranks
+    ) -> None:
+        self.source, self._plan, self._ranks = source, plan, ranks
+        self.description, self.remarks = source.description, source.remarks
+        self.num_bytes = manifest.total_bytes
+        self.agreed = manifest.layout_digest + plan.digest
+        self.senders = plan.senders
+        self.sender = plan.senders.index(ranks.rank) if ranks.rank in plan.senders else None
+        self.packing = plan.packings[self.sender or 0]
+        self._dtypes = torch_dtypes(source.metas)
+        givers = {rank: each for rank, each in plan.handed.items() if each.to == ranks.rank}
+        self._givers = Givers(source, givers, self._dtypes, ranks)
+        self._lock = threading.Lock()
+        self._begun = Flag()
+        self._sum: Sum | None = None
+
+    def prepare(self) -> None:
+        """See ``RankPush``: gather tensors that cannot be sent as the ranks hold them."""
+        if self.source.gathered:
+            # A rank that is gone since they planned would be waited for in the framework's
+            # collectives. What LoRA's factors are brought by notices it itself.
+            self._ranks.agree()
+        try:
+            self.source.gather()
+        except BaseException as error:
+            # Others may wait for us inside it: over our own link they are told, and raise the
+            # same. Inside a collective of the framework's nobody can tell them: they learn of it
+            # when that ends, by the framework's own timeout.
+            self._ranks.abandon(error)
+            raise
+
+    def assist(self, *, is_under_way: bool) -> None:
+        """See ``RankPush``: there is nothing to add to the sum."""
+        self.add_up()
+
+    def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
+        """See ``Reader``; elements that other ranks hand over are included."""
+        self._givers.fill(runs, views)
+
+    def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
+        """See ``Reader``."""
+        return self._givers.by_reference(runs)
+
+    def hand_over(self) -> None:
+        """See ``RankPush``.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``.
+        """
+        handed = self._plan.handed.get(self._ranks.rank)
+        if handed is not None:
+            hand_over(self.source, handed, self._dtypes, self._ranks)
+
+    def add_up(self, totals: Sequence[int] | None = None) -> Sum:
+        """See ``Reader``.
+
+        Raises:
+            PeerUnavailableError: ``RANK_GONE``.
+        """
+        with self._lock:
+            if self._sum is None:
+                values = torch.zeros(len(self.source.metas), dtype=torch.int64)
+                if totals is not None:
+                    values = torch.tensor([(t + _SIGN) % 2**64 - _SIGN for t in totals])
+                try:
+                    self._givers.end()
+                    self._sum = self._ranks.add_up(values)
+                finally:
+                    self._begun.set()  # or it never will
+            return self._sum
+
+    def end_sending(self) -> None:
+        """See ``RankPush``: the other ranks wait for the sum in any case."""
+        self.add_up()
+
+    def release(self) -> None:
+        """See ``RankPush``."""
+        self.source.release()
+
+    def wait_added_up(self, timeout_seconds: float) -> None:
+        """See ``RankPush``."""
+        self._begun.wait(timeout_seconds)
+
+
+_MAX_KEPT = 32
+#: Between two H200s a base of 16 GB was staged in 51 ms with buckets of 1 GiB and in 62 ms
+#: with 512 MiB: a bucket must take longer than the release of the one before it.
+DEVICE_BUCKET_BYTES = 2**30
+
+
+def packs_on_device(backend: str) -> bool:
+    """Return whether buckets for a backend are packed on an accelerator; the same on every rank."""
+    return backend == NCCL or (backend == ONE_SIDED and torch.cuda.is_available())
+
+
+def bucket_capacity(backend: str, chosen: int | None) -> int:
+    """Return the payload bytes of a bucket over a backend, or the user's choice. It is the same on
+    every rank."""
+    return chosen or (DEVICE_BUCKET_BYTES if packs_on_device(backend) else DEFAULT_BUCKET_BYTES)
+
+
+class Packings:
+    """Maker of the pushes of one rank.
+
+    Args:
+        ranks: Ranks of the trainer.
+        bucket_bytes: Payload of a bucket; None is what suits the backend.
+        max_senders: Most ranks that send. If more hold shards, the others pass theirs to those that
+            send; with 1, rank 0 gathers whole tensors.
+    """
+
+    def __init__(
+        self, ranks: Ranks, bucket_bytes: int | None, max_senders: int = DEFAULT_MAX_SENDERS
+    ) -> None:
+        self.ranks = ranks
+        self._bucket_bytes, self._max_senders = bucket_bytes, max_senders
+        self._shard_plans = ShardPlans(max_senders)
+        self._kept: Lru[tuple[int, tuple[TensorMeta, ...]], Packing] = Lru(_MAX_KEPT)
+        self._last: tuple[int, tuple[TensorMeta, ...], Packing] | None = None
+
+    def weights_push(self, source: Source, backend: str) -> RankPush:
+        """Make the push of a source that every rank has: of the shards that the ranks hold, or
+        gathered at rank 0."""
+        packing, ranks = self._packing(source.metas, backend), self.ranks
+        gathered = GatheredPush(source, ranks, packing)
+        if ranks.size == 1 or self._max_senders == 1:
+            return gathered
+        shards = shard_source(source, ranks)
+        if not isinstance(shards, ShardSource):
+            gathered.remarks = () if shards is None else shards.remarks
+            return gathered
+        plan = self._shard_plans.plan(packing.manifest, shards.held)
+        if isinstance(plan, str):
+            gathered.remarks = (f"rank 0 gathered all: {plan}",)
+            return gathered
+        return ShardedPush(shards, packing.manifest, plan, ranks)
+
+    def ordered_push(self, source: OrderedSource, backend: str) -> RankPush:
+        """Make the push, at rank 0, of named tensors whose order is known beforehand."""
+        packing = self._packing(source.metas, backend)
+        return GatheredPush(source, self.ranks, packing, is_laid_out_alike=False)
+
+    def announced_push(self, source: RunSource, backend: str) -> RankPush:
+        """Make the push, at rank 0, of named tensors in the order that they come in."""
+        packing = self._packing(source.metas, backend)
+        return NamedPush(source, announced_packing(packing.manifest))
+
+    def _packing(self, metas: tuple[TensorMeta, ...], backend: str) -> Packing:
+        """Return the packing of whole tensors."""
+        capacity, last = bucket_capacity(backend, self._bucket_bytes), self._last
+        if last is not None and last[0] == capacity and last[1] is metas:
+            return last[2]  # without a look at thousands of tensors
+        packing = self._kept.get((capacity, metas))
+        if packing is None:
+            packing = whole_packing(plan_buckets(metas, capacity))
+            self._kept.put((capacity, metas), packing)
+        self._last = capacity, metas, packing
+        return packing

@@ -12,9 +12,7 @@ import torch
 from tests.doubles.shards import sharded
 from trainer_side.push_request import PushPlan, PushSettings, checks_finite, plan_push
 from trainer_side.pushes.content import Weights
-from trainer_side.pushes.packings import Packings
-from trainer_side.pushes.rank_push import GatheredPush
-from trainer_side.pushes.sharded import ShardedPush
+from trainer_side.pushes.rank_push import GatheredPush, Packings, ShardedPush
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout import send_plan

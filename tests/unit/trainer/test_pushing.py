@@ -13,9 +13,7 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.packing.packer import whole_packing
-from trainer_side.pushes.packings import Packings
-from trainer_side.pushes.rank_push import GatheredPush
-from trainer_side.pushes.sharded import ShardedPush
+from trainer_side.pushes.rank_push import GatheredPush, Packings, ShardedPush
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import TorchRanks

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer_side.params.dtensor import Split, cells_of
 from trainer_side.params.elements import held_by
 from trainer_side.params.sharded import HeldRun, Sharded
-from trainer_side.params.slices import Split, cells_of
 
 
 @st.composite

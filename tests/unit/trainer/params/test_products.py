@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainer_side.params.products import are_exact, product
+from trainer_side.params.merged_elements import are_exact, product
 
 _ROWS, _RANK, _COLUMNS = 33, 8, 65
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_side.params import slices
-from trainer_side.params.slices import Cell, Slice, Split, cells_of
+from trainer_side.params import dtensor
+from trainer_side.params.dtensor import Cell, Slice, Split, cells_of
 from weft_rl.contract.layout.runs import Run, check_coverage, why_not
 from weft_rl.contract.tensors import DataType, TensorMeta
 
@@ -99,7 +99,7 @@ def test_as_few_slices_as_can_be(case):
 
 def test_what_lies_in_too_many_pieces_is_left_whole(monkeypatch):
     """Both dims of each expert are cut: a slice for each expert and place."""
-    monkeypatch.setattr(slices, "MAX_SLICES", 32)
+    monkeypatch.setattr(dtensor, "MAX_SLICES", 32)
     assert sum(len(c.slices) for c in cells_of([8, 4, 6], [2, 2], [Split(1), Split(2)])) == 32
     assert cells_of([9, 4, 6], [2, 2], [Split(1), Split(2)]) is None
     assert cells_of([10**12, 10**3, 10**3], [2, 2], [Split(1), Split(2)]) is None, "at once"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_side.params.walk import walk
+from trainer_side.params.params import walk
 
 
 class Tied(nn.Module):

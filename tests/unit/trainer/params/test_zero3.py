@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_side.params.sharded import Gathered, Sharded
-from trainer_side.params.zero3 import of_zero3
+from trainer_side.params.sharded import Gathered, Sharded, of_zero3
 from weft_rl.contract.errors import UnsupportedError
 
 

@@ -12,7 +12,7 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trainer_side.pool.contact import Contact, data_address, why_unreachable
+from trainer_side.pool.coordinator_client import Contact, data_address, why_unreachable
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 from weft_rl.rpc.channel import open_channel
 

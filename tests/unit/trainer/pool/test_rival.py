@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trainer_side.pool.rival import Rival, describe, has_ended, is_this_process, this_process
+from trainer_side.pool.leases import Rival, describe, has_ended, is_this_process, this_process
 
 
 def _holder(token: int = 3, renewals: int = 5, **process: object) -> dict[str, str]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from trainer_side.pushes.packings import DEVICE_BUCKET_BYTES, bucket_capacity
+from trainer_side.pushes.rank_push import DEVICE_BUCKET_BYTES, bucket_capacity
 from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
 
 

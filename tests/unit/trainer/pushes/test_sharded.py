@@ -14,8 +14,7 @@ import torch
 from trainer_side.pool import peer as module
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.peer import Peer
-from trainer_side.pushes.packings import Packings
-from trainer_side.pushes.sharded import ShardedPush
+from trainer_side.pushes.rank_push import Packings, ShardedPush
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import OneRank, Sum
 from trainer_side.sharding.plan import plan_shards
