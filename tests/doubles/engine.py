@@ -38,7 +38,7 @@ from rollout_side.spill.spiller import Spiller
 from rollout_side.version_facts import VersionFacts
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
-from weft_rl.checkpoints.layout_digest import digest_in_layout
+from weft_rl.checkpoints.reader import digest_in_layout
 from weft_rl.contract.capabilities import ONE_SIDED, Capabilities
 from weft_rl.contract.checkpoint import StoredTensor, not_compared
 from weft_rl.contract.errors import (

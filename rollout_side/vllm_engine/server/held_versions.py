@@ -16,7 +16,7 @@ from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from weft_rl.checkpoints.layout_digest import digest_in_layout
+from weft_rl.checkpoints.reader import digest_in_layout
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import (
     InvalidManifestError,

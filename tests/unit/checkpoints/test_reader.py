@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.transport.digests.reference import by_definition
-from weft_rl.checkpoints import digest_cache, safetensors_file
+from weft_rl.checkpoints import digest_cache
 from weft_rl.checkpoints.digest_cache import DigestCache, Identity
 from weft_rl.checkpoints.files import local_model_dir, weight_files
-from weft_rl.checkpoints.reader import CheckpointReader, read_checkpoint
-from weft_rl.checkpoints.safetensors_file import Stopped, digest_file
+from weft_rl.checkpoints.reader import CheckpointReader, Stopped, digest_file, read_checkpoint
 from weft_rl.contract.checkpoint import Checkpoint, CheckpointState
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.transport.digests.wsum64 import tensor_digest
@@ -76,7 +75,7 @@ def test_it_is_the_same_however_it_is_cut_and_read(
     cut = read(two, one)
     assert cut.digest == whole.digest
     assert [file.name for file in cut.files] == ["1.safetensors", "2.safetensors"]
-    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 32768)
+    monkeypatch.setattr("weft_rl.checkpoints.reader._CHUNK_BYTES", 32768)
     large = {"w": torch.randn(50_001)}
     save_file(large, tmp_path / "large.safetensors")
     small_chunks = read(tmp_path / "large.safetensors")

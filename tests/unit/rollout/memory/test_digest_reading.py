@@ -19,7 +19,7 @@ from rollout_side.memory import digest_reading
 from rollout_side.memory.digest_reading import DigestReading
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, StagedVersion, tensors_in
-from weft_rl.checkpoints.safetensors_file import digest_file
+from weft_rl.checkpoints.reader import digest_file
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import LoadFailedError, NotFoundError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
