@@ -244,7 +244,8 @@ class DTensorPlaces:
             # Whoever makes DTensors may cut them as placements cannot say.
             raise UnsupportedError(
                 f"a DTensor of shape {tuple(param.shape)} and placements {param.placements} has "
-                f"{local.numel()} elements here, where these say {layout.own_numel}"
+                f"{local.numel()} elements at this rank; by its placements it has "
+                f"{layout.own_numel}"
             )
         if layout.runs is not None:
             return Sharded(param.shape, param.dtype, layout.runs, local)

@@ -88,7 +88,7 @@ def _replica_of_sender(
         if any(rank_of.get(rank) == SENDER for rank in replica):
             return replica
     raise UnsupportedError(
-        "an FSDP unit has no replica that this trainer's first rank is of: make the Publisher "
+        "rank 0 of this trainer is in no replica of an FSDP unit: make the Publisher "
         "with ranks='all'"
     )
 

@@ -91,7 +91,7 @@ class MergedParams:
 
     Raises:
         InvalidAdapterError: No such adapter, or one that is merged already.
-        UnsupportedError: A kind of layer or adapter that cannot be merged on the way.
+        UnsupportedError: A kind of layer or adapter that cannot be merged during a push.
     """
 
     def __init__(self, model: Any, params: Params, adapter_name: str) -> None:
@@ -218,7 +218,9 @@ def _base_names(metas: Mapping[str, torch.Tensor], adapter: str) -> dict[str, st
     names: dict[str, str] = {}
     for raw in metas:
         if "token_adapter" in raw.split("."):
-            raise UnsupportedError(f"trainable tokens cannot be merged on the way: {MERGE_A_COPY}")
+            raise UnsupportedError(
+                f"trainable tokens cannot be merged during a push: {MERGE_A_COPY}"
+            )
         name = base_name_in_peft(raw, adapter)
         if name is not None:
             names[name] = raw
@@ -239,8 +241,8 @@ def _merges(
     kind = str(getattr(kind, "value", kind))
     if kind != "LORA":
         raise UnsupportedError(
-            f"the adapter {adapter!r} is of PEFT's kind {kind}, which cannot be merged on the way: "
-            f"{MERGE_A_COPY}",
+            f"the adapter {adapter!r} is of PEFT's kind {kind}, which cannot be merged during a "
+            f"push: {MERGE_A_COPY}",
             metadata={"setting": "peft_type"},
         )
     tied = _tied_names(model)
@@ -285,7 +287,7 @@ def _merges_of(
     variant = type(layer.lora_variant.get(adapter)).__name__
     is_dora = variant.startswith("Dora")
     if variant != "NoneType" and not is_dora:
-        raise UnsupportedError(f"{path}: {variant} cannot be merged on the way: {MERGE_A_COPY}")
+        raise UnsupportedError(f"{path}: {variant} cannot be merged during a push: {MERGE_A_COPY}")
     magnitude = f"{path}.lora_magnitude_vector.{adapter}.weight" if is_dora else ""
     a, b = f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"
     if kind in ("Linear", "Linear4bit", "Linear8bitLt"):
@@ -306,7 +308,7 @@ def _merges_of(
     else:
         raise UnsupportedError(
             f"{path}: LoRA on a layer of kind {kind}{' with DoRA' if is_dora else ''} cannot be "
-            f"merged on the way: {MERGE_A_COPY}"
+            f"merged during a push: {MERGE_A_COPY}"
         )
 
 

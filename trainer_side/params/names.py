@@ -146,7 +146,10 @@ def plan_conversions(
         groups += _plan_layer(list(layer), meta, whole, kept, revert)
     if {target for group in groups for target in group.targets} != set(whole):
         # A conversion across layers: rare, and right only when done at once.
-        _log.warning("this model's checkpoint names need all its tensors at once: more memory")
+        _log.warning(
+            "the checkpoint names of this model need all its tensors at once: the push takes "
+            "the memory of a whole copy"
+        )
         groups = [Conversion(tuple(meta), tuple(whole), False)]
     storages = {_storage(tensor): name for name, tensor in meta.items()}
 

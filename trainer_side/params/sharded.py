@@ -141,7 +141,7 @@ class ShardedParams:
 
     def whole(self, name: str) -> torch.Tensor:
         """See ``Params.whole``."""
-        raise TypeError(f"{name!r} lies in shards")
+        raise TypeError(f"{name!r} is sharded: no rank holds it whole")
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``."""

@@ -144,6 +144,6 @@ def _copied(param: Sharded, memory: SnapshotMemory) -> Sharded:
 
 def _refuse(name: str) -> torch.Tensor:
     raise UnsupportedError(
-        f"parameter {name!r} was not copied, and its framework alone could gather it: that cannot "
-        "be done beside the training"
+        f"parameter {name!r} was not copied before the training continued, and only its framework "
+        "could gather it: use the push that blocks"
     )

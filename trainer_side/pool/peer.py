@@ -53,7 +53,7 @@ class Peer:
         try:
             self._selection.backend(target)
         except NotReadyError as error:
-            _log.info("this rank cannot send so: %s", error)
+            _log.info("this rank cannot send over the chosen backend: %s", error)
             return False
         return True
 

@@ -142,8 +142,8 @@ class ModelBase(Weights):
         params = self.opened.params
         if params.is_collective and has_quantised_layers(module):
             raise UnsupportedError(
-                "a base that is both quantised and sharded cannot be dequantised on the way: push "
-                "the adapter (push_adapter), or shard an unquantised base"
+                "a base that is both quantised and sharded cannot be dequantised during a push: "
+                "push the adapter (push_adapter), or shard an unquantised base"
             )
         rule = _base_rule(target, self.cast)
         settings = None if self.merged is None else merge_settings(module, self.merged)

@@ -325,8 +325,8 @@ def _matched(setting: str, patterns: Sequence[str], modules: Collection[str]) ->
         )
     except subprocess.TimeoutExpired:
         raise InvalidAdapterError(
-            f"{setting} has regular expressions that match no sooner than in {_MATCH_SECONDS:g} s: "
-            "give the modules' names in place of them",
+            f"{setting} has regular expressions that take longer than {_MATCH_SECONDS:g} s to "
+            "match: give the modules' names in place of them",
             metadata={"setting": setting},
         ) from None
     return [{names[i] for i in found} for found in json.loads(done.stdout)]

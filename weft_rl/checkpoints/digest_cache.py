@@ -87,7 +87,7 @@ class DigestCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            _log.info("no use of %s: %s", self._file(identity), error)
+            _log.info("ignoring the digest cache %s: %s", self._file(identity), error)
             return None
 
     def put(self, identity: Identity, tensors: tuple[StoredTensor, ...]) -> None:
@@ -109,7 +109,7 @@ class DigestCache:
             os.replace(file.name, self._file(identity))
             self._forget_oldest()
         except OSError as error:
-            _log.info("the digests of %s are not kept: %s", identity.path, error)
+            _log.info("could not keep the digests of %s: %s", identity.path, error)
 
     def _forget_oldest(self) -> None:
         assert self._folder is not None

@@ -18,7 +18,7 @@ from weft_rl.contract.errors import InvalidAdapterError
 
 #: Longest adapter_config.json, in bytes.
 MAX_CONFIG_BYTES = 2**20
-#: What to do with an adapter that is neither served nor merged on the way.
+#: What to do with an adapter that is neither served nor merged during a push.
 MERGE_A_COPY: Final = (
     "merge a copy of the model (model.merge_and_unload(), where PEFT has it) and push_base that"
 )

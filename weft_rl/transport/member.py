@@ -130,7 +130,7 @@ class Attendance:
         except grpc.RpcError as rpc_error:
             error = error_from_rpc(rpc_error)
         except Exception as unexpected:  # noqa: BLE001 (the edge of a thread)
-            _log.exception("a direction from the coordinator could not be followed")
+            _log.exception("a message from the coordinator could not be handled")
             error = WeftError(f"internal error on the group's stream: {unexpected!r}")
             self._call.cancel()
         self._error = error

@@ -158,7 +158,7 @@ def test_what_cannot_be_merged_on_the_way():
     merged.merge_adapter()
     with pytest.raises(InvalidAdapterError, match="merged into its base already"):
         fetched(merged)
-    with pytest.raises(UnsupportedError, match=r"Conv2d cannot be merged on the way"):
+    with pytest.raises(UnsupportedError, match=r"Conv2d cannot be merged during a push"):
         fetched(trained(nn.Sequential(nn.Conv2d(2, 3, 1)), target_modules=["0"]))
     with pytest.raises(UnsupportedError, match="trainable tokens"):
         fetched(trained(Tiny(), target_modules=["up"], trainable_token_indices={"embed": [1]}))
