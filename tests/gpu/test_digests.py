@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from weft_rl.transport.digests import kernel, wsum64
-from weft_rl.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
-from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
+from weft_rl.transport.digests import kernel
+from weft_rl.transport.digests.copies import Place, copied_words, copy_words, pack_tensors
+from weft_rl.transport.digests.wsum64 import Part, digests_of, part_digests, tensor_digest
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
 pytestmark = [
@@ -96,12 +96,14 @@ def test_buckets_of_all_kinds_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
     there = payload.to(device)
     on_host = part_digests(payload, parts)
-    if DRY:
-        monkeypatch.setattr(wsum64, "_is_host", lambda device: False)
     assert part_digests(there, parts) == on_host
     for part in parts[:3] + parts[300:302]:
         own = there[part.at : part.at + part.num_bytes - 3]
         here = payload[part.at : part.at + part.num_bytes - 3]
-        assert tensor_digest(own, first_byte=part.first_byte) == tensor_digest(
-            here, first_byte=part.first_byte
-        )
+        expected = tensor_digest(here, first_byte=part.first_byte)
+        assert tensor_digest(own, first_byte=part.first_byte) == expected
+    monkeypatch.setattr(kernel, "works", lambda device: False)  # as without a C compiler
+    assert part_digests(there, parts) == on_host
+    assert tensor_digest(there[:4096]) == tensor_digest(payload[:4096])
+    assert digests_of([there[:512], there[1:4096]]) == digests_of([payload[:512], payload[1:4096]])
+    assert copy_words(there, copied_words(parts[:2], [Place(0, 0, 8)] * 2), there) is None

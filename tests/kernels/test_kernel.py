@@ -15,10 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft_rl.transport.digests import batches, copied, kernel
-from weft_rl.transport.digests.batches import digests_of
-from weft_rl.transport.digests.copied import Place, copied_words, copy_words, pack_tensors
-from weft_rl.transport.digests.wsum64 import Part, part_digests, tensor_digest
+from weft_rl.transport.digests import kernel
+from weft_rl.transport.digests.copies import Place, copied_words, copy_words, pack_tensors
+from weft_rl.transport.digests.wsum64 import Part, digests_of, part_digests, tensor_digest
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="make kernels sets TRITON_INTERPRET"
@@ -32,9 +31,8 @@ _ROWS_BYTES = 20 * 64 * 1024 + 8 * _BLOCK
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted() -> Iterator[None]:
-    """On the host as on a GPU."""
+    """On the host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copied, "_has_kernel", kernel.works)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         yield
 
@@ -57,6 +55,24 @@ def test_parts_are_weighed_at_their_places() -> None:
     assert [value % 2**64 for value in found.tolist()] == part_digests(payload, parts)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_slices_are_weighed_row_by_row(data: st.DataObject) -> None:
+    """Beside contiguous parts, with rows of any length, over several programs."""
+    parts, at = [Part(0, _BLOCK, 512)], _BLOCK
+    for _ in range(data.draw(st.integers(1, 3))):
+        num = data.draw(st.sampled_from([1, 3, 600])) * _BLOCK
+        row = data.draw(st.sampled_from([8, 24, 4096, 40_000]))
+        stride = row + 8 * data.draw(st.integers(1, 5000))
+        parts.append(Part(at, num, 8 * data.draw(st.integers(0, 9000)), row, stride))
+        at += num
+    payload = drawn(at)
+    expected = part_digests(payload, parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "runs_on", kernel.works)
+        assert part_digests(payload, parts) == expected
+
+
 def test_tensors_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and behind the first, odd ones, and one that begins within a word."""
     memory = drawn(4 * _ROWS_BYTES)
@@ -69,7 +85,7 @@ def test_tensors_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch) ->
     ]
     expected = [tensor_digest(t.reshape(-1).view(torch.uint8).clone()) for t in tensors]
     assert digests_of(tensors) == expected
-    monkeypatch.setattr(batches, "_has_kernel", kernel.works)
+    monkeypatch.setattr(kernel, "runs_on", kernel.works)
     assert digests_of(tensors) == expected
     assert digests_of([]) == []
 
@@ -92,13 +108,15 @@ def test_parts_are_copied_as_they_are_digested(data: st.DataObject) -> None:
         end = min(place.end, part.first_byte + part.num_bytes)
         moved = part.at - part.first_byte
         wanted[place.at + place.begin : place.at + end] = payload[moved + place.begin : moved + end]
-    found = copy_words(payload, copied_words(parts, places), target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "runs_on", kernel.works)
+        found = copy_words(payload, copied_words(parts, places), target)
     assert found is not None
     assert found.wait() == part_digests(payload, parts)
     assert torch.equal(target, wanted)
 
 
-def test_tensors_are_packed_as_they_are_digested() -> None:
+def test_tensors_are_packed_as_they_are_digested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever each lies: before the payload in memory, or behind it."""
     payload = drawn(_ROWS_BYTES + 8 * _BLOCK)
     tensors = [drawn(_ROWS_BYTES, 4), drawn(0), drawn(24, 5)]
@@ -107,10 +125,12 @@ def test_tensors_are_packed_as_they_are_digested() -> None:
     wanted = payload.clone()
     for tensor, place in zip(tensors, places, strict=True):
         wanted[place.at + place.begin : place.at + place.end] = tensor
-    found = pack_tensors(tensors, places, payload)
-    assert found is not None
-    assert torch.equal(payload, wanted)
-    assert found.wait() == [
+    expected = [
         tensor_digest(tensor, first_byte=place.begin)
         for tensor, place in zip(tensors, places, strict=True)
     ]
+    monkeypatch.setattr(kernel, "runs_on", kernel.works)
+    found = pack_tensors(tensors, places, payload)
+    assert found is not None
+    assert torch.equal(payload, wanted)
+    assert found.wait() == expected

@@ -15,8 +15,7 @@ from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.layout.send_plan import SendPlan, announced_plan, whole_plan, whole_runs
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.backends import allocate
-from weft_rl.transport.digests.copied import Place, pack_tensors
-from weft_rl.transport.digests.copied_on_host import PIECE_BYTES, pack_digesting
+from weft_rl.transport.digests.copies import PIECE_BYTES, Place, pack_digesting, pack_tensors
 from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
 from weft_rl.transport.group import CPU, window
 from weft_rl.transport.wire.buckets import Sealed, run_parts, seal_bucket, whole_parts

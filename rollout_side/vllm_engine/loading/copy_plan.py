@@ -25,8 +25,7 @@ import torch
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
-from weft_rl.transport.digests.batches import digests_of
-from weft_rl.transport.digests.wsum64 import tensor_digest
+from weft_rl.transport.digests.wsum64 import digests_of, tensor_digest
 
 _log = logging.getLogger(__name__)
 

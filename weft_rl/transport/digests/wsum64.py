@@ -1,8 +1,11 @@
-"""WSUM64, the digest of a tensor's bytes: the same on every side, wherever they lie.
+"""WSUM64, the digest of a tensor's bytes: the same on every side, in any memory.
 
 It finds accidents (bytes lost, torn or reordered), not attacks. It is linear: the digests of a
 tensor's parts, each weighed at its place, add up to that of the whole, whoever held which part
 and whichever buckets they came in.
+
+On a GPU the kernels of ``kernel`` sum. Where they cannot run, bytes are copied to the host, and
+digested there.
 
 Source: protos/weft/v1/types.proto, DIGEST_ALGORITHM_WSUM64. Its weights come from SplitMix64
 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -23,7 +25,6 @@ from weft_rl.contract.layout.manifest import ALIGN_BYTES
 from weft_rl.transport.digests import kernel
 from weft_rl.transport.digests.host_copy import Fetched
 from weft_rl.transport.digests.weights import (
-    NUM_ROWS,
     NUM_WRITTEN_ROWS,
     WIDTH,
     column_weights,
@@ -33,15 +34,13 @@ from weft_rl.transport.digests.weights import (
 )
 
 _MASK = 2**64 - 1
-# A core's cache keeps so many rows (1 MiB) from the first sum over them to the second.
-_HOST_ROWS = 32
-# What has fewer words than this, on the host and on an accelerator, is summed together with
-# others, over weights that are written out for so many words at once: that reads and writes
-# more, but launches fewer kernels. On the host only slices are.
-_SMALL_WORDS, _SMALL_WORDS_ON_DEVICE = WIDTH, 2**19
-_BATCH_WORDS, _BATCH_WORDS_ON_DEVICE = 2**15, 2**22
-# A slice's rows are summed up first where so many of them have the same weights.
-_MIN_PERIODS = 8
+_HOST = torch.device("cpu")
+#: A core's cache keeps so many rows (1 MiB) from the first sum over them to the second.
+_CACHED_ROWS = 32
+#: Words of a slice whose weights are written out at a time.
+_BATCH_WORDS = 2**15
+#: Rows of a slice are summed up first where at least so many have the same columns' weights.
+_MIN_REPEATS = 8
 
 
 class Part(NamedTuple):
@@ -60,26 +59,6 @@ class Part(NamedTuple):
     """Bytes in the tensor from the beginning of one row of a slice to that of the next."""
 
 
-class _Piece(NamedTuple):
-    """A part, or a piece of one, in words."""
-
-    part: int
-    at: int
-    num: int
-    first: int
-    row: int
-    stride: int
-
-    def begin(self, num: int) -> _Piece:
-        """Return its first ``num`` words."""
-        return self._replace(num=num)
-
-    def rest(self, num: int) -> _Piece:
-        """Return what follows its first ``num`` words, which are whole rows of a slice."""
-        moved = num // self.row * self.stride if self.row else num
-        return self._replace(at=self.at + num, num=self.num - num, first=self.first + moved)
-
-
 def content_digest(tensor_digests: Sequence[int]) -> bytes:
     """Digest all tensors of a version as one, in its manifest's order; 8 bytes, big-endian.
 
@@ -96,24 +75,51 @@ def joined(digests: Sequence[int]) -> bytes:
 def tensor_digest(
     content: torch.Tensor, *, first_byte: int = 0, going_on: Callable[[], bool] = lambda: True
 ) -> int:
-    """Digest one tensor's bytes, wherever it lies: in a file, a bucket, a model.
+    """Digest one tensor's bytes, in any memory: of a file, a bucket, a model.
 
-    Reads them once from memory; blocks until that is done. On an accelerator it runs on the
-    calling thread's current stream.
+    Reads them once from memory; blocks until that is done. On a GPU it runs on the calling thread's
+    current stream.
 
     Args:
         content: uint8, 1-D, contiguous, on any device; the last word is filled up with zeros.
         first_byte: Offset of a part in its tensor; a multiple of 8.
-        going_on: Asked now and then on a CPU; once it returns False the result means nothing.
+        going_on: Called now and then on a CPU; once it returns False the result means nothing.
     """
+    if not kernel.runs_on(content.device):
+        content = content.cpu()
     num, first = content.numel() // 8, first_byte // 8
     words = content[: num * 8].view(torch.int64)
-    total = _contiguous(words, first, lambda begin, end: going_on())
+    total = _sum(words, first, lambda begin, end: going_on())
     if num * 8 < content.numel():
         last = torch.zeros(8, dtype=torch.uint8, device=content.device)
         last[: content.numel() - num * 8] = content[num * 8 :]
-        total = total + _contiguous(last.view(torch.int64), first + num)
+        total = total + _sum(last.view(torch.int64), first + num)
     return int(total.item()) & _MASK
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Digest each of several tensors, as ``tensor_digest`` of its bytes. On a GPU this is one
+    launch, which reads each word once. Blocks until all digests are known.
+
+    Args:
+        tensors: Contiguous, all on one device; of any dtype and shape.
+    """
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    found: dict[int, int] = {}
+    even = [i for i, t in enumerate(flat) if not (t.data_ptr() | t.numel()) % 8]
+    if even and kernel.runs_on(flat[0].device):
+        # From the first one's first word on: a GPU's memory has one address space.
+        words = flat[even[0]].view(torch.int64)
+        base = words.data_ptr()
+        places = [
+            kernel.Words((flat[i].data_ptr() - base) // 8, flat[i].numel() // 8, 0) for i in even
+        ]
+        sums = kernel.sums(words, tuple(places)).tolist()
+        found = {i: value & _MASK for i, value in zip(even, sums, strict=True)}
+    for i, own in enumerate(flat):
+        if i not in found:
+            found[i] = tensor_digest(own.clone() if own.data_ptr() % 8 else own)
+    return [found[i] for i in range(len(flat))]
 
 
 def filled_digest(content: torch.Tensor, first_byte: int, fill: Callable[[int, int], None]) -> int:
@@ -130,39 +136,33 @@ def filled_digest(content: torch.Tensor, first_byte: int, fill: Callable[[int, i
         fill(8 * begin, 8 * end)
         return True
 
-    return int(_contiguous(content.view(torch.int64), first_byte // 8, before)) & _MASK
+    return int(_sum(content.view(torch.int64), first_byte // 8, before)) & _MASK
 
 
 def warm() -> None:
-    """Compile the digest kernel for this process's GPU before the first push waits for it; returns
-    at once. Does nothing where no GPU is in use."""
+    """Compile the kernels for this process's GPU before the first push waits for them; returns at
+    once. Does nothing where no GPU is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
         threading.Thread(
-            target=kernel.works, args=(device,), name="weft-warm-digests", daemon=True
+            target=kernel.runs_on, args=(device,), name="weft-warm-digests", daemon=True
         ).start()
 
 
 class Digests:
-    """Digests of a payload's parts, which a GPU may still work on.
+    """Digests of a payload's parts, which a GPU may still compute.
 
     Args:
-        values: Digests that are known already, by part.
-        owners: Part that each element of ``found`` adds to.
-        found: int64, on a GPU; None where there is none.
+        values: Digests in the order of the parts: known ones, or an int64 tensor on a GPU.
     """
 
-    def __init__(
-        self, values: list[int], owners: Sequence[int] = (), found: torch.Tensor | None = None
-    ) -> None:
-        self._values, self._owners = values, owners
-        self._found = None if found is None else Fetched(found)
+    def __init__(self, values: list[int] | torch.Tensor) -> None:
+        self._values = Fetched(values) if isinstance(values, torch.Tensor) else values
 
     def wait(self) -> list[int]:
-        """Block until the digests are known; return them in the order of the parts. Called once."""
-        if self._found is not None:
-            for owner, value in zip(self._owners, self._found.wait().tolist(), strict=True):
-                self._values[owner] = (self._values[owner] + value) & _MASK
+        """Block until the digests are known; return them in the order of the parts."""
+        if isinstance(self._values, Fetched):
+            self._values = [value & _MASK for value in self._values.wait().tolist()]
         return self._values
 
 
@@ -175,69 +175,77 @@ def part_digests(payload: torch.Tensor, parts: Sequence[Part]) -> list[int]:
 def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
     """Begin to digest each part of a payload, at its place in its tensor.
 
-    Reads the payload once from memory. On an accelerator that happens on the calling thread's
-    current stream, with few kernels and one copy to the host, for which nothing waits here; on
-    the host it blocks until it is done.
+    Reads the payload once from memory. On a GPU with the kernels that happens on the calling
+    thread's current stream, in one launch or two, and with one copy to the host, for which nothing
+    waits here. Else it blocks until it is done.
 
     Args:
         payload: uint8, 1-D, contiguous, on any device.
         parts: Need not cover it.
     """
-    words, is_host = payload.view(torch.int64), _is_host(payload.device)
+    if kernel.runs_on(payload.device):
+        words = tuple([_words(*[n // 8 for n in part]) for part in parts])
+        return Digests(kernel.sums(payload.view(torch.int64), words))
+    return Digests(_host_digests(payload.cpu().view(torch.int64), parts))
+
+
+def _words(at: int, num: int, first: int, row: int, stride: int) -> kernel.Words:
+    return kernel.Words(at, num, first, row=row, stride=stride)
+
+
+# -- parts on the host -------------------------------------------------------------------------
+
+
+def _host_digests(words: torch.Tensor, parts: Sequence[Part]) -> list[int]:
     digests = [0] * len(parts)
-    small: dict[int, list[_Piece]] = {}
-    owners: list[int] = []
-    sums: list[torch.Tensor] = []
-    pieces = [_Piece(index, *[n // 8 for n in part]) for index, part in enumerate(parts)]
-    contiguous = [piece for piece in pieces if not piece.row]
-    if is_host:
-        for piece in contiguous:
-            own = words[piece.at : piece.at + piece.num]
-            digests[piece.part] = int(_contiguous(own, piece.first)) & _MASK
-    elif kernel.works(words.device):
-        places = tuple([kernel.Words(p.at, p.num, p.first) for p in contiguous])
-        owners = [piece.part for piece in contiguous]
-        sums = [kernel.sums(words, places)]
-    if is_host or sums:
-        pieces = [piece for piece in pieces if piece.row]
-    for whole in pieces:
-        for piece in _long_rows(whole, words.device):
-            large, rest = _large(words, piece)
-            owners += [piece.part] * len(large)
-            sums += large
-            for left in rest:
-                small.setdefault(_block_words(left), []).append(left)
-    for block_words, pieces in small.items():
-        for batch in _batches(pieces, words.device):
-            owners += [piece.part for piece in batch]
-            sums.append(_together(words, batch, block_words))
-    return Digests(digests, owners, torch.cat(sums) if sums else None)
+    slices: dict[int, list[_Slice]] = {}
+    for index, part in enumerate(parts):
+        at, num, first, row, stride = [n // 8 for n in part]
+        own = words[at : at + num]
+        if not row:
+            digests[index] = int(_sum(own, first))
+        elif row >= WIDTH:
+            digests[index] = sum(
+                int(_sum(own[begin : begin + row], first + nth * stride))
+                for nth, begin in enumerate(range(0, num, row))
+            )
+        else:
+            whole = _Slice(index, at, num, first, row, stride)
+            total, rest = _repeated(own, whole)
+            digests[index] = total
+            slices.setdefault(whole.block, []).extend(rest)
+    for block, of_block in slices.items():
+        for batch in _batches(of_block):
+            sums = _together(words, batch, block).tolist()
+            for piece, value in zip(batch, sums, strict=True):
+                digests[piece.part] += value
+    return [digest & _MASK for digest in digests]
 
 
-# -- what is contiguous, by itself -----------------------------------------------------------
-
-
-#: Called before words are read, with the first and the one behind the last; whether to go on.
+#: Function called before words are read, with the first and the one behind the last; returns
+#: whether to go on.
 _Before = Callable[[int, int], bool]
 
 
-def _contiguous(
+def _sum(
     words: torch.Tensor, first: int, before: _Before = lambda begin, end: True
 ) -> torch.Tensor:
     """Return the weighed sum of words that follow one another from any place in their tensor on."""
-    num, device = len(words), words.device
-    if _is_host(device) and first + num <= NUM_WRITTEN_ROWS * WIDTH:
+    if words.device != _HOST:
+        return kernel.sums(words, (kernel.Words(0, len(words), first),))
+    num = len(words)
+    if first + num <= NUM_WRITTEN_ROWS * WIDTH:
         before(0, num)
-        return torch.dot(words, first_weights(device)[first : first + num])
-    total = torch.zeros((), dtype=torch.int64, device=device)
+        return torch.dot(words, first_weights(_HOST)[first : first + num])
+    total = torch.zeros((), dtype=torch.int64)
     at = 0
     while at < num:
         row, column = divmod(first + at, WIDTH)
         if column or num - at < WIDTH:
             now = min(num - at, WIDTH - column)
             before(at, at + now)
-            weights = column_weights(device)[column : column + now] + rows_from(device, row)[0]
-            total += (words[at : at + now] * weights).sum()
+            weights = column_weights(_HOST)[column : column + now] + rows_from(_HOST, row)[0]
+            total += torch.dot(words[at : at + now], weights)
         else:
             now = (num - at) // WIDTH * WIDTH
             total += _whole_rows(words[at : at + now], row, _later(before, at))
@@ -249,152 +257,103 @@ def _later(before: _Before, at: int) -> _Before:
     return lambda begin, end: before(at + begin, at + end)
 
 
-# -- what is large: few kernels for each ---------------------------------------------------
-
-
-def _long_rows(piece: _Piece, device: torch.device) -> Iterator[_Piece]:
-    """Yield the rows of a slice that are worth summing by themselves; else the piece as it is."""
-    if piece.row < _small_words(device):
-        yield piece
-        return
-    while piece.num:
-        yield piece.begin(min(piece.row, piece.num))._replace(row=0, stride=0)
-        piece = piece.rest(min(piece.row, piece.num))
-
-
-def _large(words: torch.Tensor, piece: _Piece) -> tuple[list[torch.Tensor], list[_Piece]]:
-    """Sum the large portion of a piece, if there is one; return that sum and the pieces left."""
-    small = _small_words(words.device)
-    if piece.num < small:
-        return [], [piece]
-    if piece.row:
-        period = WIDTH // gcd(piece.stride, WIDTH)
-        periods = piece.num // (period * piece.row)
-        if periods < _MIN_PERIODS or _block_words(piece) < _MIN_PERIODS:
-            return [], [piece]
-        now = piece.begin(periods * period * piece.row)
-        return [_slice(words, now, period).view(1)], _rest(piece, now.num)
-    head = -piece.first % WIDTH
-    num = (piece.num - head) // WIDTH * WIDTH
-    if num < small:
-        return [], [piece]
-    first = piece.at + head
-    large = _whole_rows(words[first : first + num], (piece.first + head) // WIDTH)
-    return [large.view(1)], [p for p in (piece.begin(head), *_rest(piece, head + num)) if p.num]
-
-
-def _rest(piece: _Piece, num: int) -> list[_Piece]:
-    return [piece.rest(num)] if num < piece.num else []
-
-
-def _whole_rows(
-    words: torch.Tensor, first_row: int, before: _Before = lambda begin, end: True
-) -> torch.Tensor:
+def _whole_rows(words: torch.Tensor, first_row: int, before: _Before) -> torch.Tensor:
     """Return the weighed sum of whole rows, by two plain sums over the rows and the columns of a
     matrix. Nothing of their size is made, and int64 arithmetic wraps around as it should."""
-    matrix, device = words.view(-1, WIDTH), words.device
-    step = _HOST_ROWS if _is_host(device) else NUM_ROWS
-    by_row = torch.empty(len(matrix), dtype=torch.int64, device=device)
-    by_column = torch.zeros(WIDTH, dtype=torch.int64, device=device)
+    matrix = words.view(-1, WIDTH)
+    by_row = torch.empty(len(matrix), dtype=torch.int64)
+    by_column = torch.zeros(WIDTH, dtype=torch.int64)
     columns = torch.empty_like(by_column)
-    for first in range(0, len(matrix), step):
-        rows = matrix[first : first + step]
+    for first in range(0, len(matrix), _CACHED_ROWS):
+        rows = matrix[first : first + _CACHED_ROWS]
         if not before(first * WIDTH, (first + len(rows)) * WIDTH):
             break
         by_column += torch.sum(rows, 0, out=columns)  # the faster of the two to read from memory
-        torch.sum(rows, 1, out=by_row[first : first + step])
-    total = _weighed(by_column, column_weights(device))
+        torch.sum(rows, 1, out=by_row[first : first + _CACHED_ROWS])
+    total = torch.dot(by_column, column_weights(_HOST))
     while len(by_row):
-        weights = rows_from(device, first_row)[: len(by_row)]
-        total += _weighed(by_row[: len(weights)], weights)
+        weights = rows_from(_HOST, first_row)[: len(by_row)]
+        total += torch.dot(by_row[: len(weights)], weights)
         by_row, first_row = by_row[len(weights) :], first_row + len(weights)
     return total
 
 
-def _weighed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
+# -- slices on the host ------------------------------------------------------------------------
 
 
-def _slice(words: torch.Tensor, piece: _Piece, period: int) -> torch.Tensor:
-    """Return the weighed sum of a slice of a multiple of ``period`` rows, after which columns'
-    weights repeat. It is computed like that of whole rows, but the rows of the digest change within
-    those of the slice."""
-    device, length, stride = words.device, piece.row, piece.stride
-    own = words[piece.at : piece.at + piece.num]
-    by_column = own.view(-1, period * length).sum(0).view(period, length)
-    begins = torch.arange(period, device=device).unsqueeze(1) * stride + piece.first
-    columns = (begins + torch.arange(length, device=device)) % WIDTH
-    total = (by_column * column_weights(device)[columns]).sum()
-    size = gcd(piece.first, length, stride, WIDTH)
-    by_block = own.view(-1, length // size, size).sum(2)
-    begins = torch.arange(len(by_block), device=device).unsqueeze(1) * stride + piece.first
-    rows = (begins + torch.arange(0, length, size, device=device)) // WIDTH
-    last = (piece.first + len(by_block) * stride + length) // WIDTH
-    return total + (by_block * rows_at(rows, last)).sum()
+class _Slice(NamedTuple):
+    """Slice of a part, in words: rows that lie one behind the other, and apart in their tensor."""
+
+    part: int
+    at: int
+    num: int
+    first: int
+    row: int
+    stride: int
+
+    @property
+    def block(self) -> int:
+        """Words of the blocks that it consists of, each within a row of the digest and its own."""
+        return gcd(*self[1:], ALIGN_BYTES // 8)
+
+    def cut(self, num: int) -> tuple[_Slice, _Slice]:
+        """Return its first ``num`` words, which are whole rows, and the rest."""
+        moved = num // self.row * self.stride
+        rest = self._replace(at=self.at + num, num=self.num - num, first=self.first + moved)
+        return self._replace(num=num), rest
 
 
-# -- what is small: many together ------------------------------------------------------------
+def _repeated(words: torch.Tensor, whole: _Slice) -> tuple[int, list[_Slice]]:
+    """Return the weighed sum of the portion of a slice in which columns' weights repeat, and what
+    is left. It is computed like that of whole rows, but the rows of the digest change within those
+    of the slice."""
+    _, _, num, first, row, stride = whole
+    period = WIDTH // gcd(stride, WIDTH)
+    repeats = num // (period * row)
+    if repeats < _MIN_REPEATS or whole.block < _MIN_REPEATS:
+        return 0, [whole]
+    own, rest = whole.cut(repeats * period * row)
+    by_column = words[: own.num].view(-1, period * row).sum(0).view(period, row)
+    begins = torch.arange(period).unsqueeze(1) * stride + first
+    columns = (begins + torch.arange(row)) % WIDTH
+    total = (by_column * column_weights(_HOST)[columns]).sum()
+    block = gcd(first, row, stride, WIDTH)
+    by_block = words[: own.num].view(-1, row // block, block).sum(2)
+    begins = torch.arange(len(by_block)).unsqueeze(1) * stride + first
+    rows = (begins + torch.arange(0, row, block)) // WIDTH
+    total += (by_block * rows_at(rows, int(rows[-1, -1]))).sum()
+    return int(total), [rest] if rest.num else []
 
 
-def _block_words(piece: _Piece) -> int:
-    """Return the words of each block that a piece consists of; a block lies within one row of the
-    digest and one row of the piece."""
-    return gcd(piece.at, piece.num, piece.first, piece.row, piece.stride, ALIGN_BYTES // 8)
-
-
-def _batches(pieces: Sequence[_Piece], device: torch.device) -> Iterator[list[_Piece]]:
-    """Yield pieces together, up to the words of a batch; longer ones, which are slices, are cut."""
-    bound = _BATCH_WORDS if _is_host(device) else _BATCH_WORDS_ON_DEVICE
-    batch: list[_Piece] = []
-    room = bound
-    for piece in pieces:
+def _batches(slices: Sequence[_Slice]) -> Iterator[list[_Slice]]:
+    """Yield slices together, up to the words of a batch; longer ones are cut."""
+    batch: list[_Slice] = []
+    room = _BATCH_WORDS
+    for piece in slices:
         while piece.num:
-            fits = room // piece.row * piece.row if piece.row else room
-            if piece.num > fits and len(batch):
+            fits = room // piece.row * piece.row
+            if piece.num > fits and batch:
                 yield batch
-                batch, room = [], bound
+                batch, room = [], _BATCH_WORDS
                 continue
-            now = piece.begin(min(piece.num, fits))
+            now, piece = piece.cut(min(piece.num, max(fits, piece.row)))
             batch.append(now)
-            piece, room = piece.rest(now.num), room - now.num
+            room -= now.num
     if batch:
         yield batch
 
 
-def _together(words: torch.Tensor, pieces: Sequence[_Piece], size: int) -> torch.Tensor:
-    """Return the weighed sums of several pieces, which consist of blocks of ``size`` words."""
-    device = words.device
-    table = torch.tensor([piece[1:] for piece in pieces]).T.contiguous().to(device) // size
-    at, num, first, length, stride = table
-    total = sum(piece.num for piece in pieces) // size
+def _together(words: torch.Tensor, slices: Sequence[_Slice], block: int) -> torch.Tensor:
+    """Return the weighed sums of several slices, which consist of blocks of ``block`` words."""
+    at, num, first, row, stride = torch.tensor([piece[1:] for piece in slices]).T // block
     ends = num.cumsum(0)
-    owner = torch.repeat_interleave(num, output_size=total)
-    local = torch.arange(total, device=device) - (ends - num)[owner]
-    place = first[owner] + local
-    if any(piece.row for piece in pieces):
-        row = local // length.clamp(min=1)[owner] * (length > 0)[owner]
-        place += row * (stride - length)[owner]
-    blocks = words.view(-1, size)
-    is_one = all(a.at + a.num == b.at for a, b in pairwise(pieces))
-    begin = pieces[0].at // size
-    blocks = blocks[begin : begin + total] if is_one else blocks[at[owner] + local]
-    last = max(
-        piece.first + (piece.num // piece.row + 1) * piece.stride + piece.row
-        if piece.row
-        else piece.first + piece.num
-        for piece in pieces
-    )
-    per_row = WIDTH // size
-    weights = column_weights(device).view(-1, size)[place % per_row]
-    weights += rows_at(place // per_row, last // WIDTH).unsqueeze(1)
-    weights *= blocks
+    owner = torch.repeat_interleave(num)
+    nth = torch.arange(len(owner)) - (ends - num)[owner]
+    place = first[owner] + nth // row[owner] * stride[owner] + nth % row[owner]
+    per_row = WIDTH // block
+    weights = column_weights(_HOST).view(-1, block)[place % per_row]
+    rows = place // per_row
+    weights += rows_at(rows, int(rows.max())).unsqueeze(1)
+    weights *= words.view(-1, block)[at[owner] + nth]
     up_to = weights.sum(1).cumsum(0)[ends - 1]
     return torch.diff(up_to, prepend=up_to.new_zeros(1))
-
-
-def _small_words(device: torch.device) -> int:
-    return _SMALL_WORDS if _is_host(device) else _SMALL_WORDS_ON_DEVICE
-
-
-def _is_host(device: torch.device) -> bool:
-    return device.type == "cpu"

@@ -28,8 +28,7 @@ from weft_rl.contract.layout.manifest import (
 )
 from weft_rl.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft_rl.contract.tensors import TensorMeta
-from weft_rl.transport.digests.copied import Place, copied_words, copy_words
-from weft_rl.transport.digests.copied_on_host import copy_digesting
+from weft_rl.transport.digests.copies import Place, copied_words, copy_digesting, copy_words
 from weft_rl.transport.digests.host_copy import Fetched
 from weft_rl.transport.digests.kernel import Words
 from weft_rl.transport.digests.wsum64 import Digests, Part, joined, start_digests

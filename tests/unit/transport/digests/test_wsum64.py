@@ -89,14 +89,10 @@ def test_a_row_whose_weights_are_in_another_table_counts_as_defined() -> None:
 # -- parts of a payload, whichever way they are summed ---------------------------------------
 
 
-@pytest.fixture(params=["host", "device", "device, few at once"])
+@pytest.fixture(params=[module._BATCH_WORDS, 96], ids=["many at once", "few at once"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the payload is taken to lie; which parts are small, how many of these go together."""
-    if request.param != "host":
-        monkeypatch.setattr(module, "_is_host", lambda device: False)
-    if request.param == "device, few at once":
-        monkeypatch.setattr(module, "_SMALL_WORDS_ON_DEVICE", ROW)
-        monkeypatch.setattr(module, "_BATCH_WORDS_ON_DEVICE", ROW + 96)
+    """How many words of a slice get their weights at a time."""
+    monkeypatch.setattr(module, "_BATCH_WORDS", request.param)
 
 
 def placed(words: torch.Tensor, part: Part) -> int:
@@ -160,17 +156,6 @@ def test_what_is_large_digests_as_defined(part: Part) -> None:
 def test_no_part_has_no_digest() -> None:
     assert part_digests(torch.zeros(256, dtype=torch.uint8), []) == []
     assert tensor_digest(torch.zeros(0, dtype=torch.uint8)) == 0
-
-
-def test_many_small_tensors_are_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator: a bucket of 500 tensors is summed in a few batches."""
-    monkeypatch.setattr(module, "_is_host", lambda device: False)
-    real, calls = module._together, []
-    monkeypatch.setattr(module, "_together", lambda *args: calls.append(1) or real(*args))
-    payload = torch.ones(500 * 4096, dtype=torch.uint8)
-    found = part_digests(payload, [Part(i * 4096, 4096) for i in range(500)])
-    assert found == [tensor_digest(payload[:4096])] * 500
-    assert len(calls) == 1
 
 
 def test_a_version_is_digested_by_its_tensors_in_order() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.transport.digests.reference import ROW
-from weft_rl.transport.digests import copied_on_host as module
-from weft_rl.transport.digests.copied_on_host import PIECE_BYTES, copy_digesting, pack_digesting
+from weft_rl.transport.digests import copies as module
+from weft_rl.transport.digests.copies import PIECE_BYTES, copy_digesting, pack_digesting
 from weft_rl.transport.digests.wsum64 import Part, part_digests
 
 #: Bytes of parts: of a block, within a piece, of some pieces and a rest.

@@ -1,1 +1,0 @@
-"""Parts that commands share: the connection, options, tables."""

@@ -1,1 +1,0 @@
-"""Lists of what the coordinator remembers, and of what happens: versions, transfers, events."""

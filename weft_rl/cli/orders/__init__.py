@@ -1,1 +1,0 @@
-"""The operator's orders: as commands, about versions, and about replicas."""
