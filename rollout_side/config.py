@@ -42,7 +42,7 @@ class AgentConfig:
     or, for a wildcard, the address of the route to the coordinator."""
     http_url: str = ""
     """Base URL of the OpenAI-compatible server, as clients reach it."""
-    contact_seconds: float = 30.0
+    unready_after_seconds: float = 30.0
     """Seconds without an answer from the coordinator after which this replica is not ready and
     refuses bare names."""
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -57,8 +57,8 @@ class AgentConfig:
             raise InvalidRequestError(
                 f"--http-url is {self.http_url!r}; it must be http://HOST:PORT or https://HOST:PORT"
             )
-        if not 0 < self.contact_seconds <= 86_400:
-            raise InvalidRequestError("contact_seconds must be more than 0, at most 86400")
+        if not 0 < self.unready_after_seconds <= 86_400:
+            raise InvalidRequestError("unready_after_seconds must be more than 0, at most 86400")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ class RolloutConfig:
     drain_seconds: float = 30.0
     """Seconds that running requests and transfers may take to end once the process is told to stop;
     0 cuts them."""
-    retain_base: int = 1
+    base_copies: int = 1
     """Number of base versions to keep a copy of, the served one included. Other replicas clone from
     these copies, and rollback goes back to them. 0 keeps none; nor does loading in place."""
     spill_dir: str = ""
     """Directory for copies of what is served, so that a restart finds it; empty for none. The base
-    is written from the copy that ``retain_base`` keeps, so not where it is loaded in place."""
+    is written from the copy that ``base_copies`` keeps, so not where it is loaded in place."""
     spill_bytes: int = 256 * 2**30
     """Bound of all spilled versions of this base model, of whichever replica."""
 
@@ -106,12 +106,12 @@ class RolloutConfig:
     """True to accept an environment that opens vLLM endpoints which change weights."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.retain_base <= 100:
-            raise InvalidRequestError("retain_base must be between 0 and 100")
+        if not 0 <= self.base_copies <= 100:
+            raise InvalidRequestError("base_copies must be between 0 and 100")
         if not 0 <= self.drain_seconds <= 86_400:
             raise InvalidRequestError("drain_seconds must be between 0 and 86400")
-        if self.spill_dir and not self.retain_base:
+        if self.spill_dir and not self.base_copies:
             raise InvalidRequestError(
-                "--spill-dir writes the base from the copy that --retain-base keeps: it needs "
-                "--retain-base 1 or more"
+                "--spill-dir writes the base from the copy that --base-copies keeps: it needs "
+                "--base-copies 1 or more"
             )

@@ -130,8 +130,8 @@ class Registration:
 
     @property
     def in_contact(self) -> bool:
-        """True if a heartbeat was answered within ``AgentConfig.contact_seconds``."""
-        return time.monotonic() - self._heard_at < self._config.contact_seconds
+        """True if a heartbeat was answered within ``AgentConfig.unready_after_seconds``."""
+        return time.monotonic() - self._heard_at < self._config.unready_after_seconds
 
     def start(self) -> None:
         """Start the thread; it continues through restarts of the coordinator."""

@@ -58,7 +58,7 @@ async def open_engine(
     staging_memory_bytes: int,
     staging: Staging = RolloutConfig.staging,
     backend: BackendChoice = RolloutConfig.backend,
-    retain_base: int = RolloutConfig.retain_base,
+    base_copies: int = RolloutConfig.base_copies,
     receiver_factory: str = DEFAULT_RECEIVER,
     deadlines: Deadlines | None = None,
     spill: SpillSettings | None = None,
@@ -78,7 +78,7 @@ async def open_engine(
         staging_memory_bytes: Bound of staged base weights, retained ones included.
         staging: Where bases are staged on a GPU host, if they are.
         backend: Which side groups to join.
-        retain_base: Number of base versions that a copy is kept of, the served one included. None
+        base_copies: Number of base versions that a copy is kept of, the served one included. None
             is kept where bases are loaded in place.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` and a ``Tracer`` to a receiver.
@@ -116,7 +116,7 @@ async def open_engine(
     in_place = staging == "in-place"
     if in_place:
         _log.info("bases are loaded in place: requests wait for each, and no copy is retained")
-        retain_base = 0
+        base_copies = 0
     if running_requests == "keep":
         refusals.refuse_keep(args)
         args.scheduler_cls = engine_core.SCHEDULER
@@ -161,7 +161,7 @@ async def open_engine(
                         staging_memory_bytes,
                         staging,
                         backend,
-                        retain_base,
+                        base_copies,
                         spill,
                         holdings,
                         traced_as,
@@ -295,7 +295,7 @@ def _open_config(
     staging_bytes: int,
     staging: Staging,
     backend: BackendChoice,
-    retain_base: int,
+    base_copies: int,
     spill: SpillSettings | None,
     holdings: HoldingsPage,
     traced_as: str,
@@ -306,7 +306,7 @@ def _open_config(
         "adapter_memory_bytes": adapter_bytes,
         "staging": staging,
         "backend": backend,
-        "retain_base": retain_base,
+        "retain_base": base_copies,
         "receiver_factory": receiver_factory,
         "replica_pid": os.getpid(),
         "holdings_path": holdings.path,

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tests.doubles.attacks import identities
 from tests.doubles.certificates import Authority
-from weft_rl.cli.lists.status import render
+from weft_rl.cli.status import render
 from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.server import Coordinator

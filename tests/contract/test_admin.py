@@ -153,7 +153,7 @@ async def test_what_cannot_be_pinned(pool: Pool) -> None:
 
 
 async def test_a_version_that_was_retired_can_be_neither(pool: Pool) -> None:
-    await pool.restart(retain=1)
+    await pool.restart(retain_versions=1)
     await pool.replica()
     trainer = await pool.trainer()
     await trainer.push()

@@ -12,7 +12,7 @@ from tests.contract.calls import refusal
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.tiny_model import REFERENCE
-from weft_rl.cli.orders import base_model
+from weft_rl.cli import orders
 from weft_rl.contract.errors import NotReadyError
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.status import error_from_rpc
@@ -48,7 +48,7 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     in_contact = "FAILED_PRECONDITION/REPLICAS_IN_CONTACT"
     assert await refusal(_call(pool, "RebindBase", bound)) == in_contact
     with pytest.raises(NotReadyError, match="r0 would be left"):
-        await asyncio.to_thread(base_model.rebind, pool.target)
+        await asyncio.to_thread(orders.base, rebind=True, coordinator=pool.target)
     await _leave(replica)
     waiting = asyncio.create_task(trainer.begin())
     while not (await _base(pool)).num_transfers:
@@ -58,12 +58,12 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     waiting.cancel()
     while (await _base(pool)).num_transfers:
         await asyncio.sleep(0.01)
-    await asyncio.to_thread(base_model.show, pool.target)
-    await asyncio.to_thread(base_model.rebind, pool.target)
-    await asyncio.to_thread(base_model.show, pool.target)
+    await asyncio.to_thread(orders.base, coordinator=pool.target)
+    await asyncio.to_thread(orders.base, rebind=True, coordinator=pool.target)
+    await asyncio.to_thread(orders.base, coordinator=pool.target)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"bound to TinyForCausalLM {REFERENCE.fingerprint[:12]}, and serves base@0" in shown
-    assert "TinyForCausalLM is let go of; retired: math@1; the next replica" in shown
+    assert "no longer bound to TinyForCausalLM; retired: math@1; the next replica" in shown
     assert "the pool is bound to none" in shown
     await pool.restart()
     assert not (await _base(pool)).base_fingerprint

@@ -208,7 +208,7 @@ async def test_what_replicas_switch_to_is_not_forgotten(pool: Pool) -> None:
 
 
 async def test_retention(pool: Pool) -> None:
-    await pool.restart(retain=1)
+    await pool.restart(retain_versions=1)
     await pool.replica()
     trainer = await pool.trainer()
     await (await pool.trainer("base-trainer", policy="base")).push()
@@ -228,7 +228,7 @@ async def test_retention(pool: Pool) -> None:
     base, math = (await pool.seen()).policies
     assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
     assert base.num_retained == 0
-    await pool.restart(retain=1)
+    await pool.restart(retain_versions=1)
     base, math = (await pool.seen()).policies
     assert (math.num_retained, math.has_own_retention, list(math.versions)) == (2, True, [1, 2])
     assert await retain("math", 0) == 1

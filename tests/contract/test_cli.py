@@ -19,7 +19,7 @@ import pytest_asyncio
 from tests.contract.conftest import Pool
 from tests.contract.test_access import TOKEN, TOKEN_ACCESS, Secured
 from tests.doubles.certificates import Authority
-from weft_rl.cli.doctor.backends import check_own, check_way
+from weft_rl.cli.doctor.connection import check_connection, check_own
 from weft_rl.cli.doctor.finding import Finding
 from weft_rl.rpc.security.credentials import Credentials
 
@@ -219,7 +219,9 @@ async def examined(target: str, credentials: Credentials) -> dict[str, Finding]:
     """What the doctor finds on the way to a coordinator."""
 
     def examine() -> dict[str, Finding]:
-        return {f.check: f for f in (*check_own(credentials), *check_way(target, credentials))}
+        return {
+            f.check: f for f in (*check_own(credentials), *check_connection(target, credentials))
+        }
 
     return await asyncio.to_thread(examine)
 

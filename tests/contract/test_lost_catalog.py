@@ -9,7 +9,7 @@ from tests.contract.calls import eventually
 from tests.contract.conftest import Pool
 from tests.doubles.replicas import FakeReplica
 from tests.doubles.trainer import FakeTrainer
-from weft_rl.cli.lists.status import render
+from weft_rl.cli.status import render
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
 from weft_rl.rpc.channel import open_aio_channel

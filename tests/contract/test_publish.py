@@ -17,7 +17,7 @@ from tests.contract.conftest import Pool
 from tests.doubles.halves import in_halves
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
-from weft_rl.cli.lists.status import render
+from weft_rl.cli.status import render
 from weft_rl.contract.errors import (
     BaseMismatchError,
     LeaseFencedError,

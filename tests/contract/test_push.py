@@ -86,7 +86,7 @@ async def test_late_replica_is_pending_until_the_next_push(pool: Pool) -> None:
 
 
 async def test_retention_reaches_replicas_and_catalog(pool: Pool) -> None:
-    await pool.restart(retain=2)
+    await pool.restart(retain_versions=2)
     replica = await pool.replica()
     trainer = await pool.trainer()
     for _ in range(4):

@@ -116,7 +116,7 @@ def _registration(
     config = AgentConfig(
         coordinator=target,
         replica_id="r0",
-        contact_seconds=_CONTACT_SECONDS,
+        unready_after_seconds=_CONTACT_SECONDS,
         conflict_patience_seconds=0.05,
     )
     return Registration(

@@ -261,7 +261,7 @@ async def test_two_coordinators_cannot_share_a_catalog_or_a_port(
         {"listen": "50051"},
         {"listen": "host:70000"},
         {"lease_seconds": 0},
-        {"retain": 0},
+        {"retain_versions": 0},
         {"heartbeat_seconds": 11},
         {"stop_seconds": -1},
     ],

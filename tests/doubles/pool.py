@@ -90,7 +90,7 @@ class Pool:
             coordinator=self.target,
             replica_id=replica_id,
             http_url=f"http://{replica_id}.test",
-            contact_seconds=CONTACT_SECONDS,
+            unready_after_seconds=CONTACT_SECONDS,
         )
         agent = Agent(config, engine)
         server = await serve(agent, self.security, engine.tracer)

@@ -240,7 +240,7 @@ async def _serve(
             adapter_memory_bytes=2**26,
             staging_memory_bytes=2**26,
             staging=staging,
-            retain_base=2,
+            base_copies=2,
             running_requests=running_requests,
             receiver_factory=FACTORY,
         )

@@ -38,8 +38,7 @@ from tests.models import Referee
 from trainer_side import Publisher, RolloutClient, SampleGroup, Sampling
 from weft_rl.cli.demo.processes import Process
 from weft_rl.cli.main import app
-from weft_rl.cli.orders.replicas import drain
-from weft_rl.cli.orders.versions import roll_back
+from weft_rl.cli.orders import drain, rollback
 
 _NUM_TOKENS = 240
 _SECONDS = 60.0
@@ -60,7 +59,7 @@ class PoolOfTwo:
         """Have so many replicas."""
         while len(self.urls) < count:
             name = f"replica-{len(self.urls)}"
-            options = ("--retain-base", "2", "--metrics", "127.0.0.1:0", "--log-format", "json")
+            options = ("--base-copies", "2", "--metrics", "127.0.0.1:0", "--log-format", "json")
             process = start_replica(
                 self._work,
                 self.target,
@@ -127,8 +126,8 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
         publisher.push_base(qwen2.base)
         for url in pool.urls:
             assert ask(url, MODEL_NAME) == started_with
-        roll_back(pool.target, "base", 1, timeout_seconds=60)
-        roll_back(pool.target, "math", 1, timeout_seconds=60)
+        rollback("base", 1, pool.target, timeout=60)
+        rollback("math", 1, pool.target, timeout=60)
         for url in pool.urls:
             for model in (MODEL_NAME, "math@1", "math@2", "code"):
                 assert ask(url, model) == answers[model]
@@ -344,8 +343,8 @@ def test_running_requests_end_whole_and_the_process_with_0(pool: PoolOfTwo) -> N
         def drain_it() -> None:
             """At the first token: an order of an operator."""
             if not told:
-                order = (pool.target, "replica-0", "old card")
-                told.append(threads.submit(drain, *order, timeout_seconds=_SECONDS))
+                order = {"timeout": _SECONDS, "reason": "old card", "coordinator": pool.target}
+                told.append(threads.submit(drain, "replica-0", **order))
 
         assert stream(pool.urls[0], _NUM_TOKENS, drain_it) == (_NUM_TOKENS, "length")
         (process,) = pool.processes

@@ -39,7 +39,7 @@ _STUCK = {
 END_SECONDS = 10.0
 COORDINATOR = (
     "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
-    "--lease-seconds", "4", "--stall-seconds", str(STALL_SECONDS), "--retain", "1",
+    "--lease-seconds", "4", "--stall-seconds", str(STALL_SECONDS), "--retain-versions", "1",
     "--log-level", "warning",
 )  # fmt: skip
 

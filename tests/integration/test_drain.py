@@ -16,7 +16,7 @@ from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until
 from trainer_side import Publisher
 from weft_rl.cli.main import app
-from weft_rl.cli.orders import replicas
+from weft_rl.cli.orders import drain
 from weft_rl.contract.errors import WeftError
 
 
@@ -42,7 +42,7 @@ def test_a_drained_replica_finishes_its_requests_and_leaves(
     gone = pool.leave_when_drained("replica-0")
     with ThreadPoolExecutor(1) as threads:
         command = threads.submit(
-            replicas.drain, pool.target, "replica-0", "old card", timeout_seconds=600
+            drain, "replica-0", timeout=600, reason="old card", coordinator=pool.target
         )
         try:
             until(lambda: "is leaving" in engines[0].refuse_reason)

@@ -349,7 +349,7 @@ def test_which_base_an_adapter_was_trained_on_is_said_and_refused_where_that_is_
 
 
 def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):
-    with running_pool(tmp_path / "weft.db", retain=2) as pool:
+    with running_pool(tmp_path / "weft.db", retain_versions=2) as pool:
         engine = EngineDouble(weights(Model()))
         agent = pool.add_replica("replica-0", engine)
         engine.in_use.add(PolicyVersion("math", 1))

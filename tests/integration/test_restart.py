@@ -23,7 +23,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
 from tests.integration.replicas import digests, is_ready, replica
 from trainer_side import Publisher
-from weft_rl.cli.lists.status import show_status
+from weft_rl.cli.status import read_pool, render
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2 as pb
@@ -156,7 +156,7 @@ def test_a_corrupt_version_is_refused_and_nothing_changes(
 
 def test_what_is_retired_or_superseded_leaves_the_directory(pool: Pool, tmp_path: Path) -> None:
     pool.stop_coordinator()
-    pool._config["retain"] = 2
+    pool._config["retain_versions"] = 2
     pool.start_coordinator()
     pool.add_replica("replica-0", double(tmp_path / "a"))
     with trainer(pool) as publisher:
@@ -236,13 +236,8 @@ def test_a_trainer_may_poll_instead_and_nobody_owning_it_is_said(pool: Pool) -> 
     until(lambda: is_ready(pool, "replica-0"))  # nobody waits for what nobody can bring
     assert not policy(pool, "math").HasField("lease")
     shown = StringIO()
-    show_status(
-        pool.target,
-        watch=False,
-        json_output=False,
-        interval_seconds=1,
-        console=Console(file=shown, width=200),
-    )
+    with open_channel(pool.target) as channel:
+        Console(file=shown, width=200).print(render(read_pool(InspectServiceStub(channel))))
     assert "math@2 is lost: no replica in contact holds it" in shown.getvalue()
 
 

@@ -19,7 +19,7 @@ from weft_rl.contract.names import AdapterVersions, PolicyVersion
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    with running_pool(tmp_path / "weft.db", retain=2) as running:
+    with running_pool(tmp_path / "weft.db", retain_versions=2) as running:
         yield running
 
 
@@ -72,7 +72,7 @@ def test_a_base_goes_back_and_a_push_goes_on(
     for engine in engines:
         assert same(engine.base, weights(Model(3)))
         assert engine.store.retained_bases() == (3, 1)
-    with pytest.raises(NotReadyError, match="retain-base") as caught:
+    with pytest.raises(NotReadyError, match="base-copies") as caught:
         weft(pool, "rollback", "base", "--to", "2")
     assert caught.value.reason == "NOT_RETAINED"
 

@@ -21,7 +21,7 @@ from weft_rl.rpc.channel import open_channel
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
-# Of an adapter's versions that are kept (`--retain`, 4); clients ask for the newest.
+# Of an adapter's versions that are kept (`--retain-versions`, 4); clients ask for the newest.
 RETAINED, ASKED_FOR = 4, 2
 _PROMPTS = 40
 _MAX_TOKENS = (4, 64)

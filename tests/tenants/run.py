@@ -84,7 +84,7 @@ def run(
     say(f"{num_policies} tenants are made")
     outcome = Outcome(num_policies, num_versions)
     with ExitStack() as stack:
-        options = ("--retain", str(num_versions))
+        options = ("--retain-versions", str(num_versions))
         target = stack.enter_context(running_coordinator(work, options=options)).target
         replicas = []
         for name in REPLICAS:

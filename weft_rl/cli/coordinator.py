@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft_rl.cli.servers.descriptors import allow_descriptors
-from weft_rl.cli.servers.options import (
+from weft_rl.cli.server_options import (
     Access,
     Health,
     Insecure,
@@ -20,47 +19,93 @@ from weft_rl.cli.servers.options import (
     Traces,
     announce,
     configure_logging,
+    raise_file_limit,
 )
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.telemetry.config import TelemetryConfig
 
+_VERSIONS = "Versions and policies"
+_TIMES = "When a process is given up"
+
 
 def coordinator(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
+        str,
+        typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 picks a free one."),
     ] = CoordinatorConfig.listen,
     catalog: Annotated[
-        Path, typer.Option(help="SQLite file that outlives restarts: versions, leases, history.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="SQLite file of what outlives a restart: versions, leases, history.",
+        ),
     ] = Path("weft.db"),
-    lease_seconds: Annotated[
-        float, typer.Option(help="Time to live of a policy's lease; trainers renew it.")
-    ] = CoordinatorConfig.lease_seconds,
+    retain_versions: Annotated[
+        int,
+        typer.Option(
+            metavar="VERSIONS",
+            help="Number of newest versions of each adapter that can still be requested; "
+            "`weft retain` sets it for one adapter.",
+            rich_help_panel=_VERSIONS,
+        ),
+    ] = CoordinatorConfig.retain_versions,
+    max_policies_per_trainer: Annotated[
+        int,
+        typer.Option(
+            metavar="POLICIES",
+            help="Number of policies that one trainer may have at a time.",
+            rich_help_panel=_VERSIONS,
+        ),
+    ] = CoordinatorConfig.max_policies_per_trainer,
     heartbeat_seconds: Annotated[
-        float, typer.Option(help="How often replicas report.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Interval of replicas' heartbeats.", rich_help_panel=_TIMES
+        ),
     ] = CoordinatorConfig.heartbeat_seconds,
     lost_after_seconds: Annotated[
-        float, typer.Option(help="Silence after which a replica is given up.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="A replica without a heartbeat for so long is lost.",
+            rich_help_panel=_TIMES,
+        ),
     ] = CoordinatorConfig.lost_after_seconds,
-    retain: Annotated[
-        int, typer.Option(help="Versions kept of each adapter that `weft retain` says nothing of.")
-    ] = CoordinatorConfig.retain,
+    lease_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="A trainer that does not renew its lease for so long no longer owns the policy.",
+            rich_help_panel=_TIMES,
+        ),
+    ] = CoordinatorConfig.lease_seconds,
     stall_seconds: Annotated[
         float,
         typer.Option(
-            help="Silence after which a replica whose thread hangs is given up for a transfer."
+            metavar="SECONDS",
+            help="A replica that sends heartbeats, but does not do its next step of a transfer for "
+            "so long, is left out of the transfer.",
+            rich_help_panel=_TIMES,
         ),
     ] = CoordinatorConfig.stall_seconds,
     sender_stall_seconds: Annotated[
         float,
-        typer.Option(help="The same of a trainer, while another push waits for its replicas."),
+        typer.Option(
+            metavar="SECONDS",
+            help="A trainer that sends nothing of its push for so long, while another push waits "
+            "for its replicas, loses its turn.",
+            rich_help_panel=_TIMES,
+        ),
     ] = CoordinatorConfig.sender_stall_seconds,
     max_transfer_seconds: Annotated[
-        float, typer.Option(help="Longest that a push may take once it is its turn.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="A push may take so long at most, from when it is its turn.",
+            rich_help_panel=_TIMES,
+        ),
     ] = CoordinatorConfig.max_transfer_seconds,
-    max_policies_per_trainer: Annotated[
-        int, typer.Option(help="Policies that one trainer may have at a time.")
-    ] = CoordinatorConfig.max_policies_per_trainer,
     access: Access = CoordinatorConfig.access,
     insecure: Insecure = CoordinatorConfig.insecure,
     metrics: Metrics = TelemetryConfig.metrics,
@@ -70,19 +115,19 @@ def coordinator(
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
-    """Run the coordinator: registry, versions, transfers, commit."""
+    """Run the coordinator, which tracks replicas and versions and directs transfers."""
     configure_logging(log_level, log_format)
     from weft_rl.coordinator.server import serve
     from weft_rl.telemetry.ports import Ports
 
-    allow_descriptors()
+    raise_file_limit()
     config = CoordinatorConfig(
         listen=listen,
         catalog=catalog,
         lease_seconds=lease_seconds,
         heartbeat_seconds=heartbeat_seconds,
         lost_after_seconds=lost_after_seconds,
-        retain=retain,
+        retain_versions=retain_versions,
         stall_seconds=stall_seconds,
         sender_stall_seconds=sender_stall_seconds,
         max_transfer_seconds=max_transfer_seconds,

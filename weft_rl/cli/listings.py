@@ -1,75 +1,243 @@
-"""``weft events`` and ``weft watch``: what happened last, and what happens from now on."""
+"""Commands that list what the coordinator knows: versions, transfers, events, routes."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from itertools import islice
+from typing import Annotated, Any
 
 import grpc
-from google.protobuf.timestamp_pb2 import Timestamp
+import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.console.connection import CALL_SECONDS, connect
-from weft_rl.cli.console.output import print_json, shown_time
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, OptionalPolicyName
+from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, shown_time, table_of
+from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.codec import duration_from_proto
+from weft_rl.rpc.pool_listing import RouteList, list_policies
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1 import publish_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
+Limit = Annotated[int, typer.Option(help="Number of newest entries.", min=1, max=100_000)]
+
+_MAX_PAGE = 1000
 _RETRY_SECONDS = 1.0
+_DIGEST_CHARS = 12
+
+
+def _pages(call: Callable[..., Any], request: Any) -> Iterator[Any]:
+    """Yield the responses of a paged listing."""
+    while True:
+        page = call(request, timeout=CALL_SECONDS)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+# -- versions ----------------------------------------------------------------------------------
+
+_VERSION_STATES = {
+    pb.VERSION_STATE_STAGING: ("staging", "yellow"),
+    pb.VERSION_STATE_COMMITTED: ("committed", "green"),
+    pb.VERSION_STATE_ABORTED: ("aborted", "red"),
+    pb.VERSION_STATE_RETIRED: ("retired", "dim"),
+    pb.VERSION_STATE_FAILED: ("failed", "red"),
+}
+
+
+def versions(
+    policy: OptionalPolicyName = "",
+    limit: Limit = 20,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
+) -> None:
+    """Show versions, newest first: who pushed them, their state, why they failed.
+
+    The limit is for each policy.
+    """
+    with connect(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        policies = {p.policy: p for p in list_policies(stub, CALL_SECONDS)}
+        names = [policy] if policy else [name for name, p in policies.items() if p.last_version]
+        listed = [
+            (policies.get(name, pb.Policy()), version)
+            for name in names
+            for version in _newest(stub, name, limit)
+        ]
+    if json_output:
+        print_json(pb.ListVersionsResponse(versions=[version for _, version in listed]))
+    else:
+        Console().print(_versions_table(listed))
+
+
+def _newest(stub: InspectServiceStub, policy: str, limit: int) -> Iterator[pb.Version]:
+    request = pb.ListVersionsRequest(policy=policy, page_size=min(limit, _MAX_PAGE))
+    pages = _pages(stub.ListVersions, request)
+    return islice((version for page in pages for version in page.versions), limit)
+
+
+def _versions_table(listed: list[tuple[pb.Policy, pb.Version]]) -> Table:
+    table = table_of("versions", "version", "state", "trainer", "began", "digest", "remarks")
+    for policy, version in listed:
+        table.add_row(
+            f"{version.version.policy}@{version.version.version}",
+            Text(*_VERSION_STATES.get(version.state, ("unknown", "red"))),
+            version.trainer_id,
+            shown_time(version.create_time),
+            version.content_digest_hex[:_DIGEST_CHARS] or "-",
+            Text("\n").join(_remarks(policy, version)),
+        )
+    return table
+
+
+def _remarks(policy: pb.Policy, version: pb.Version) -> Iterator[Text]:
+    number = version.version.version
+    if policy.served_version == number:
+        yield Text("served", "bold")
+    if number in policy.pinned_versions:
+        yield Text("pinned")
+    if version.HasField("trained_on_base_version"):
+        yield Text(f"trained on base@{version.trained_on_base_version}", "dim")
+    if version.failure_reason:
+        yield Text(f"{version.failure_reason}: {version.failure_message}", "red")
+
+
+# -- transfers ---------------------------------------------------------------------------------
+
+_TRANSFER_STATES = {
+    publish_pb2.TRANSFER_STATE_FORMING: ("forming", "yellow"),
+    publish_pb2.TRANSFER_STATE_STAGING: ("staging", "yellow"),
+    publish_pb2.TRANSFER_STATE_COMMITTING: ("committing", "yellow"),
+    publish_pb2.TRANSFER_STATE_COMMITTED: ("committed", "green"),
+    publish_pb2.TRANSFER_STATE_ABORTED: ("aborted", "red"),
+}
+
+
+class TransferPurpose(StrEnum):
+    """Purpose of a transfer."""
+
+    PUSH = "push"
+    CLONE = "clone"
+    RESTORE = "restore"
+    ROLLBACK = "rollback"
+
+
+def transfers(
+    purpose: Annotated[
+        TransferPurpose | None, typer.Option(help="List only these; default: all.")
+    ] = None,
+    limit: Limit = 20,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    json_output: Json = False,
+) -> None:
+    """Show transfers under way and the last 100 that ended: pushes, clones and others."""
+    with connect(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        found = (
+            transfer
+            for page in _pages(stub.ListTransfers, pb.ListTransfersRequest())
+            for transfer in page.transfers
+            if purpose in (None, _purpose(transfer))
+        )
+        listed = [*islice(found, limit)]
+    if json_output:
+        print_json(pb.ListTransfersResponse(transfers=listed))
+    else:
+        Console().print(_transfers_table(listed))
+
+
+def _purpose(transfer: publish_pb2.Transfer) -> str:
+    name = publish_pb2.TransferPurpose.Name(transfer.purpose)
+    return name.removeprefix("TRANSFER_PURPOSE_").lower()
+
+
+def _transfers_table(listed: list[publish_pb2.Transfer]) -> Table:
+    columns = ("transfer", "sender", "state", "bytes", "replicas", "began", "seconds")
+    caption = "seconds: forming + staging + committing"
+    table = table_of("transfers", *columns, caption=caption, right="bytes")
+    for transfer in listed:
+        word, colour = _TRANSFER_STATES.get(transfer.state, ("unknown", "red"))
+        state = Text(word, colour)
+        if transfer.failure_reason:
+            state.append(f"\n{transfer.failure_reason}: {transfer.failure_message}", "dim")
+        for refusal in transfer.refusals:
+            state.append(f"\n{refusal.replica_id}: {refusal.message}", "dim")
+        table.add_row(
+            f"{_purpose(transfer)} {transfer.version.policy}@{transfer.version.version}",
+            transfer.trainer_id,
+            state,
+            f"{transfer.total_bytes:,}",
+            _replicas(transfer),
+            shown_time(transfer.begin_time),
+            _seconds(transfer),
+        )
+    return table
+
+
+def _seconds(transfer: publish_pb2.Transfer) -> str:
+    """Format the seconds of each phase, and how long generation was paused."""
+    parts = (transfer.forming, transfer.staging, transfer.committing)
+    text = " + ".join(f"{duration_from_proto(part):.2f}" for part in parts)
+    pause = duration_from_proto(transfer.pause)
+    return f"{text}\npaused for {pause:.3f}" if pause else text
+
+
+def _replicas(transfer: publish_pb2.Transfer) -> str:
+    """Format how many of the replicas switched; a single one is named."""
+    count = len(transfer.replica_ids)
+    if count == 1:
+        return transfer.replica_ids[0]
+    if transfer.state == publish_pb2.TRANSFER_STATE_COMMITTED:
+        return f"{len(transfer.serving_replica_ids)} of {count}"
+    return str(count)
+
+
+# -- events ------------------------------------------------------------------------------------
+
 _BAD = ("LOST", "QUARANTINED", "SUSPECT", "ABORTED", "FAILED", "CONFLICT", "BEHIND", "NOT_ADOPTED")
 
 
-def show_events(coordinator: str, *, limit: int, json_output: bool) -> None:
+def events(
+    limit: Limit = 50, coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False
+) -> None:
     """Print the last events, oldest first.
 
-    Raises:
-        WeftError: The coordinator does not answer.
+    The coordinator keeps the last 1,000 in memory, and none over a restart: weft versions and
+    weft transfers show what was before.
     """
-    console = Console()
     with connect(coordinator) as channel:
-        listed, since = _list(InspectServiceStub(channel), limit)
-    for event in reversed(listed):
-        if json_output:
-            print_json(event)
-        else:
-            console.print(render(event), soft_wrap=True)
+        listed: list[pb.WatchEventsResponse] = []
+        for page in _pages(InspectServiceStub(channel).ListEvents, pb.ListEventsRequest()):
+            listed += page.events
+            if len(listed) >= limit:
+                break
+    for event in reversed(listed[:limit]):
+        _print_event(event, json_output)
     if not json_output and len(listed) < limit:
-        console.print(f"(events are kept since {shown_time(since)})", style="dim")
+        Console().print(f"(events are kept since {shown_time(page.kept_since)})", style="dim")
 
 
-def _list(stub: InspectServiceStub, limit: int) -> tuple[list[pb.WatchEventsResponse], Timestamp]:
-    """List the newest events; return them with the time since when events are kept."""
-    listed: list[pb.WatchEventsResponse] = []
-    token = ""
-    while True:
-        request = pb.ListEventsRequest(page_token=token)
-        page = stub.ListEvents(request, timeout=CALL_SECONDS)
-        listed += page.events
-        token = page.next_page_token
-        if not token or len(listed) >= limit:
-            return listed[:limit], page.kept_since
+def watch(coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False) -> None:
+    """Print events as they happen, until interrupted; waits while the coordinator is away.
 
-
-def watch_events(coordinator: str, *, json_output: bool) -> None:
-    """Print each event until interrupted, as one line.
-
-    Raises:
-        WeftError: The caller may not watch; a coordinator that is away is awaited.
+    weft events shows those before.
     """
-    console = Console()
     with open_channel(coordinator) as channel:
-        for event in _follow(InspectServiceStub(channel)):
-            if json_output:
-                print_json(event)
-            else:
-                console.print(render(event), soft_wrap=True)
+        for event in _follow_events(InspectServiceStub(channel)):
+            _print_event(event, json_output)
 
 
-def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
+def _follow_events(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
     """Yield events, over restarts of the coordinator; says where some may be missing."""
     is_away = False
     while True:
@@ -77,7 +245,7 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
         try:
             call.initial_metadata()  # comes at once; from here nothing is missed
             if is_away and call.is_active():
-                _say("it answers again; what happened meanwhile may be in weft events")
+                _say("it answers again; weft events may show what happened meanwhile")
                 is_away = False
             yield from call
         except grpc.RpcError as rpc_error:
@@ -93,18 +261,85 @@ def _follow(stub: InspectServiceStub) -> Iterator[pb.WatchEventsResponse]:
 
 
 def _say(text: str) -> None:
-    """Print to standard error: what is read by programs stays events alone."""
+    """Print to standard error: standard output holds events alone, for programs."""
     print(f"weft watch: {text}", file=sys.stderr, flush=True)
 
 
-def render(event: pb.WatchEventsResponse) -> Text:
-    """Render an event as a line: when, what, whom it concerns, and more of it."""
+def _print_event(event: pb.WatchEventsResponse, json_output: bool) -> None:
+    if json_output:
+        print_json(event)
+        return
     kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
-    colour = "red" if kind.endswith(_BAD) else "bold"
-    return Text.assemble(
+    text = Text.assemble(
         (shown_time(event.time), "dim"),
         "  ",
-        (kind.lower().replace("_", " "), colour),
+        (kind.lower().replace("_", " "), "red" if kind.endswith(_BAD) else "bold"),
         f"  {event.subject}",
         (f"  {event.message}" if event.message else "", "dim"),
     )
+    Console().print(text, soft_wrap=True)
+
+
+# -- routes ------------------------------------------------------------------------------------
+
+#: Deadline of one list: a coordinator that was just restarted takes its time.
+_ROUTES_SECONDS = 60.0
+#: Adapters that the table names of a replica; ``--json`` has all.
+_MAX_ADAPTERS = 4
+
+
+def routes(
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Show the replicas that requests may be sent to, and what each serves."""
+    with open_channel(coordinator) as channel:
+        stub = InspectServiceStub(channel)
+        for listed in _follow_routes(stub) if watch else _route_list(stub):
+            if json_output:
+                print_json(listed)
+            else:
+                Console().print(_routes_table(listed))
+
+
+def _route_list(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
+    call = stub.WatchRoutes(pb.WatchRoutesRequest(), timeout=_ROUTES_SECONDS)
+    try:
+        yield next(_lists(call))
+    except grpc.RpcError as error:
+        raise error_from_rpc(error) from error
+    finally:
+        call.cancel()
+
+
+def _follow_routes(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
+    """Yield lists as they come; the last one stays in force while the coordinator is away."""
+    while True:
+        try:
+            yield from _lists(stub.WatchRoutes(pb.WatchRoutesRequest()))
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+            if not isinstance(error, PeerUnavailableError):
+                raise error from rpc_error
+            Console(stderr=True).print(f"[dim]{error.message}; the last list stays in force[/]")
+        time.sleep(_RETRY_SECONDS)
+
+
+def _lists(call: Iterable[pb.WatchRoutesResponse]) -> Iterator[pb.WatchRoutesResponse]:
+    """Yield the whole list at each change."""
+    known = RouteList()
+    for message in call:
+        if (listed := known.follow(message)) is not None:
+            yield listed
+
+
+def _routes_table(listed: pb.WatchRoutesResponse) -> Table:
+    title = f"routes, revision {listed.revision}"
+    table = table_of(title, "replica", "OpenAI API", "model", "serves")
+    for route in listed.routes:
+        serves = vector_text(route.version_vector, most=_MAX_ADAPTERS)
+        table.add_row(route.replica_id, route.http_url, route.model_name, serves)
+    return table

@@ -1,48 +1,103 @@
-"""``weft push``: publish from disk."""
+"""``weft push``: publish an adapter or a checkpoint from disk."""
 
 from __future__ import annotations
 
 import dataclasses
 import typing
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from trainer_side import Publisher
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
 from weft_rl.cli.console.output import plural, print_json, rate
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.names import BASE_POLICY
-from weft_rl.contract.push_defaults import OnBaseChange, Require
+from weft_rl.contract.names import BASE_POLICY, MAX_VERSION
+from weft_rl.contract.push_defaults import (
+    DEFAULT_CONNECT_SECONDS,
+    DEFAULT_ON_BASE_CHANGE,
+    DEFAULT_REQUIRE,
+    DEFAULT_TIMEOUT_SECONDS,
+    OnBaseChange,
+    Require,
+)
 
 
-def push_path(
-    path: Path,
-    policy: str,
-    *,
-    coordinator: str,
-    trainer_id: str,
-    require: str,
-    timeout_seconds: float,
-    connect_seconds: float,
-    takeover: bool,
-    cast: bool,
-    check_finite: bool,
-    base_version: int | None,
-    on_base_change: str,
-    json_output: bool = False,
+def push(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="Directory of a PEFT adapter, or a safetensors checkpoint."
+        ),
+    ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Name of the adapter, or 'base' for a checkpoint of the model."
+        ),
+    ],
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    trainer_id: Annotated[
+        str, typer.Option(metavar="NAME", help="Trainer that will own the policy.")
+    ] = "weft-push",
+    require: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER",
+            help="Number of replicas that have to serve the version, or 'all' that are ready.",
+        ),
+    ] = str(DEFAULT_REQUIRE),
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest time of the whole push.", min=1)
+    ] = DEFAULT_TIMEOUT_SECONDS,
+    connect_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for the coordinator's first answer.", min=0.1
+        ),
+    ] = DEFAULT_CONNECT_SECONDS,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Take the policy from another process of --trainer-id."),
+    ] = False,
+    cast: Annotated[
+        bool, typer.Option(help="Cast floats to the dtype that replicas serve.")
+    ] = True,
+    check_finite: Annotated[
+        bool,
+        typer.Option(
+            "--check-finite", help="Refuse NaN and infinities, looked for after the cast."
+        ),
+    ] = False,
+    base_version: Annotated[
+        int | None,
+        typer.Option(
+            metavar="VERSION",
+            help="Version of the base that the adapter was trained on.",
+            min=0,
+            max=MAX_VERSION,
+        ),
+    ] = None,
+    on_base_change: Annotated[
+        str,
+        typer.Option(
+            metavar="ACTION",
+            help="If the pool serves another base than that: 'warn', 'refuse' or 'ignore'.",
+        ),
+    ] = DEFAULT_ON_BASE_CHANGE,
+    json_output: Json = False,
 ) -> None:
-    """Push ``path`` as ``policy`` and print what it cost.
-
-    Raises:
-        WeftError: The push was refused or failed; nothing changed.
-    """
+    """Publish an adapter or a checkpoint from disk, as a trainer would."""
     if not path.exists():
         raise InvalidRequestError(f"{path} does not exist")
+    from trainer_side import Publisher
+
     with Publisher(
         coordinator,
         trainer_id=trainer_id,
         require=parse_require(require),
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=timeout,
         check_finite=check_finite or None,
         connect_seconds=connect_seconds,
         takeover=takeover,
@@ -79,7 +134,7 @@ def parse_require(text: str) -> Require:
     """Parse the value of ``--require``.
 
     Raises:
-        InvalidRequestError: Neither "all" nor a number from 1 on.
+        InvalidRequestError: It is neither "all" nor a number of at least 1.
     """
     if text == "all":
         return "all"

@@ -9,8 +9,7 @@ import typer
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
 from weft_rl import logs
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator
-from weft_rl.cli.servers.descriptors import allow_descriptors
-from weft_rl.cli.servers.options import (
+from weft_rl.cli.server_options import (
     Access,
     Health,
     Insecure,
@@ -21,6 +20,7 @@ from weft_rl.cli.servers.options import (
     Traces,
     announce,
     configure_logging,
+    raise_file_limit,
 )
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.telemetry.config import TelemetryConfig
@@ -28,13 +28,18 @@ from weft_rl.telemetry.config import TelemetryConfig
 _GIB = 2**30
 #: More than any machine has.
 _MAX_GIB = 1e6
+#: Headings of the options in the help; those without one are shown first.
+_ADDRESSES = "Addresses for other machines"
+_WEIGHTS = "Transfer and storage of weights"
+_STATES = "Readiness, sleep and shutdown"
+_VLLM = "Defaults and checks of vLLM"
 
 
 def _bytes(option: str, gib: float) -> int:
     """Convert a size in GiB to bytes.
 
     Raises:
-        BadParameter: No machine has so much, or it is no number.
+        BadParameter: It is more than any machine has, or not a number.
     """
     if not gib <= _MAX_GIB:
         raise typer.BadParameter(f"{option} {gib:g}: at most {_MAX_GIB:g} GiB")
@@ -44,119 +49,162 @@ def _bytes(option: str, gib: float) -> int:
 def rollout(
     context: typer.Context,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the replica's gRPC service listens.")
-    ] = AgentConfig.listen,
-    advertise_host: Annotated[
-        str, typer.Option(help="Host that others reach this machine by; default: --listen's.")
-    ] = AgentConfig.advertise_host,
+    replica_id: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            envvar="WEFT_REPLICA_ID",
+            help="Stable name of the replica. Default: the host's name.",
+        ),
+    ] = "",
     http_host: Annotated[
-        str, typer.Option(help="Host of the OpenAI-compatible server.")
+        str, typer.Option(metavar="HOST", help="Host that the OpenAI server listens on.")
     ] = RolloutConfig.http_host,
     http_port: Annotated[
-        int, typer.Option(help="Its port; 0 picks a free one.", min=0, max=65535)
-    ] = RolloutConfig.http_port,
-    http_url: Annotated[
-        str, typer.Option(help="Base URL of it as clients reach it; default: host and port.")
-    ] = AgentConfig.http_url,
-    replica_id: Annotated[
-        str, typer.Option(envvar="WEFT_REPLICA_ID", help="Stable name; default: the host's name.")
-    ] = "",
-    contact_seconds: Annotated[
-        float,
+        int,
         typer.Option(
-            help="Out of contact with the coordinator for so long: not ready, refuse "
-            "bare names; exact versions still answer.",
-            min=1,
+            metavar="PORT",
+            help="Port of the OpenAI server; 0 picks a free one.",
+            min=0,
+            max=65535,
         ),
-    ] = AgentConfig.contact_seconds,
+    ] = RolloutConfig.http_port,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address that the replica's gRPC service listens on."
+        ),
+    ] = AgentConfig.listen,
     adapter_memory_gib: Annotated[
-        float, typer.Option(help="Host memory for adapters, at most.", min=0.001)
+        float, typer.Option(metavar="GIB", help="Host memory for adapters.", min=0.001)
     ] = RolloutConfig.adapter_memory_bytes / _GIB,
     staging_memory_gib: Annotated[
         float,
         typer.Option(
-            help="Memory for base weights, staged or retained; in-place: for buckets on the GPU.",
+            metavar="GIB",
+            help="Memory for staged base weights and copies of the base; with --staging in-place, "
+            "for buckets on the GPU.",
             min=0.001,
         ),
     ] = RolloutConfig.staging_memory_bytes / _GIB,
     staging: Annotated[
         Staging,
         typer.Option(
-            help="Where base weights are staged on a GPU host: on the device, beside the "
-            "engine's own (requests then stop only for a copy inside it), or in host memory; "
-            "auto: on the device if they fit there. in-place: nowhere, each bucket is loaded "
-            "as it arrives. Requests then wait from when the GPU has no room for more buckets, "
-            "a push that fails after that takes the replica out of service until it is "
-            "repaired, and there is no copy to go back to."
+            help="Where a pushed base waits for its switch: on the device, in host memory, or "
+            "nowhere (in-place: each bucket is loaded as it arrives). auto: on the device if "
+            "it fits there. In place, requests wait while buckets are loaded, a push that fails "
+            "then takes the replica out of service, and no copy is kept."
         ),
     ] = RolloutConfig.staging,
-    backend: Annotated[
-        BackendChoice,
-        typer.Option(help="What carries weights here; auto: all that this machine has."),
-    ] = RolloutConfig.backend,
-    retain_base: Annotated[
-        int,
-        typer.Option(
-            help="Versions of the base to keep a copy of, the served one included: late "
-            "replicas clone it, `weft rollback base` needs 2. 0 keeps none, as does "
-            "--staging in-place.",
-            min=0,
-            max=100,
-        ),
-    ] = RolloutConfig.retain_base,
     running_requests: Annotated[
         RunningRequests,
         typer.Option(
-            help="What becomes of requests that run when the base changes. recompute: they go on, "
-            "and what they have in the KV cache is computed anew. keep: they go on over the cache "
-            "that they have, as soon as the weights are there; later requests use none of it. "
-            "abort: those that have tokens end with VERSION_CHANGED, to be asked again.",
+            help="Treatment of requests that run when the base changes. recompute: they go on, "
+            "with their KV cache computed anew. keep: they go on over their KV cache, which "
+            "later requests do not use. abort: those that have tokens end with VERSION_CHANGED, "
+            "and the client sends them again.",
         ),
     ] = RolloutConfig.running_requests,
     spill_dir: Annotated[
         str,
         typer.Option(
             metavar="DIR",
-            help="Write what is served to this directory, in the background, as PEFT and "
-            "safetensors files: after a restart it is read from there. Default: nowhere.",
+            help="Directory for copies of what is served, in PEFT and safetensors files, which a "
+            "restart reads. Default: none.",
         ),
     ] = RolloutConfig.spill_dir,
+    advertise_host: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST",
+            help="Host by which the coordinator and trainers reach this machine. Default: that of "
+            "--listen.",
+            rich_help_panel=_ADDRESSES,
+        ),
+    ] = AgentConfig.advertise_host,
+    http_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="URL by which clients reach the OpenAI server. Default: its host and port.",
+            rich_help_panel=_ADDRESSES,
+        ),
+    ] = AgentConfig.http_url,
+    backend: Annotated[
+        BackendChoice,
+        typer.Option(
+            help="Transport of weights; auto: any that this machine has.",
+            rich_help_panel=_WEIGHTS,
+        ),
+    ] = RolloutConfig.backend,
+    base_copies: Annotated[
+        int,
+        typer.Option(
+            metavar="VERSIONS",
+            help="Number of base versions to keep a copy of, the served one included. New "
+            "replicas clone the copies; `weft rollback base` needs 2. 0, or --staging in-place: "
+            "none.",
+            min=0,
+            max=100,
+            rich_help_panel=_WEIGHTS,
+        ),
+    ] = RolloutConfig.base_copies,
     spill_gib: Annotated[
-        float, typer.Option(help="Size of that directory, at most.", min=0.001)
+        float,
+        typer.Option(
+            metavar="GIB",
+            help="Largest size of --spill-dir.",
+            min=0.001,
+            rich_help_panel=_WEIGHTS,
+        ),
     ] = RolloutConfig.spill_bytes / _GIB,
+    unready_after_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="After so long without an answer from the coordinator the replica is not ready "
+            "and refuses bare names; exact versions still answer.",
+            min=1,
+            rich_help_panel=_STATES,
+        ),
+    ] = AgentConfig.unready_after_seconds,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time for running requests and transfers to end after SIGTERM. A second SIGTERM, "
+            "or SIGINT, ends the process at once.",
+            min=0,
+            max=86_400,
+            rich_help_panel=_STATES,
+        ),
+    ] = RolloutConfig.drain_seconds,
     enable_sleep: Annotated[
         bool,
         typer.Option(
             "--enable-sleep",
-            help="Let trainers on the same GPU, and operators, put the engine to sleep: it gives "
-            "the GPU's memory back for a while. Needs a GPU.",
+            help="Let trainers on the same GPU, and operators, put the engine to sleep, which "
+            "frees GPU memory for a while. Needs a GPU.",
+            rich_help_panel=_STATES,
         ),
     ] = RolloutConfig.enable_sleep,
-    drain_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Told to stop (SIGTERM): not ready at once; running requests and transfers may "
-            "take so long to end. A second SIGTERM, or SIGINT, ends the process at once.",
-            min=0,
-            max=86_400,
-        ),
-    ] = RolloutConfig.drain_seconds,
     vllm_defaults: Annotated[
         bool,
         typer.Option(
             "--vllm-defaults",
-            help="Leave vLLM's own defaults of sampling. Without it, and unless given after --: "
-            "--logprobs-mode processed_logprobs and --generation-config vllm, as RL trainers "
-            "expect.",
+            help="Keep vLLM's own sampling defaults. Otherwise, unless given after --, they are "
+            "what RL trainers expect: --logprobs-mode processed_logprobs and --generation-config "
+            "vllm.",
+            rich_help_panel=_VLLM,
         ),
     ] = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: Annotated[
         bool,
         typer.Option(
             "--allow-unversioned-changes",
-            help="Start although VLLM_ALLOW_RUNTIME_LORA_UPDATING or VLLM_SERVER_DEV_MODE is set: "
-            "they open endpoints that change weights behind Weft's back.",
+            help="Start although VLLM_ALLOW_RUNTIME_LORA_UPDATING or VLLM_SERVER_DEV_MODE is set, "
+            "which open endpoints that change weights without Weft.",
+            rich_help_panel=_VLLM,
         ),
     ] = RolloutConfig.allow_unversioned_changes,
     access: Access = RolloutConfig.access,
@@ -168,7 +216,7 @@ def rollout(
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
-    """Run a replica: vLLM's engine and OpenAI server, kept up to date by trainers.
+    """Run a replica: vLLM's engine and OpenAI server, which serve what trainers push.
 
     Everything after -- goes to vLLM's server, the model first.
     """
@@ -177,7 +225,7 @@ def rollout(
     configure_logging(log_level, log_format)
     if log_format == "json":
         logs.configure_vllm()
-    allow_descriptors()
+    raise_file_limit()
     from rollout_side.service.main import run as run_replica
 
     config = RolloutConfig(
@@ -187,7 +235,7 @@ def rollout(
             listen=listen,
             advertise_host=advertise_host,
             http_url=http_url,
-            contact_seconds=contact_seconds,
+            unready_after_seconds=unready_after_seconds,
         ),
         vllm_args=context.args,
         http_host=http_host,
@@ -196,7 +244,7 @@ def rollout(
         staging_memory_bytes=_bytes("--staging-memory-gib", staging_memory_gib),
         staging=staging,
         backend=backend,
-        retain_base=retain_base,
+        base_copies=base_copies,
         running_requests=running_requests,
         spill_dir=spill_dir,
         spill_bytes=_bytes("--spill-gib", spill_gib),

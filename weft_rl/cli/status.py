@@ -1,18 +1,21 @@
-"""``weft status``: the pool as a table."""
+"""``weft status``: the pool as tables."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import nullcontext
+from typing import Annotated
 
 import grpc
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.console.output import print_json, rate
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
+from weft_rl.cli.console.output import print_json, rate, table_of
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import provenance
 from weft_rl.rpc.channel import open_channel
@@ -24,9 +27,9 @@ from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _CALL_SECONDS = 5.0
-#: For people: of a pool that takes longer to list, what has come by then is shown.
+#: A table shows what of a large pool has arrived by then.
 _PATIENCE_SECONDS = 2.0
-#: For programs, who get all of it.
+#: Deadline of the whole list, which programs get.
 _WHOLE_SECONDS = 60.0
 #: Replicas that the table lists.
 _MAX_REPLICAS = 200
@@ -44,27 +47,22 @@ _STATES = {
 }
 
 
-def show_status(
-    coordinator: str,
-    *,
-    watch: bool,
-    json_output: bool,
-    interval_seconds: float,
-    console: Console | None = None,
+def status(
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Refresh until interrupted.")
+    ] = False,
+    json_output: Json = False,
+    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
 ) -> None:
-    """Print the pool, once or until interrupted.
-
-    Raises:
-        WeftError: The coordinator does not answer; once it has, with ``watch``, it is awaited.
-    """
+    """Show the pool: its replicas, what they serve, the last transfer."""
     with open_channel(coordinator) as channel:
         stub = InspectServiceStub(channel)
-        console = console or Console()
-        pool = _get_pool(stub, whole=json_output)
+        pool = read_pool(stub, whole=json_output)
         if not watch:
-            print_json(pool) if json_output else console.print(render(pool))
+            print_json(pool) if json_output else Console().print(render(pool))
             return
-        with nullcontext() if json_output else Live(console=console, auto_refresh=False) as live:
+        with nullcontext() if json_output else Live(auto_refresh=False) as live:
             shown, away = render(pool), ""
             while True:
                 if live is None:
@@ -72,14 +70,19 @@ def show_status(
                 else:
                     shown = shown if away else render(pool)
                     live.update(Group(shown, Text(away, "red")) if away else shown, refresh=True)
-                time.sleep(interval_seconds)
+                time.sleep(interval)
                 try:
-                    pool, away = _get_pool(stub, whole=json_output), ""
+                    pool, away = read_pool(stub, whole=json_output), ""
                 except (PeerUnavailableError, TransferTimeoutError) as error:
                     away = f"{error.message}; this is how it was before"
 
 
-def _get_pool(stub: InspectServiceStub, *, whole: bool) -> pb.GetPoolResponse:
+def read_pool(stub: InspectServiceStub, *, whole: bool = False) -> pb.GetPoolResponse:
+    """Read the pool; of a large one only what arrives in time, unless ``whole``.
+
+    Raises:
+        WeftError: The coordinator does not answer.
+    """
     try:
         if whole:
             return get_pool(stub, _WHOLE_SECONDS)
@@ -100,7 +103,7 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
 
 
 def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
-    """List the adapters whose answers are of a policy that no trainer holds."""
+    """List the adapters that are served over another base than they were trained on."""
     base = pool.version_vector.base
     found = [policy for policy in pool.policies if policy.over_another_base]
     more = len(found) - _MAX_NAMED
@@ -113,8 +116,8 @@ def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _unused(pool: pb.GetPoolResponse) -> list[Text]:
-    """List files of the coordinator's that somebody should mend."""
-    said = "the coordinator does not use this file, what it said before is in force: "
+    """List the coordinator's files that it cannot use."""
+    said = "the coordinator does not use this file; its former content stays in force: "
     return [Text(said + line, "red") for line in pool.unused_files]
 
 
@@ -179,22 +182,15 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
 
 
 def _replicas(pool: pb.GetPoolResponse) -> Table:
-    """Make the table of all replicas; of many, those first that somebody should look at."""
+    """Make the table of replicas; in a large pool, those that are not ready come first."""
     replicas = list(pool.replicas)
     if more := _num_replicas(pool) - min(len(replicas), _MAX_REPLICAS):
         replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
-    table = Table(
-        title="replicas",
-        title_justify="left",
-        caption=f"and {more} more: --json lists all" if more else None,
-        caption_justify="left",
-    )
     columns = ["replica", "state", "serves", "OpenAI API", "seen"]
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
     if are_mixed:
         columns.append("model")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = table_of("replicas", *columns, caption=_more(more))
     for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
@@ -216,8 +212,12 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
     return table
 
 
+def _more(number: int) -> str | None:
+    return f"and {number} more: --json lists all" if number else None
+
+
 def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
-    """Say that nobody knows whether a replica's base@0 is that of the others, and why."""
+    """Explain why a replica's base@0 could not be compared with that of the others, if so."""
     known = replica.checkpoint_state != registry_pb2.CHECKPOINT_STATE_NOT_COMPARED
     if known or pool.version_vector.base or replica.version_vector.base:
         return ""
@@ -225,7 +225,7 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
 
 
 def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
-    """List the orders that wait for replicas which are not in the pool."""
+    """List orders about replicas that are not in the pool."""
     here = {replica.replica_id for replica in pool.replicas}
     more = pool.num_more_out_of_service
     return [
@@ -240,8 +240,8 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
 
 
 def _policies(pool: pb.GetPoolResponse) -> Table:
-    """Make the table of the policies that ever had a version. Of many, those come first that
-    somebody should look at, then those that are owned now."""
+    """Make the table of the policies that ever had a version. Of many, those that need an operator
+    come first, then those that a trainer owns."""
     policies = [policy for policy in pool.policies if policy.last_version]
     unlisted = max(0, pool.num_policies - len(pool.policies))
     if more := len(policies) + unlisted - min(len(policies), _MAX_POLICIES):
@@ -251,14 +251,8 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
                 not p.HasField("lease"),
             )
         )
-    table = Table(
-        title="policies",
-        title_justify="left",
-        caption=f"and {more} more: --json lists all" if more else None,
-        caption_justify="left",
-    )
-    for column in ("policy", "served", "newest", "keeps", "owner"):
-        table.add_column(column, overflow="fold")
+    columns = ("policy", "served", "newest", "keeps", "owner")
+    table = table_of("policies", *columns, caption=_more(more))
     for policy in policies[:_MAX_POLICIES]:
         owner = "-"
         if policy.HasField("lease"):
@@ -288,7 +282,7 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
 
 
 def _lost_text(policy: pb.Policy) -> str:
-    """Say that a policy is lost, and what ends that."""
+    """Say that a policy is lost, and how to restore or remove it."""
     name = policy.policy
     order = "weft rollback base --to 0"
     if policy.kind == types_pb2.POLICY_KIND_ADAPTER:
@@ -298,7 +292,7 @@ def _lost_text(policy: pb.Policy) -> str:
 
 
 def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:
-    """List the numbers that stand for more than one content: somebody has to publish anew."""
+    """List the versions of which replicas hold different bytes: they have to be pushed again."""
     return [
         Text(
             f"{policy.policy}@{conflict.version} is not served, for replicas hold other bytes "

@@ -30,7 +30,7 @@ class CoordinatorConfig:
     """Seconds between the heartbeats that replicas are asked for."""
     lost_after_seconds: float = Settings.lost_after_seconds
     """Seconds of silence after which a replica is given up: several heartbeats."""
-    retain: int = Settings.retain
+    retain_versions: int = Settings.retain
     """Number of newest versions of each adapter that stay requestable; the alias always does."""
     commit_timeout_seconds: float = 120.0
     """Seconds that a replica may take at most to switch to a committed version."""
@@ -74,8 +74,8 @@ class CoordinatorConfig:
             raise InvalidRequestError(
                 "lost_after_seconds must be at least heartbeat_seconds, at most 86400"
             )
-        if not 1 <= self.retain <= 1_000_000:
-            raise InvalidRequestError("retain must be between 1 and 1000000")
+        if not 1 <= self.retain_versions <= 1_000_000:
+            raise InvalidRequestError("retain_versions must be between 1 and 1000000")
         if not 1 <= self.max_policies_per_trainer <= 1_000_000:
             raise InvalidRequestError("max_policies_per_trainer must be between 1 and 1000000")
         if not 0 <= self.stop_seconds <= 300:
@@ -89,7 +89,7 @@ class CoordinatorConfig:
             lease_seconds=self.lease_seconds,
             heartbeat_seconds=self.heartbeat_seconds,
             lost_after_seconds=self.lost_after_seconds,
-            retain=self.retain,
+            retain=self.retain_versions,
             publish_again_after_seconds=self.publish_again_after_seconds,
             stall_seconds=self.stall_seconds,
             sender_stall_seconds=self.sender_stall_seconds,

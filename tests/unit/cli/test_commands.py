@@ -102,7 +102,7 @@ MISUSES = [
     "quarantine a/b",
     "uncordon a/b",
     "drain a/b",
-    "coordinator --retain 0",
+    "coordinator --retain-versions 0",
     "coordinator --lease-seconds 0",
     "coordinator --listen nonsense",
     "coordinator --metrics nonsense",
@@ -141,7 +141,7 @@ def test_what_is_asked_of_the_command_itself(spelling, monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 0
-    said = capfd.readouterr().out
+    said = capfd.readouterr().out.lstrip()
     assert said.startswith(f"weft {__version__}\n" if spelling == "--version" else "Usage: ")
 
 

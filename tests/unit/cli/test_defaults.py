@@ -96,6 +96,6 @@ def test_what_decisions_depend_on_is_as_the_coordinators_config_says(tmp_path):
 def test_an_engine_is_opened_as_the_replicas_config_says():
     config = defaults_of(RolloutConfig)
     given = inspect.signature(open_engine).parameters
-    names = ("staging", "backend", "retain_base", "vllm_defaults", "allow_unversioned_changes")
+    names = ("staging", "backend", "base_copies", "vllm_defaults", "allow_unversioned_changes")
     for name in names:
         assert given[name].default == config[name]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.doubles.certificates import Authority
 from weft_rl import __version__
-from weft_rl.cli.doctor import backends, machine
+from weft_rl.cli.doctor import connection, machine
 from weft_rl.cli.doctor.certificates import expiry, first_of, validity_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.v1 import inspect_pb2 as pb
@@ -67,7 +67,7 @@ def test_what_is_no_certificate_is_said_so(tmp_path: Path, cut: int) -> None:
     ],
 )
 def test_clocks(theirs: float, says: str, level: str) -> None:
-    found = backends._compare_clocks(theirs, 100.0, 101.0)
+    found = connection._compare_clocks(theirs, 100.0, 101.0)
     assert says in found.says
     assert found.level == level
 
@@ -82,7 +82,7 @@ def test_clocks(theirs: float, says: str, level: str) -> None:
 )
 def test_versions_of_both_ends(version: str, revision: int, level: str) -> None:
     pool = pb.GetPoolResponse(weft_version=version, protocol_revision=revision)
-    assert backends._compare_versions(pool).level == level
+    assert connection._compare_versions(pool).level == level
 
 
 def test_interfaces_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +135,12 @@ def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Disk)
     monkeypatch.setattr(machine, "_is_installed", lambda name: name == "vllm")
-    levels = {f.check: f.level for f in machine.check_room(tmp_path / "weft.db", tmp_path)}
+    levels = {f.check: f.level for f in machine.check_space(tmp_path / "weft.db", tmp_path)}
     assert {name: levels[name] for name in ("catalog_disk", "spill_disk", "shm")} == dict.fromkeys(
         ("catalog_disk", "spill_disk", "shm"), "fail"
     )
     monkeypatch.setattr(machine, "_is_installed", lambda _: False)
-    assert "shm" not in {f.check for f in machine.check_room(None, None)}  # nobody needs it
+    assert "shm" not in {f.check for f in machine.check_space(None, None)}  # nobody needs it
 
 
 def test_the_doctor_asks_for_the_shared_memory_that_vllm_checks() -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from weft_rl.cli.lists.status import render, vector_text
+from weft_rl.cli.status import render, vector_text
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import types_pb2
 

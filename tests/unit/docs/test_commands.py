@@ -246,7 +246,7 @@ def test_what_is_quoted_is_so(page, check):
         (wrong_options, "`--staging outside`"),
         (wrong_defaults, "`--stall-seconds` (11)"),
         (wrong_defaults, "`connect_seconds` (11)"),
-        (wrong_defaults, "(`--retain-base`,\n2 by default: the one served)"),
+        (wrong_defaults, "(`--base-copies`,\n2 by default: the one served)"),
         (wrong_calls, "`weft.v1.InspectService/GetPond`"),
         (wrong_calls, "| `InspectService` | anybody | GetPond |"),
         (wrong_arguments, "`Publisher(bakcend=)`"),
@@ -287,3 +287,16 @@ def test_the_table_of_a_publishers_arguments_has_each_of_them_and_its_default():
     known = METHODS["Publisher"].parameters
     known = {n: p.default for n, p in known.items() if p.default is not inspect.Parameter.empty}
     assert {name: ast.literal_eval(said) for name, said in quoted.items()} == known
+
+
+def test_every_benchmark_is_cited_or_belongs_to_one_that_is() -> None:
+    """By a page, by its command or by what it recorded; else nobody runs it."""
+    folder = ROOT / "benchmarks"
+    sources = {path.stem: path.read_text() for path in folder.glob("*.py")}
+    said = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    said += (ROOT / "Makefile").read_text()
+    reached: set[str] = set()
+    while found := {n for n in sources if re.search(rf"benchmarks\.{n}\b", said)} - reached:
+        reached |= found
+        said = "".join(sources[name] for name in found).replace("benchmarks import ", "benchmarks.")
+    assert sources.keys() - reached == {"__init__"}

@@ -1,4 +1,4 @@
-"""``weft demo``: the whole path on one machine, checked against Hugging Face."""
+"""``weft demo``: pushes to two vLLM replicas on one machine, checked against Hugging Face."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from weft_rl.cli.console.connection import connect
-from weft_rl.cli.demo.openai_client import Answer, complete, list_models
+from weft_rl.cli.console.output import connect, table_of
+from weft_rl.cli.demo.openai_client import Traffic, complete, list_models
 from weft_rl.cli.demo.processes import Process, interrupt_once
-from weft_rl.cli.demo.traffic import Traffic
-from weft_rl.cli.lists.status import show_status
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
-#: fp32 bounds: vLLM against Hugging Face on the same weights (measured 1e-5 for
-#: peaked models; weights that are stale by 1e-4 are off by more than 1e-3).
+#: Bound of fp32 log-probabilities, vLLM's against Hugging Face's of the same weights: measured
+#: 1e-5 for peaked models. Weights that are stale by 1e-4 are off by more than 1e-3.
 MAX_DIFFERENCE = 5e-5
 _NUM_REPLICAS = 2
 _PROMPT = [5, 17, 99, 200, 33, 81, 150, 7]
 _START_SECONDS = 120.0
 _READY_SECONDS = _PUSH_SECONDS = 60.0
 _BASE_NAME = "tiny"
-#: With --keep, from push to push of the two trainers.
+#: With --keep: seconds between the pushes of the LoRA trainer, and of the base's.
 _LORA_SECONDS, _BASE_SECONDS = 5.0, 30.0
 _ENGINE_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -52,16 +51,17 @@ _ENGINE_ARGS = (
 
 @dataclass
 class _Demo:
-    """The demo's processes, and what was seen of them."""
+    """Processes of the demo, and the results of its checks."""
 
     work: Path
     console: Console
+    began: float
     processes: list[Process] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     coordinator: str = ""
     page: str = ""
     metrics: dict[str, str] = field(default_factory=dict)
-    """URLs of metrics, by process."""
+    """URL of metrics, by process."""
     largest_difference: float = 0.0
     checks: int = 0
 
@@ -70,41 +70,34 @@ class _Demo:
         self.processes.append(process)
         return process
 
-    def note_metrics(self, process: Process) -> None:
-        """Learn where a process's metrics are, from what it prints once it listens."""
-        line = process.line(lambda text: text.startswith("metrics on "), 10)
-        self.metrics[process.name] = line.removeprefix("metrics on ")
-
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
 
 def run_demo(*, keep: bool) -> int:
-    """Run the demo; return the exit code: 0 only if every difference is within bounds.
+    """Run the demo; return the exit code: 0 if every difference is within the bound.
 
-    Call it on the main thread: SIGTERM ends it as Ctrl-C does, with all its processes.
+    Call it on the main thread: SIGTERM ends it, with all its processes, as Ctrl-C does.
     """
     signal.signal(signal.SIGTERM, interrupt_once)
-    # This process makes the model and computes references, one thread like all others.
+    # This process makes the model and computes references, with one thread like all others.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # DeepSpeed, where it is installed, is imported by transformers and warns of the choice.
+    # transformers imports DeepSpeed where it is installed, which warns of the choice otherwise.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     work = Path(tempfile.mkdtemp(prefix="weft-demo-"))
-    demo = _Demo(work, Console(width=max(100, Console().width)))
-    began = time.monotonic()
+    demo = _Demo(work, Console(width=max(100, Console().width)), time.monotonic())
     code = 1
     try:
-        _run(demo, began)
-        ok = demo.largest_difference <= MAX_DIFFERENCE and demo.checks > 0
-        colour, word = ("green", "passed") if ok else ("red", "FAILED")
+        _run(demo)
+        code = 0 if demo.largest_difference <= MAX_DIFFERENCE and demo.checks else 1
+        result = "[bold red]demo FAILED[/]" if code else "[bold green]demo passed[/]"
         demo.say(
-            f"\n[bold {colour}]demo {word}[/]: {demo.checks} answers checked, largest "
+            f"\n{result}: {demo.checks} answers checked, largest "
             f"log-probability difference to Hugging Face {demo.largest_difference:.1e} "
-            f"(bound {MAX_DIFFERENCE:.0e}), {time.monotonic() - began:.0f} s in all"
+            f"(bound {MAX_DIFFERENCE:.0e}), {time.monotonic() - demo.began:.0f} s in all"
         )
-        code = 0 if ok else 1
         if keep:
             _push_until_interrupted(demo)
     except WeftError as error:
@@ -117,25 +110,21 @@ def run_demo(*, keep: bool) -> int:
     return code
 
 
-def _run(demo: _Demo, began: float) -> None:
-    model_path = demo.work / "model"
-    _start_all(demo, model_path, began)
+def _run(demo: _Demo) -> None:
+    lora, base = _start_all(demo)
     traffic = Traffic(demo.urls, _BASE_NAME)
-    lora, base = demo.processes[-2:]
-    pushes = []
     try:
-        reference = _Reference(model_path, demo.work)
-        _check(demo, reference, "base@0", _BASE_NAME, None)
-        pushes.append(_push(demo, base, "base@0"))
-        _check(demo, reference, "base@1", _BASE_NAME, None)
+        _check(demo, "base@0", _BASE_NAME, None)
+        pushes = [_push(demo, base, "base@0")]
+        _check(demo, "base@1", _BASE_NAME, None)
         # Trained on base@1, and no other base is pushed under it: docs/modes.md says why.
         pushes.append(_push(demo, lora, "base@1"))
         traffic.model = "math"
-        _check(demo, reference, "base@1", "math@1", "math@1")
+        _check(demo, "base@1", "math@1", "math@1")
         pushes.append(_push(demo, lora, "base@1"))
-        _check(demo, reference, "base@1", "math@1", "math@1")
-        _check(demo, reference, "base@1", "math@2", "math@2")
-        _check(demo, reference, "base@1", "math", "math@2")
+        _check(demo, "base@1", "math@1", "math@1")
+        _check(demo, "base@1", "math@2", "math@2")
+        _check(demo, "base@1", "math", "math@2")
     finally:
         traffic.stop()
     if traffic.failures:
@@ -144,88 +133,66 @@ def _run(demo: _Demo, began: float) -> None:
     answered = ", ".join(f"{name} {n}" for name, n in sorted(traffic.answered.items()))
     demo.say(f"requests answered meanwhile, by the version each names: {answered}; none failed")
     demo.say(f"\n$ weft status -c {demo.coordinator}")
-    show_status(
-        demo.coordinator, watch=False, json_output=False, interval_seconds=1, console=demo.console
-    )
-    _show_grpcurl(demo)
+    status = [sys.executable, "-m", "weft_rl", "status", "-c", demo.coordinator]
+    subprocess.run(status, env={**os.environ, "COLUMNS": str(demo.console.width)}, check=False)
+    demo.say("\nlook around with grpcurl (or buf curl) while a coordinator runs:")
+    for method in ("list", "weft.v1.InspectService/GetPool", "weft.v1.InspectService/WatchEvents"):
+        demo.say(f"  grpcurl -plaintext {demo.coordinator} {method}")
 
 
-def _start_all(demo: _Demo, model_path: Path, began: float) -> None:
-    """Start coordinator, replicas and trainers; they find each other in any order."""
+def _start_all(demo: _Demo) -> tuple[Process, Process]:
+    """Start coordinator, replicas and trainers, which find each other in any order; return the
+    trainers, of the adapter and of the base."""
+    model_path, any_port = str(demo.work / "model"), "127.0.0.1:0"
     coordinator = demo.start(
-        "coordinator", "-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
-        "--catalog", str(demo.work / "weft.db"), "--metrics", "127.0.0.1:0",
+        "coordinator", "-m", "weft_rl", "coordinator", "--listen", any_port,
+        "--catalog", str(demo.work / "weft.db"), "--metrics", any_port,
         # Starting two engines on two cores starves everything else for seconds.
         "--lost-after-seconds", "60",
     )  # fmt: skip
     from weft_rl.cli.demo.tiny_model import make_model
 
-    make_model(model_path)
-    line = coordinator.line(lambda text: text.startswith("listening on "), 30)
-    demo.coordinator = line.removeprefix("listening on ")
-    demo.note_metrics(coordinator)
-    line = coordinator.line(lambda text: text.startswith("page on "), 10)
-    demo.page = line.removeprefix("page on ")
+    make_model(Path(model_path))
+    demo.coordinator = coordinator.line_after("listening on ", 30)
+    demo.metrics["coordinator"] = coordinator.line_after("metrics on ", 10)
+    demo.page = coordinator.line_after("page on ", 10)
     demo.say(f"coordinator listens on {demo.coordinator}; starting {_NUM_REPLICAS} vLLM replicas")
     replicas = [
         demo.start(
-            f"replica-{i}",
-            "-m",
-            "weft_rl",
-            "rollout",
-            "--coordinator",
-            demo.coordinator,
-            "--http-port",
-            "0",
-            "--replica-id",
-            f"replica-{i}",
-            "--metrics",
-            "127.0.0.1:0",
-            "--adapter-memory-gib",
-            "0.25",
-            "--staging-memory-gib",
-            "0.25",
-            "--",
-            str(model_path),
-            *_ENGINE_ARGS,
-            env=_ENGINE_ENV,
+            name, "-m", "weft_rl", "rollout", "--coordinator", demo.coordinator,
+            "--http-port", "0", "--replica-id", name, "--metrics", any_port,
+            "--adapter-memory-gib", "0.25", "--staging-memory-gib", "0.25",
+            "--", model_path, *_ENGINE_ARGS, env=_ENGINE_ENV,
         )
-        for i in range(_NUM_REPLICAS)
-    ]
-    trainers = [
+        for name in (f"replica-{i}" for i in range(_NUM_REPLICAS))
+    ]  # fmt: skip
+    lora, base = (
         demo.start(
-            f"{kind}-trainer",
-            "-m",
-            "weft_rl.cli.demo.trainers",
-            kind,
-            demo.coordinator,
-            str(model_path),
-            str(demo.work),
+            f"{kind}-trainer", "-m", "weft_rl.cli.demo.trainers",
+            kind, demo.coordinator, model_path, str(demo.work),
         )
         for kind in ("lora", "base")
-    ]
+    )  # fmt: skip
     for replica in replicas:
-        line = replica.line(lambda text: text.startswith("serving on "), _START_SECONDS)
-        match = re.search(r"http://[^\s,]+", line)
-        assert match is not None
-        demo.urls.append(match.group())
-        demo.note_metrics(replica)
-    for trainer in trainers:
+        demo.urls.append(re.split(r"[\s,]", replica.line_after("serving on ", _START_SECONDS))[0])
+        demo.metrics[replica.name] = replica.line_after("metrics on ", 10)
+    for trainer in (lora, base):
         trainer.answer(_START_SECONDS)
     _wait_until_ready(demo.coordinator)
-    demo.say(f"replicas answer on {', '.join(demo.urls)} after {time.monotonic() - began:.0f} s")
+    seconds = time.monotonic() - demo.began
+    demo.say(f"replicas answer on {', '.join(demo.urls)} after {seconds:.0f} s")
+    return lora, base
 
 
 def _wait_until_ready(coordinator: str) -> None:
-    """Wait until every replica is ready: one that has not heard of the pool yet refuses bare
-    names."""
+    """Wait until every replica is ready: before that it refuses bare names."""
     until = time.monotonic() + _READY_SECONDS
     with connect(coordinator) as channel:
         stub = InspectServiceStub(channel)
         while True:
             listed = stub.ListReplicas(inspect_pb2.ListReplicasRequest(), timeout=_READY_SECONDS)
-            is_ready = [r.state == inspect_pb2.REPLICA_STATE_READY for r in listed.replicas]
-            if is_ready.count(True) == _NUM_REPLICAS:
+            states = [replica.state for replica in listed.replicas]
+            if states.count(inspect_pb2.REPLICA_STATE_READY) == _NUM_REPLICAS:
                 return
             if time.monotonic() > until:
                 why = "; ".join(f"{r.replica_id}: {r.state_reason}" for r in listed.replicas)
@@ -233,29 +200,20 @@ def _wait_until_ready(coordinator: str) -> None:
             time.sleep(0.1)
 
 
-class _Reference:
-    """Hugging Face models of the weights that the trainers saved."""
+@cache
+def _reference(base: Path, adapter: Path | None) -> Any:
+    """Load the weights that the trainers saved with Hugging Face."""
+    from weft_rl.cli.demo.tiny_model import load_model
 
-    def __init__(self, model_path: Path, saved: Path) -> None:
-        self._paths = {"base@0": model_path}
-        self._saved = saved
-        self._models: dict[tuple[str, str | None], Any] = {}
+    if adapter is None:
+        return load_model(base)
+    from peft import PeftModel
 
-    def log_probs(self, base: str, adapter: str | None, tokens: list[int]) -> list[float]:
-        from weft_rl.cli.demo.tiny_model import load_model, log_probs
-
-        if (base, adapter) not in self._models:
-            model = load_model(self._paths.get(base, self._saved / base))
-            if adapter is not None:
-                from peft import PeftModel
-
-                model = PeftModel.from_pretrained(model, self._saved / adapter).eval()
-            self._models[base, adapter] = model
-        return log_probs(self._models[base, adapter], _PROMPT, tokens)
+    return PeftModel.from_pretrained(load_model(base), adapter).eval()
 
 
 def _push(demo: _Demo, trainer: Process, base: str) -> dict[str, Any]:
-    report = _told(trainer, f"push {base}")
+    report = trainer.ask(f"push {base}", _PUSH_SECONDS)
     if report["vllm_imported"]:
         raise WeftError(f"{trainer.name} has vLLM loaded; a trainer must not need it")
     demo.say(
@@ -265,22 +223,20 @@ def _push(demo: _Demo, trainer: Process, base: str) -> dict[str, Any]:
     return report
 
 
-def _told(trainer: Process, order: str) -> dict[str, Any]:
-    trainer.tell(order)
-    return trainer.answer(_PUSH_SECONDS)
+def _check(demo: _Demo, base: str, model: str, adapter: str | None) -> None:
+    """Compare every replica's answer with Hugging Face's; both must be of the same version."""
+    from weft_rl.cli.demo.tiny_model import log_probs
 
-
-def _check(demo: _Demo, reference: _Reference, base: str, model: str, adapter: str | None) -> None:
-    """Ask every replica and compare with Hugging Face; both must name the version."""
     expected_name = adapter or _BASE_NAME
-    answers: list[Answer] = [complete(url, model, _PROMPT) for url in demo.urls]
+    saved = demo.work / ("model" if base == "base@0" else base)
+    reference = _reference(saved, demo.work / adapter if adapter else None)
+    answers = [complete(url, model, _PROMPT) for url in demo.urls]
     worst = 0.0
     for answer in answers:
         if answer.model != expected_name:
-            raise WeftError(f"asked for {model}, {answer.model} answered, not {expected_name}")
-        want = reference.log_probs(base, adapter, answer.tokens)
-        diffs = [abs(a - b) for a, b in zip(answer.log_probs, want, strict=True)]
-        worst = max(worst, *diffs)
+            raise WeftError(f"{answer.model} answered a request for {model}, not {expected_name}")
+        want = log_probs(reference, _PROMPT, answer.tokens)
+        worst = max(worst, *(abs(a - b) for a, b in zip(answer.log_probs, want, strict=True)))
         demo.checks += 1
     demo.largest_difference = max(demo.largest_difference, worst)
     shown = " ".join(f"w{token}" for token in answers[0].tokens[:6])
@@ -289,32 +245,21 @@ def _check(demo: _Demo, reference: _Reference, base: str, model: str, adapter: s
 
 
 def _show_pushes(demo: _Demo, pushes: list[dict[str, Any]]) -> None:
-    table = Table(title="pushes", title_justify="left")
-    for column in ("version", "bytes", "total", "forming", "staging", "committing", "pause"):
-        table.add_column(column, justify="left" if column == "version" else "right")
+    phases = ("forming", "staging", "committing", "pause")
+    table = table_of("pushes", "version", "bytes", "total", *phases)
+    for column in table.columns[1:]:
+        column.justify = "right"
     for push in pushes:
-        times = [
-            f"{push[key] * 1e3:.1f} ms"
-            for key in (
-                "seconds", "forming_seconds", "staging_seconds", "committing_seconds",
-                "pause_seconds",
-            )
-        ]  # fmt: skip
+        seconds = [push["seconds"], *(push[f"{phase}_seconds"] for phase in phases)]
+        times = [f"{value * 1e3:.1f} ms" for value in seconds]
         table.add_row(push["version"], f"{push['bytes']:,}", *times)
     demo.console.print(table)
     demo.say(f"models that any replica's /v1/models lists: {', '.join(list_models(demo.urls[0]))}")
 
 
-def _show_grpcurl(demo: _Demo) -> None:
-    demo.say("\nlook around with grpcurl (or buf curl) while a coordinator runs:")
-    for method in ("list", "weft.v1.InspectService/GetPool", "weft.v1.InspectService/WatchEvents"):
-        demo.say(f"  grpcurl -plaintext {demo.coordinator} {method}")
-
-
 def _push_until_interrupted(demo: _Demo) -> None:
     """Keep the demo running and pushing, until Ctrl-C."""
-    demo.say("\nstill running:")
-    demo.say(f"  a page to look at       [bold]{demo.page}[/]")
+    demo.say(f"\nstill running:\n  a page to look at       [bold]{demo.page}[/]")
     for name, url in demo.metrics.items():
         demo.say(f"  metrics of {name:<12} {url}")
     demo.say(
@@ -322,24 +267,21 @@ def _push_until_interrupted(demo: _Demo) -> None:
         f"{_BASE_SECONDS:.0f} s; press Ctrl-C to stop"
     )
     lora, base = demo.processes[-2:]
-    now = time.monotonic()
-    due = {lora: now + _LORA_SECONDS, base: now + _BASE_SECONDS}
+    # The base's trainer pushes the same weights again: the adapter's base does not change.
+    orders = {lora: ("push base@1", _LORA_SECONDS), base: ("again", _BASE_SECONDS)}
+    due = {trainer: time.monotonic() + seconds for trainer, (_, seconds) in orders.items()}
     try:
         while True:
             time.sleep(0.2)
-            # The same weights under a new number are no other base below an adapter.
-            for trainer, order, seconds in (
-                (lora, "push base@1", _LORA_SECONDS),
-                (base, "again", _BASE_SECONDS),
-            ):
-                if time.monotonic() >= due.get(trainer, float("inf")):
-                    due[trainer] = time.monotonic() + seconds
-                    try:
-                        report = _told(trainer, order)
-                    except (WeftError, OSError) as error:
-                        demo.say(f"{trainer.name} pushes no more: {error}")
-                        del due[trainer]
-                    else:
-                        shutil.rmtree(demo.work / report["version"], ignore_errors=True)
+            for trainer in [t for t, when in due.items() if time.monotonic() >= when]:
+                order, seconds = orders[trainer]
+                due[trainer] = time.monotonic() + seconds
+                try:
+                    report = trainer.ask(order, _PUSH_SECONDS)
+                except (WeftError, OSError) as error:
+                    demo.say(f"{trainer.name} pushes no more: {error}")
+                    del due[trainer]
+                else:
+                    shutil.rmtree(demo.work / report["version"], ignore_errors=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -17,9 +17,9 @@ from typing import Any
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 
 _STOP_SECONDS = 8.0
-#: What a child does first: it asks to be told to stop (SIGTERM, by PR_SET_PDEATHSIG of prctl(2))
-#: once the thread that started it has ended, and ends if that has happened already. It asks
-#: itself, because Python code between fork and exec may hang, or crash, where gRPC has threads.
+#: First code of a child. It asks for SIGTERM when the thread that started it ends (prctl(2),
+#: PR_SET_PDEATHSIG), and ends at once if that has happened already. The child asks itself: Python
+#: code between fork and exec may hang or crash where gRPC has threads.
 _LAUNCH = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -29,17 +29,16 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def interrupt_once(signum: int, frame: object) -> None:
-    """Handle a signal as Ctrl-C, and ignore it from then on. Linux sends that of a parent's end
-    once for each of the parent's threads that ends; the second would cut the stopping of children
-    short."""
+    """Handle a signal as Ctrl-C, and ignore it from then on. At a parent's end Linux sends one for
+    each of its threads; the second would interrupt the stopping of children."""
     signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 class Process:
-    """A child whose output goes to a log file and, line by line, to ``lines``.
+    """Child process whose output goes to a log file and is read line by line.
 
-    It is told to stop when the thread that made it ends, be it by SIGKILL.
+    It gets SIGTERM when the thread that made it ends, even by SIGKILL.
     """
 
     def __init__(self, name: str, args: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:
@@ -57,11 +56,11 @@ class Process:
         self._process.stdin.flush()
 
     def line(self, wanted: Callable[[str], bool], timeout_seconds: float) -> str:
-        """Return the next line of its output that is wanted.
+        """Return the next wanted line of its output.
 
         Raises:
             WeftError: It ended first; shows the end of its log.
-            TransferTimeoutError: It said nothing of the kind in time.
+            TransferTimeoutError: It did not print one in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
@@ -77,11 +76,21 @@ class Process:
             f"{self.name} was not ready in {timeout_seconds:.0f} s:\n{self.tail()}"
         )
 
+    def line_after(self, prefix: str, timeout_seconds: float) -> str:
+        """Return what follows ``prefix`` in the next line that begins with it."""
+        line = self.line(lambda text: text.startswith(prefix), timeout_seconds)
+        return line.removeprefix(prefix)
+
     def answer(self, timeout_seconds: float) -> dict[str, Any]:
         """Return the object in its next line of JSON."""
         line = self.line(lambda text: text.startswith("{"), timeout_seconds)
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def ask(self, line: str, timeout_seconds: float) -> dict[str, Any]:
+        """Write a line to its standard input and return its answer."""
+        self.tell(line)
+        return self.answer(timeout_seconds)
 
     def tail(self, num_lines: int = 15) -> str:
         """Return the end of its log."""

@@ -1,10 +1,9 @@
-"""The demo's two trainers, each a process of its own; neither has vLLM loaded.
+"""The demo's two trainers, each a process of its own without vLLM.
 
-``python -m weft_rl.cli.demo.trainers lora|base COORDINATOR MODEL OUT``: at each line
-"push BASE" on standard input, train a little, push, save what was pushed under OUT for
-the reference, and answer one line of JSON. BASE is the version of the base that the pool
-serves: an adapter is trained on that one, as it was saved, and no other is pushed under it.
-At a line "again" the base trainer pushes what it pushed last.
+``python -m weft_rl.cli.demo.trainers lora|base COORDINATOR MODEL OUT``. At each line "push BASE"
+on standard input it trains a little, pushes, saves what was pushed under OUT for the reference,
+and answers one line of JSON. BASE is the base that the pool serves: an adapter is trained on that
+version, as it was saved. At a line "again" the base's trainer pushes the same weights again.
 """
 
 from __future__ import annotations

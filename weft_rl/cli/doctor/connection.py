@@ -1,4 +1,4 @@
-"""The way to the coordinator, layer by layer; each that does not work ends the walk."""
+"""Checks of the connection to the coordinator, layer by layer; the first failure ends them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 _SECONDS = 3.0
-#: A clock that is off by more is worth a look.
+#: Difference of clocks that is worth a warning.
 _CLOCK_SECONDS = 2.0
 
 
 def check_own(credentials: Credentials) -> Iterator[Finding]:
-    """Check the credentials that this process would show."""
+    """Check this process's own credentials."""
     if credentials.tls_ca:
         try:
             ssl.create_default_context(cafile=credentials.tls_ca)
@@ -46,13 +46,13 @@ def check_own(credentials: Credentials) -> Iterator[Finding]:
             yield expiry("own_certificate", "our certificate", der)
 
 
-def check_way(target: str, credentials: Credentials) -> Iterator[Finding]:
-    """Check the way to the coordinator, from the name to an answer."""
+def check_connection(target: str, credentials: Credentials) -> Iterator[Finding]:
+    """Check the connection to the coordinator, from its name to its answer."""
     host, port = split_target(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        advice = "look at the name (--coordinator), and at this machine's DNS"
+        advice = "check the name (--coordinator) and this machine's DNS"
         yield fail("dns", f"{host} is not known here: {error.strerror}", advice)
         return
     addresses = ", ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -64,7 +64,7 @@ def check_way(target: str, credentials: Credentials) -> Iterator[Finding]:
         why = f"no answer in {_SECONDS:.0f} s" if isinstance(error, TimeoutError) else _why(error)
         yield fail("tcp", f"{target}: {why}", _why_not_connected(error))
         return
-    yield ok("tcp", f"{target} takes connections ({(time.monotonic() - began) * 1e3:.1f} ms)")
+    yield ok("tcp", f"{target} accepts connections ({(time.monotonic() - began) * 1e3:.1f} ms)")
     tls = list(_check_tls(target, credentials))
     yield from tls
     if not any(finding.level == "fail" for finding in tls):
@@ -73,8 +73,8 @@ def check_way(target: str, credentials: Credentials) -> Iterator[Finding]:
 
 def _why_not_connected(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return "start weft coordinator there, and look at its --listen: 127.0.0.1 is local only"
-    return "look for a firewall, a network policy, or another network on the way"
+        return "start weft coordinator there, and check its --listen: 127.0.0.1 is local only"
+    return "look for a firewall or a network policy, and check that this network reaches it"
 
 
 def _check_tls(target: str, credentials: Credentials) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def _check_tls(target: str, credentials: Credentials) -> Iterator[Finding]:
     else:
         yield warn(
             "tls",
-            f"none: whoever is on the way to {target} reads and changes what is said",
+            f"none: anyone between here and {target} can read and change the traffic",
             "start the coordinator with --tls-cert, --tls-key and --access, and name --tls-ca here",
         )
     if der:
@@ -101,12 +101,12 @@ def _handshake_advice(credentials: Credentials, why: str) -> str:
     if not credentials.has_tls:
         return "name --tls-ca, and --tls-cert and --tls-key where the coordinator asks for one"
     if "not trusted" in why:
-        return "look at --tls-ca, and whether the server's certificate names this host"
-    return "look at --tls-cert and --tls-key, and at --tls-ca of the coordinator"
+        return "check --tls-ca, and that the server's certificate names this host"
+    return "check --tls-cert and --tls-key, and --tls-ca of the coordinator"
 
 
 def _certificate_of(target: str) -> tuple[bytes, str]:
-    """Return the certificate that a server shows, trusted or not, and the version of TLS."""
+    """Return a server's certificate, trusted or not, and the version of TLS."""
     host, port = split_target(target)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -137,15 +137,15 @@ def _check_answer(target: str, credentials: Credentials) -> Iterator[Finding]:
         yield fail("access", error.message, advice)
         return
     except NotAllowedError as error:
-        advice = "a trainer or a replica needs no more; to look around, ask for the role inspect"
+        advice = "enough for a trainer or a replica; listings need the role inspect"
         yield warn("access", error.message, advice)
         return
     except WeftError as error:
-        advice = "look at the coordinator's log: is it a coordinator that listens there?"
+        advice = "check that a coordinator listens there, and look at its log"
         yield fail("access", f"{error.message} ({error.reason})", advice)
         return
     ended = time.time()
-    taken = f"{shown} is accepted" if anything else "nobody is asked who he is"
+    taken = f"{shown} is accepted" if anything else "callers are not identified"
     yield ok("access", f"GetPool is answered in {(ended - began) * 1e3:.0f} ms; {taken}")
     yield _compare_versions(pool)
     if pool.HasField("time"):
@@ -166,16 +166,16 @@ def _compare_versions(pool: pb.GetPoolResponse) -> Finding:
     ours = f"weft {__version__}, revision {PROTOCOL_REVISION}"
     theirs = f"weft {pool.weft_version or '?'}, revision {pool.protocol_revision or '?'}"
     if pool.protocol_revision not in (0, PROTOCOL_REVISION):
-        advice = "install the same release at both ends: pushes and replicas are refused so"
+        advice = "install the same release at both ends: until then pushes and replicas are refused"
         return fail("versions", f"here {ours}; there {theirs}", advice)
     if pool.weft_version != __version__:
-        advice = "they understand each other; upgrade the older one when it suits"
+        advice = "they are compatible; upgrade the older one when it suits"
         return warn("versions", f"here {ours}; there {theirs}", advice)
     return ok("versions", f"{ours} at both ends")
 
 
 def _compare_clocks(theirs: float, began: float, ended: float) -> Finding:
-    """Compare the coordinator's clock, read at some moment between two of ours, with ours."""
+    """Compare the coordinator's clock, read between ``began`` and ``ended``, with ours."""
     off = theirs - min(max(theirs, began), ended)
     if abs(off) < _CLOCK_SECONDS:
         return ok(
@@ -184,7 +184,7 @@ def _compare_clocks(theirs: float, began: float, ended: float) -> Finding:
     return warn(
         "clock",
         f"the coordinator's is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} ours",
-        "let both follow NTP: certificates and logs go by it (leases and deadlines do not)",
+        "synchronise both by NTP: certificates and logs depend on it (leases and deadlines do not)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Findings: the lines of what the doctor says."""
+"""Findings of ``weft doctor``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Subject of a check, and its result."""
+    """Result of a check."""
 
     check: str
     """Stable name, for programs."""
@@ -27,15 +27,15 @@ class Finding:
 
 
 def ok(check: str, says: str) -> Finding:
-    """Return a finding about which there is nothing to do."""
+    """Return the finding of a check that passed."""
     return Finding(check, Level.OK, says)
 
 
 def warn(check: str, says: str, advice: str) -> Finding:
-    """Return a finding of something that works, and should be looked at."""
+    """Return the finding of something that works but needs attention."""
     return Finding(check, Level.WARN, says, advice)
 
 
 def fail(check: str, says: str, advice: str) -> Finding:
-    """Return a finding because of which something does not work."""
+    """Return the finding of something that does not work."""
     return Finding(check, Level.FAIL, says, advice)

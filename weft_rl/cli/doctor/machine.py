@@ -1,4 +1,4 @@
-"""Resources of this machine for a trainer or a replica: addresses, backends, GPUs, vLLM, room."""
+"""Checks of this machine: addresses, backends, GPUs, vLLM, disk and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft_rl.transport.one_sided.errors import OneSidedError
 
 _SIOCGIFADDR = 0x8915
 _GIB = 2**30
-#: Room below which something will fail, and below which it may.
+#: Free bytes below which something fails, and below which it may fail.
 _CATALOG_BYTES = (64 * 2**20, _GIB)
 _SPILL_BYTES = (_GIB, 20 * _GIB)
 #: vLLM does not start with less than the first; with several GPUs NCCL may want the second.
@@ -70,7 +70,7 @@ def _check_data_host(data_host: str) -> Finding:
 
 
 def _found_data_host(target: str, known: dict[str, str]) -> Finding:
-    advice = "name the address that replicas reach this machine by (Publisher(data_host=...))"
+    advice = "name the address by which replicas reach this machine (Publisher(data_host=...))"
     try:
         address = local_address_towards(target)
     except OSError as error:
@@ -78,11 +78,11 @@ def _found_data_host(target: str, known: dict[str, str]) -> Finding:
     of = next((f" of {name}" for name, own in known.items() if own == address), "")
     if is_loopback(address):
         others = [own for own in known.values() if own and not is_loopback(own)]
-        says = f"{address}{of}: peers of this machine only"
+        says = f"{address}{of}: reached from this machine only"
         if is_loopback(split_target(target)[0]) or not others:
             return ok("data_host", says)
         return warn("data_host", says, advice)
-    return ok("data_host", f"{address}{of}, as the route to the coordinator has it")
+    return ok("data_host", f"{address}{of}, of the route to the coordinator")
 
 
 def _interfaces() -> dict[str, str]:
@@ -123,7 +123,7 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
 
         from weft_rl.transport.one_sided import device_memory
     except (ImportError, OSError) as error:
-        yield fail("backends", f"torch cannot be imported: {error}", "install torch anew")
+        yield fail("backends", f"torch cannot be imported: {error}", "reinstall torch")
         return
     has_gpus = torch.cuda.is_available()
     names = ["gloo"] * dist.is_gloo_available() + ["NCCL"] * dist.is_nccl_available()
@@ -133,7 +133,9 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
     if "gloo" not in names:
         yield fail("backends", says, "install a build of torch with torch.distributed")
     elif has_gpus and "NCCL" not in names:
-        yield warn("backends", says, "install a CUDA build of torch: gloo copies over the host")
+        yield warn(
+            "backends", says, "install a CUDA build of torch: gloo copies through host memory"
+        )
     else:
         yield ok("backends", says)
     if has_gpus:
@@ -142,30 +144,30 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
         yield ok("gpus", f"{len(gpus)}: {listed}")
     elif Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
         build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else (
-            "this build of torch is without CUDA"
+            "this build of torch has no CUDA"
         )  # fmt: skip
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        says = f"the driver is here, and torch sees no GPU: {build}"
+        says = f"the NVIDIA driver is installed, but torch sees no GPU: {build}"
         if hidden is not None:
             says += f", CUDA_VISIBLE_DEVICES={hidden!r}"
-        advice = "compare nvidia-smi's CUDA with torch's, and look at CUDA_VISIBLE_DEVICES"
+        advice = "compare nvidia-smi's CUDA with torch's, and check CUDA_VISIBLE_DEVICES"
         yield fail("gpus", says, advice)
     else:
         yield ok("gpus", "none: weights travel between host memories, by gloo")
 
 
 def _check_sockets() -> Finding:
-    """Check the directory by which members on one host find each other; it is not made here."""
+    """Check the directory of sockets by which processes of one host connect; creates nothing."""
     check, advice = "one_sided_dir", (
-        f"without it gloo carries what memory could: give the user of trainers and replicas a "
-        f"directory of its own (chmod 700), and name it to both by {DIRECTORY_VARIABLE}"
+        f"without it gloo transfers what shared memory could: give the user of trainers and "
+        f"replicas a directory of its own (chmod 700), and name it to both by {DIRECTORY_VARIABLE}"
     )  # fmt: skip
     try:
         path = named_directory()
         if not os.path.lexists(path):
             if os.access(path.parent, os.W_OK | os.X_OK):
                 return ok(check, f"{path} is made when it is needed")
-            return warn(check, f"{path} is not there, and cannot be made", advice)
+            return warn(check, f"{path} is missing and cannot be made", advice)
         check_directory(path)
     except (OneSidedError, OSError) as error:
         return warn(check, str(error), advice)
@@ -187,20 +189,20 @@ def _check_vllm() -> Finding:
     return ok("vllm", "not installed: enough for a coordinator or a trainer")
 
 
-def check_room(catalog: Path | None, spill_dir: Path | None) -> Iterator[Finding]:
-    """Check the room on disk, in shared memory and in memory."""
+def check_space(catalog: Path | None, spill_dir: Path | None) -> Iterator[Finding]:
+    """Check free disk space, shared memory and memory."""
     if catalog is not None:
-        advice = "free some: without room nothing is committed any more"
+        advice = "free some: on a full disk no version is committed"
         yield _check_disk("catalog_disk", catalog.absolute().parent, _CATALOG_BYTES, advice)
     if spill_dir is not None:
-        advice = "free some, or lower --spill-gib: what finds no room is not spilled"
+        advice = "free some, or lower --spill-gib: versions that do not fit are not spilled"
         yield _check_disk("spill_disk", spill_dir.absolute(), _SPILL_BYTES, advice)
     shm = Path("/dev/shm")
     if shm.is_dir() and _is_installed("vllm"):
         least = f"vLLM needs {_SHM_BYTES[0] // 2**20} MiB of it to start"
         advice = f"{least}: docker --shm-size, an emptyDir of Memory (the chart's shmGib)"
         yield _judge("shm", "/dev/shm", shutil.disk_usage(shm).free, _SHM_BYTES, advice)
-    advice = "adapters and staged bases lie in memory: --adapter-memory-gib, --staging-memory-gib"
+    advice = "adapters and staged bases need memory: --adapter-memory-gib, --staging-memory-gib"
     free, says = _free_memory()
     yield _judge("memory", says, free, _MEMORY_BYTES, advice)
 
@@ -208,7 +210,7 @@ def check_room(catalog: Path | None, spill_dir: Path | None) -> Iterator[Finding
 def _check_disk(check: str, folder: Path, bounds: tuple[int, int], advice: str) -> Finding:
     there = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     if not os.access(there, os.W_OK):
-        return fail(check, f"{there} cannot be written to", "give it to the process's user")
+        return fail(check, f"{there} is not writable", "give it to the process's user")
     return _judge(check, str(folder), shutil.disk_usage(there).free, bounds, advice)
 
 
@@ -222,8 +224,8 @@ def _judge(check: str, what: str, free: int, bounds: tuple[int, int], advice: st
 
 
 def _free_memory() -> tuple[int, str]:
-    """Return the bytes available to this process, and whose they are: the machine's, or what its
-    container may still have."""
+    """Return the bytes available to this process, and what limits them: the machine or its
+    container."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""``weft doctor``: all that is looked at, in order."""
+"""``weft doctor``: all checks, in order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from weft_rl.cli.console.output import plural, print_json
-from weft_rl.cli.doctor.backends import check_own, check_way
+from weft_rl.cli.doctor.connection import check_connection, check_own
 from weft_rl.cli.doctor.finding import Finding, Level, fail
-from weft_rl.cli.doctor.machine import check_addresses, check_engine, check_room
+from weft_rl.cli.doctor.machine import check_addresses, check_engine, check_space
 from weft_rl.contract.errors import WeftError
 from weft_rl.rpc.security.credentials import Credentials
 
@@ -22,17 +22,17 @@ _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 def examine(
     coordinator: str, *, data_host: str, catalog: Path | None, spill_dir: Path | None
 ) -> Iterator[Finding]:
-    """Yield every finding, as it is made."""
+    """Run every check; yield findings as they are made."""
     try:
         credentials = Credentials.from_environment()
     except WeftError as error:
-        yield fail("credentials", error.message, "look at the options and the environment")
+        yield fail("credentials", error.message, "check the options and the environment")
         return
     yield from check_own(credentials)
-    yield from check_way(coordinator, credentials)
+    yield from check_connection(coordinator, credentials)
     yield from check_addresses(coordinator, data_host)
     yield from check_engine()
-    yield from check_room(catalog, spill_dir)
+    yield from check_space(catalog, spill_dir)
 
 
 def run_doctor(
@@ -43,7 +43,7 @@ def run_doctor(
     spill_dir: Path | None,
     json_output: bool,
 ) -> bool:
-    """Print what is found; return whether nothing fails."""
+    """Print the findings; return whether no check failed."""
     console = Console()
     found = []
     for finding in examine(coordinator, data_host=data_host, catalog=catalog, spill_dir=spill_dir):
@@ -61,7 +61,7 @@ def run_doctor(
 
 
 def show(finding: Finding, console: Console) -> None:
-    """Print a finding for people: a line, and a second that says what to do."""
+    """Print a finding in one line, and its remedy in a second."""
     name = finding.check.replace("_", " ")
     colour = _COLOURS[finding.level]
     console.print(

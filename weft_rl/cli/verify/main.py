@@ -1,31 +1,51 @@
-"""``weft verify``: a version, as the replicas hold it, beside the files on this machine."""
+"""``weft verify``: versions that replicas hold, compared with files on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import typer
 from rich.console import Console
 
-from weft_rl.cli.console.connection import connect
-from weft_rl.cli.console.output import print_json
+from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json
 from weft_rl.cli.verify import parity
-from weft_rl.cli.verify.local import (
+from weft_rl.cli.verify.report import Part, Report, Row
+from weft_rl.cli.verify.tensors import (
+    FINE,
+    Compared,
     LocalTensors,
+    Verdict,
     base_dir_of,
+    compare,
+    counts,
     differing_settings,
     read_adapter,
     read_checkpoint,
 )
-from weft_rl.cli.verify.pool import PoolView, served_of
-from weft_rl.cli.verify.report import Part, Report, Row
-from weft_rl.cli.verify.tensors import FINE, Compared, Verdict, compare, counts
-from weft_rl.contract.errors import InvalidRequestError, WeftError
-from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion, provenance
+from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PeerUnavailableError,
+    WeftError,
+)
+from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion, check_name, provenance
 from weft_rl.contract.tensors import DataType
-from weft_rl.v1 import generate_pb2
+from weft_rl.rpc.checkpoint_codec import tensors_from_proto
+from weft_rl.rpc.codec import vector_from_proto, version_to_proto
+from weft_rl.rpc.pool_listing import get_pool
+from weft_rl.rpc.status import error_from_rpc
+from weft_rl.v1 import generate_pb2, types_pb2
 from weft_rl.v1 import inspect_pb2 as pb
+from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
+
+#: A little longer than the coordinator waits for a replica.
+_DIGEST_SECONDS = 610.0
+_MAX_CALLS = 8
+_NOT_COMPARED = "log-probabilities are not compared: "
 
 
 def run_verify(
@@ -38,10 +58,10 @@ def run_verify(
     with_parity: bool,
     json_output: bool,
 ) -> bool:
-    """Compare what is served with what lies here, and print; return whether it is the same.
+    """Compare what is served with local files, and print the report; return whether it is equal.
 
     Raises:
-        BadParameter: Other files lie at ``path`` or ``base``; nobody was asked.
+        BadParameter: The files at ``path`` or ``base`` are of another kind; no call was made.
         WeftError: The coordinator does not answer, or knows no such policy.
     """
     is_adapter = policy.partition("@")[0] != BASE_POLICY
@@ -51,18 +71,18 @@ def run_verify(
         if is_adapter and base is None:
             base, name = base_dir_of(path)
         local_base = read_checkpoint(base) if is_adapter and base is not None else None
-    except InvalidRequestError as error:  # before anybody is asked
+    except InvalidRequestError as error:
         raise typer.BadParameter(error.message, param_hint="PATH") from None
     with connect(coordinator) as channel:
-        view = PoolView(channel)
-        version = view.version(policy)
-        report = Report([_compare_held(view, version, local, lambda _: version)])
+        pool = _Pool(channel)
+        version = pool.version(policy)
+        report = Report([_compare_part(pool, version, local, lambda _: version)])
         if is_adapter:
-            _add_base(report, view, version, local_base, name)
-    report.remarks += _remarks(view, report)
+            _add_base(report, pool, version, local_base, name)
+    report.remarks += _remarks(pool, report)
     if with_parity:
         model_dir = base if is_adapter else path
-        _add_parity(report, view, model_dir, path if is_adapter else None, prompts)
+        _add_parity(report, pool, model_dir, path if is_adapter else None, prompts)
     if json_output:
         print_json(report.as_dict())
     else:
@@ -70,130 +90,216 @@ def run_verify(
     return not report.wrong
 
 
-def _compare_held(
-    view: PoolView,
+class _Pool:
+    """Pool at the moment when this was made.
+
+    Raises:
+        PeerUnavailableError: ``POOL_EMPTY``: no replica is ready.
+        grpc.RpcError: The coordinator does not answer.
+    """
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._stub = InspectServiceStub(channel)
+        listed = get_pool(self._stub, CALL_SECONDS)
+        self.vector = listed.version_vector
+        self.ready = [r for r in listed.replicas if r.state == pb.REPLICA_STATE_READY]
+        self.others = [r for r in listed.replicas if r.state != pb.REPLICA_STATE_READY]
+        if not self.ready:
+            raise PeerUnavailableError("no replica is ready", reason="POOL_EMPTY")
+
+    def version(self, name: str) -> PolicyVersion:
+        """Return the version that ``base``, ``math`` or ``math@17`` names in this pool.
+
+        Raises:
+            NotFoundError: The pool serves no such policy.
+        """
+        policy, _, number = name.partition("@")
+        check_name(policy, "policy")
+        if number:
+            return PolicyVersion.parse(name)
+        served = _served(self.vector, policy)
+        if served is None:
+            raise NotFoundError(f"the pool serves no {policy!r}", reason="POLICY_UNKNOWN")
+        return served
+
+    def record(self, version: PolicyVersion) -> pb.Version:
+        """Return the catalog's record of a version, empty if it has none."""
+        request = pb.ListVersionsRequest(
+            policy=version.policy, page_size=1, page_token=str(version.version + 1)
+        )
+        listed = self._stub.ListVersions(request, timeout=CALL_SECONDS).versions
+        is_it = listed and listed[0].version.version == version.version
+        return listed[0] if is_it else pb.Version()
+
+    def digests(
+        self, replica: pb.Replica, version: PolicyVersion
+    ) -> tuple[Row, list[StoredTensor], str]:
+        """Have a replica digest the tensors of a version; return them with an adapter's config."""
+        row = Row(replica.replica_id)
+        if not vector_from_proto(replica.version_vector).holds(version):
+            serves = _served(replica.version_vector, version.policy)
+            row.error = f"serves {serves or f'no {version.policy}'}"
+            return row, [], ""
+        request = pb.DigestTensorsRequest(
+            replica_id=replica.replica_id, version=version_to_proto(version)
+        )
+        tensors: list[StoredTensor] = []
+        config_json = ""
+        try:
+            for response in self._stub.DigestTensors(request, timeout=_DIGEST_SECONDS):
+                tensors += tensors_from_proto(response.chunk.tensors)
+                config_json = config_json or response.chunk.adapter.config_json
+        except grpc.RpcError as failed:
+            error = error_from_rpc(failed)
+            row.error = f"{error.message} ({error.reason})"
+            return row, [], ""
+        row.digest = checkpoint_digest(tensors)
+        return row, tensors, config_json
+
+
+def _served(vector: types_pb2.VersionVector, policy: str) -> PolicyVersion | None:
+    """Return the version that a bare name stands for."""
+    known = vector_from_proto(vector)
+    if policy == BASE_POLICY:
+        return PolicyVersion(BASE_POLICY, known.base) if known.base >= 0 else None
+    entry = known.adapters.get(policy)
+    return PolicyVersion(policy, entry.alias) if entry and entry.alias else None
+
+
+def _compare_part(
+    pool: _Pool,
     version: PolicyVersion,
     local: LocalTensors,
     version_of: Callable[[pb.Replica], PolicyVersion],
 ) -> Part:
-    """Compare what each replica holds with what lies here; ``version_of`` says which version."""
-    part, contents = Part(version, local.path), view.contents(version_of)
+    """Compare what each replica holds with local files.
+
+    Args:
+        version_of: Returns the version to ask a replica for.
+    """
+    part = Part(version, local.path)
     verdicts: dict[bytes, dict[str, int]] = {}
-    for digest, served in contents.tensors.items():
-        found = compare(served, local.tensors, local.cast_digest, local.tied)
-        verdicts[digest] = counts(found)
-        part.differences[digest] = [one for one in found if one.verdict not in FINE]
-    for held in contents.held:
-        row = Row(held.replica.replica_id, held.digest, held.error)
-        row.tensors = verdicts.get(held.digest, {})
-        part.rows.append(row)
-        if held.config_json:
-            for says in differing_settings(held.config_json, local):
+    asked = [(replica, version_of(replica)) for replica in pool.ready]
+    with ThreadPoolExecutor(min(_MAX_CALLS, len(asked))) as threads:
+        for row, served, config_json in threads.map(lambda of: pool.digests(*of), asked):
+            part.rows.append(row)
+            if row.digest and row.digest not in verdicts:
+                found = compare(served, local.tensors, local.cast_digest, local.tied)
+                verdicts[row.digest] = counts(found)
+                part.differences[row.digest] = [c for c in found if c.verdict not in FINE]
+            row.tensors = verdicts.get(row.digest, {})
+            for says in differing_settings(config_json, local) if config_json else ():
                 setting = Compared("adapter_config.json", Verdict.DIFFERENT, says)
-                if setting not in part.differences[held.digest]:
-                    part.differences[held.digest].append(setting)
+                if setting not in part.differences[row.digest]:
+                    part.differences[row.digest].append(setting)
     return part
 
 
 def _add_base(
-    report: Report, view: PoolView, version: PolicyVersion, local: LocalTensors | None, name: str
+    report: Report, pool: _Pool, version: PolicyVersion, local: LocalTensors | None, name: str
 ) -> None:
-    """Add the base below an adapter: what it was trained on, and what it is served over."""
-    record = view.record(version)
+    """Add the base below an adapter: the one it was trained on, and the one it is served over."""
+    record = pool.record(version)
     trained_on = (
         record.trained_on_base_version if record.HasField("trained_on_base_version") else None
     )
-    served = served_of(view.pool.version_vector, BASE_POLICY) or STARTED_WITH
+    served = _served(pool.vector, BASE_POLICY) or STARTED_WITH
     said = f"{version} was {provenance(trained_on, served.version)}"
-    # Where the base lies here, it is compared itself: which content a number has, the pool may
-    # not know.
+    # A base that is here is compared itself: the pool may not know the content behind a number.
     is_wrong = record.over_another_base and local is None
     (report.failures if is_wrong else report.remarks).append(said)
     if local is None:
-        where = (
-            f"{name}, which it was trained on, is not on this machine"
-            if name
-            else ("its config does not name what it was trained on")
+        where = "its config does not name the base that it was trained on"
+        if name:
+            where = f"{name}, which it was trained on, is not on this machine"
+        report.remarks.append(
+            f"the base below {version} is not compared: {where}; name it with --base"
         )
-        report.remarks.append(f"the base below {version} is not compared: {where}; say --base")
         return
 
     def served_by(replica: pb.Replica) -> PolicyVersion:
         return PolicyVersion(BASE_POLICY, replica.version_vector.base)
 
-    report.parts.append(_compare_held(view, served, local, served_by))
+    report.parts.append(_compare_part(pool, served, local, served_by))
 
 
-def _remarks(view: PoolView, report: Report) -> Iterator[str]:
-    if view.others:
-        names = ", ".join(replica.replica_id for replica in view.others)
-        yield f"not asked, since not ready: {names}"
-    first = view.ready[0].capabilities
+def _remarks(pool: _Pool, report: Report) -> Iterator[str]:
+    if pool.others:
+        names = ", ".join(replica.replica_id for replica in pool.others)
+        yield f"not compared, because they are not ready: {names}"
+    first = pool.ready[0].capabilities
     served = DataType(first.base_dtype).torch_name
-    versions = {part.version for part in report.parts}
-    if STARTED_WITH in versions:
+    if STARTED_WITH in {part.version for part in report.parts}:
         yield f"base@0 is compared as its files hold it; replicas serve its floats as {served}"
     if any(Verdict.EQUAL_AFTER_CAST.value in r.tensors for p in report.parts for r in p.rows):
-        yield "what is equal after a cast was sent in another type of floats than it has here"
+        yield "tensors that are equal after a cast were sent in another type of floats"
     if first.quantization:
         yield (
-            f"replicas quantise the base as they load it ({first.quantization}): what they were "
-            "given is compared, and what they make of it is not"
+            f"replicas quantise the base as they load it ({first.quantization}): what they "
+            "received is compared, not the quantised weights"
         )
 
 
 def _add_parity(
     report: Report,
-    view: PoolView,
+    pool: _Pool,
     model_dir: Path | None,
     adapter: Path | None,
     prompts: Sequence[str],
 ) -> None:
     """Have replicas sample, and the local model score what they sampled."""
-    part, capabilities = report.parts[0], view.ready[0].capabilities
-    not_compared = "log-probabilities are not compared: "
+    part, capabilities = report.parts[0], pool.ready[0].capabilities
     if model_dir is None or not (model_dir / "config.json").is_file():
         where = f"{model_dir} holds no config.json" if model_dir else "the base is not here"
-        report.remarks.append(not_compared + where)
+        report.remarks.append(_NOT_COMPARED + where)
         return
     dtype = DataType(capabilities.base_dtype)
     try:
         model = parity.LocalModel(model_dir, adapter, dtype)
     except ModuleNotFoundError as error:
-        report.remarks.append(f"{not_compared}{error.name} is not installed here")
+        report.remarks.append(f"{_NOT_COMPARED}{error.name} is not installed here")
         return
     except InvalidRequestError as error:
-        report.failures.append(not_compared + error.message)
+        report.failures.append(_NOT_COMPARED + error.message)
         return
     asked: list[str | generate_pb2.TokenIds] = [*prompts]
     asked = asked or [*parity.default_prompts(model.vocab_size)]
-    sampled: dict[str, list[parity.Sampled]] = {}
-    rows = {row.replica_id: row for row in part.rows}
-    for replica in view.ready:
-        row = rows[replica.replica_id]
-        if row.error:  # it does not serve it
-            continue
-        try:
-            found = parity.sample(replica.address, part.version, asked)
-        except WeftError as error:
-            row.parity_error = f"{error.message} ({error.reason})"
-            continue
-        largest = max(max(*one.prompt, *one.tokens) for one in found)
-        if largest >= model.vocab_size:
-            row.parity_error = (
-                f"token {largest} is none of the {model.vocab_size} of the model here"
-            )
-            continue
-        if found[0].mode not in parity.MODES:
-            report.remarks.append(
-                f"{not_compared}{replica.replica_id} tells {found[0].mode}, not log-probabilities"
-            )
-            continue
-        sampled[replica.replica_id] = found
+    addresses = {replica.replica_id: replica.address for replica in pool.ready}
+    sampled = [
+        (row, found)
+        for row in part.rows
+        if not row.error  # it serves the version
+        and (found := _sample(report, row, addresses[row.replica_id], asked, model.vocab_size))
+    ]
     if not sampled:
         return
-    exact, rounding = model.score([one for of in sampled.values() for one in of])
+    exact, rounding = model.score([one for _, found in sampled for one in found])
     bound = 0.0 if capabilities.quantization else parity.bound_of(dtype, rounding)
-    for replica_id, of in sampled.items():
-        own, exact = exact[: len(of)], exact[len(of) :]
-        rows[replica_id].parity = parity.compared(of, own, bound)
+    for row, found in sampled:
+        own, exact = exact[: len(found)], exact[len(found) :]
+        row.parity = parity.compared(found, own, bound)
+
+
+def _sample(
+    report: Report,
+    row: Row,
+    address: str,
+    prompts: Sequence[str | generate_pb2.TokenIds],
+    vocab_size: int,
+) -> list[parity.Sampled]:
+    """Have a replica sample; return nothing, and say why, if that cannot be scored here."""
+    try:
+        found = parity.sample(address, report.parts[0].version, prompts)
+    except WeftError as error:
+        row.parity_error = f"{error.message} ({error.reason})"
+        return []
+    largest = max(max(*one.prompt, *one.tokens) for one in found)
+    if largest >= vocab_size:
+        row.parity_error = f"token {largest} is none of the {vocab_size} of the model here"
+        return []
+    if found[0].mode not in parity.MODES:
+        report.remarks.append(
+            f"{_NOT_COMPARED}{row.replica_id} returns {found[0].mode}, not log-probabilities"
+        )
+        return []
+    return found

@@ -1,5 +1,4 @@
-"""Log-probabilities of tokens that replicas sampled, beside those that transformers computes of the
-local model."""
+"""Comparison of replicas' log-probabilities with those that transformers computes locally."""
 
 from __future__ import annotations
 
@@ -19,21 +18,21 @@ from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import generate_pb2 as pb
 from weft_rl.v1.generate_pb2_grpc import GenerateServiceStub
 
-#: Modes in which replicas tell the logarithms of probabilities, not logits.
+#: vLLM's modes in which replicas return log-probabilities, not logits.
 MODES = ("processed_logprobs", "raw_logprobs")
 _CALL_SECONDS = 300.0
 _NUM_PROMPTS, _PROMPT_TOKENS, _MAX_TOKENS = 3, 8, 16
-#: Of float32: kernels that add in another order differ by some 1e-6 a layer stack.
+#: Kernels that add float32 in another order differ by some 1e-6 in all layers together.
 _FLOAT32_BOUND = 5e-5
-# Two computations in one short type each differ from the exact one by its rounding; of a few
-# tokens the largest difference of one may well be twice that of the other.
+# Two computations in a short type differ from the exact one by rounding, each by its own; the
+# largest difference of one over a few tokens may well be twice that of the other.
 _ROUNDINGS = 4.0
 _EPSILON = {DataType.BFLOAT16: 2.0**-8, DataType.FLOAT16: 2.0**-11}
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens that a replica sampled after a prompt, and what it says of them."""
+    """Tokens that a replica sampled after a prompt, with its log-probabilities."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -49,7 +48,7 @@ class Parity:
     largest: float
     mean: float
     bound: float
-    """Most that ``largest`` may be; 0 where nobody can say: see ``bound_of``."""
+    """Limit of ``largest``; 0 where none is known: see ``bound_of``."""
 
     @property
     def is_fine(self) -> bool:
@@ -58,12 +57,12 @@ class Parity:
 
 
 def bound_of(dtype: DataType, rounding: float) -> float:
-    """Return how far log-probabilities may be apart that are computed in ``dtype`` on either side.
+    """Return how far apart log-probabilities computed in ``dtype`` on both sides may be.
 
     Args:
         dtype: Type that the replicas compute in.
-        rounding: How far, at these very tokens, the model that lies here is in that type from
-            itself in float32, with the same weights.
+        rounding: Largest difference, at these tokens, of the local model in that type from the
+            same weights in float32.
     """
     if dtype == DataType.FLOAT32:
         return _FLOAT32_BOUND
@@ -71,7 +70,7 @@ def bound_of(dtype: DataType, rounding: float) -> float:
 
 
 def compared(sampled: Sequence[Sampled], exact: Sequence[Sequence[float]], bound: float) -> Parity:
-    """Compare what a replica said with the log-probabilities here, token by token."""
+    """Compare a replica's log-probabilities with the local ones, token by token."""
     apart = [
         abs(theirs - ours)
         for one, of_one in zip(sampled, exact, strict=True)
@@ -91,7 +90,7 @@ def default_prompts(vocab_size: int) -> list[pb.TokenIds]:
 def sample(
     address: str, version: PolicyVersion, prompts: Sequence[str | pb.TokenIds]
 ) -> list[Sampled]:
-    """Have a replica complete each prompt twice: greedily, and at temperature 1. Either way its
+    """Have a replica complete each prompt twice: greedily, and at temperature 1. Both times its
     log-probabilities are of the model's own distribution.
 
     Raises:
@@ -164,13 +163,13 @@ class LocalModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that it knows."""
+        """Size of its vocabulary."""
         return int(self._model.config.get_text_config().vocab_size)
 
     def score(self, sequences: Sequence[Sampled]) -> tuple[list[list[float]], float]:
-        """Compute the log-probabilities of the tokens of each, in float32 of the weights in the
-        replicas' type. Return also the largest difference from the same computed in that type.
-        Called once: the model is in float32 afterwards."""
+        """Compute the tokens' log-probabilities in float32, of weights rounded to the replicas'
+        type. Return also their largest difference from those computed in that type. Called once:
+        the model is in float32 afterwards."""
         rounded = [] if self._is_exact else self._logprobs(sequences)
         self._model.float()
         exact = self._logprobs(sequences)

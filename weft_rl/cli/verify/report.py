@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.console.output import plural
+from weft_rl.cli.console.output import plural, table_of
 from weft_rl.cli.verify.parity import Parity
 from weft_rl.cli.verify.tensors import FINE, Compared, Verdict
 from weft_rl.contract.names import PolicyVersion
@@ -28,7 +28,7 @@ class Row:
     replica_id: str
     digest: bytes = b""
     error: str = ""
-    """Reason why it is not known what it holds."""
+    """Reason why the digest is missing."""
     tensors: dict[str, int] = field(default_factory=dict)
     """Number of tensors of each verdict."""
     parity: Parity | None = None
@@ -37,19 +37,18 @@ class Row:
 
 @dataclass
 class Part:
-    """A version, as its replicas hold it, beside the local files: the one asked for, or the base
-    below it."""
+    """Comparison of one version with local files: the version asked for, or the base below it."""
 
     version: PolicyVersion
     path: Path
     rows: list[Row] = field(default_factory=list)
     differences: dict[bytes, list[Compared]] = field(default_factory=dict)
-    """Differing tensors and settings, by the digest of those that hold them."""
+    """Differing tensors and settings, by the digest of what replicas hold."""
 
     @property
     def wrong(self) -> list[str]:
-        """Differences from the local files; empty where every replica holds those and answers like
-        them."""
+        """Sentences about what differs; empty if every replica holds the local files' tensors and
+        answers like them."""
         is_other = any(self.differences.values()) or any(row.error for row in self.rows)
         answers_otherwise = any(
             row.parity_error or (row.parity and not row.parity.is_fine) for row in self.rows
@@ -65,13 +64,13 @@ class Report:
 
     parts: list[Part]
     failures: list[str] = field(default_factory=list)
-    """Other things that are not as they should be."""
+    """Other failures."""
     remarks: list[str] = field(default_factory=list)
-    """Things that were not compared, or not as they lie."""
+    """Notes on what was not compared, or how it was."""
 
     @property
     def wrong(self) -> list[str]:
-        """Things that are not as they should be; empty where what is served is what lies here."""
+        """All that differs or failed; empty if what is served equals the local files."""
         return [*(text for part in self.parts for text in part.wrong), *self.failures]
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,10 +122,8 @@ def _part_dict(part: Part) -> dict[str, Any]:
 
 def _table(part: Part) -> Table:
     has_parity = any(row.parity or row.parity_error for row in part.rows)
-    table = Table(title=f"{part.version} beside {part.path}", title_justify="left")
-    columns = ["replica", "holds", "tensors", *(["log-probabilities"] if has_parity else [])]
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    columns = ["replica", "digest", "tensors", *(["log-probabilities"] if has_parity else [])]
+    table = table_of(f"{part.version} and {part.path}", *columns)
     for row in part.rows:
         cells = [Text(row.replica_id), Text(row.digest.hex()[:_DIGEST_CHARS] or "-"), _tensors(row)]
         table.add_row(*cells, *([_parity(row)] if has_parity else []))

@@ -1,14 +1,125 @@
-"""Comparison of served tensors with those of the local files."""
+"""Tensors of local files, digested, and their comparison with those that replicas serve."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from trainer_side.sources.adapter_source import config_in_names
+from trainer_side.sources.file_source import base_of_dir, is_adapter_dir
+from weft_rl.checkpoints.digest_cache import DigestCache
+from weft_rl.checkpoints.files import local_model_dir, read_json, read_text, weight_files
+from weft_rl.checkpoints.reader import read_tensors
+from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType, shape_text
+from weft_rl.transport.digests.wsum64 import tensor_digest
+
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_HEAD = "lm_head.weight"
+#: Settings of PEFT's config that change an adapter's answers, beside the tensors.
+_SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+
+# -- local files -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalTensors:
+    """Tensors of files on this machine, with their digests."""
+
+    path: Path
+    tensors: tuple[StoredTensor, ...]
+    tied: frozenset[str] = frozenset()
+    """Name of the output head, if the config ties it to the embedding."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """PEFT's config of an adapter, its patterns replaced by module names."""
+    _files: dict[str, Path] = field(default_factory=dict)
+
+    def cast_digest(self, name: str, dtype: DataType) -> int:
+        """Digest a tensor after the cast that a push would do."""
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        cast = tensor.to(getattr(torch, dtype.torch_name)).contiguous()
+        return tensor_digest(cast.view(-1).view(torch.uint8))
+
+
+def read_checkpoint(path: Path) -> LocalTensors:
+    """Read a checkpoint of a whole model: a directory, or one safetensors file.
+
+    Raises:
+        InvalidRequestError: It is missing or cannot be read.
+    """
+    if path.is_dir() and is_adapter_dir(path):
+        raise InvalidRequestError(f"{path} is a PEFT adapter: give its name as --policy")
+    config = path / "config.json"
+    settings = read_json(config) if path.is_dir() and config.is_file() else {}
+    tied = frozenset({_HEAD} if settings.get("tie_word_embeddings") else ())
+    return _read(path, weight_files(path) if path.is_dir() else [path], tied=tied)
+
+
+def read_adapter(path: Path) -> LocalTensors:
+    """Read a PEFT adapter's directory.
+
+    Raises:
+        InvalidRequestError: It is not one, or cannot be read.
+    """
+    if not is_adapter_dir(path):
+        raise InvalidRequestError(
+            f"{path} is not a PEFT adapter, which has an adapter_config.json; for a checkpoint of "
+            "the whole model say --policy base"
+        )
+    return _read(path, [path / _ADAPTER_WEIGHTS])
+
+
+def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
+    """Return the local directory of an adapter's base, None if it is not here, and the name that
+    the adapter's config gives it."""
+    base = base_of_dir(adapter)
+    return (local_model_dir(base.loaded_from, base.revision) if base.loaded_from else None), (
+        base.loaded_from
+    )
+
+
+def _read(path: Path, files: list[Path], *, tied: frozenset[str] = frozenset()) -> LocalTensors:
+    if not files or not all(file.is_file() for file in files):
+        missing = next((file.name for file in files if not file.is_file()), "*.safetensors")
+        raise InvalidRequestError(f"{path} holds no {missing}")
+    tensors: dict[str, StoredTensor] = {}
+    places: dict[str, Path] = {}
+    try:
+        for file, found in read_tensors(files, DigestCache.of_user()):
+            tensors |= {tensor.name: tensor for tensor in found}
+            places |= {tensor.name: file for tensor in found}
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}") from error
+    config: dict[str, Any] = {}
+    if is_adapter_dir(path):
+        text = read_text(path / "adapter_config.json", MAX_CONFIG_BYTES)
+        config = json.loads(config_in_names(text, tensors, None))
+    return LocalTensors(path, tuple(tensors.values()), tied, config, places)
+
+
+def differing_settings(served_json: str, local: LocalTensors) -> list[str]:
+    """Describe the settings of an adapter that differ and change its answers."""
+    served = json.loads(served_json)
+    return [
+        f"{name} is {served.get(name) or None}, here {local.config.get(name) or None}"
+        for name in _SCALING
+        if (served.get(name) or None) != (local.config.get(name) or None)
+    ]
+
+
+# -- comparison --------------------------------------------------------------------------------
 
 
 class Verdict(StrEnum):
@@ -33,10 +144,10 @@ class Compared:
     name: str
     verdict: Verdict
     says: str = ""
-    """Description of the difference, for messages."""
+    """Description of the difference."""
 
 
-#: Digests a tensor that lies here as it would be in another type of floats.
+#: Function that digests a local tensor after a cast to another type of floats.
 Cast = Callable[[str, DataType], int]
 
 
@@ -51,9 +162,8 @@ def compare(
     Args:
         served: Tensors that a replica holds.
         local: Tensors of the local files.
-        cast: Asked where only the types of floats differ.
-        tied: Names of tensors that are others' copies: where one side lacks them, nothing
-            is missing.
+        cast: Called where only the types of floats differ.
+        tied: Names of tensors that are copies of others: one side may lack them.
     """
     theirs, ours = ({t.name: t for t in tensors} for tensors in (served, local))
     found = []

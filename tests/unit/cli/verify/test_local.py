@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from trainer_side.sources.file_source import CheckpointSource
 from trainer_side.sources.source import CastRule
-from weft_rl.cli.verify.local import (
+from weft_rl.cli.verify.tensors import (
     base_dir_of,
     differing_settings,
     read_adapter,

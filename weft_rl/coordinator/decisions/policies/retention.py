@@ -111,7 +111,7 @@ def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
     if version not in state.copies:
         raise NotReadyError(
             f"no replica in contact holds a copy of {version}: replicas keep the newest, as many "
-            "as their --retain-base says",
+            "as their --base-copies says",
             reason="NOT_RETAINED",
         )
 
@@ -170,7 +170,7 @@ def set_retention(change: Change, event: events.SetRetention) -> None:
             raise unknown_policy(change.state, event.policy)
         if policy.kind is PolicyKind.BASE:
             raise UnsupportedError(
-                "each replica retains as many copies of the base as its --retain-base says"
+                "each replica retains as many copies of the base as its --base-copies says"
             )
         if not 0 <= event.num_versions <= MAX_RETAINED:
             raise InvalidRequestError(

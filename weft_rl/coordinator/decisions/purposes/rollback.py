@@ -207,7 +207,7 @@ def _way_out(replicas: list[Replica]) -> str:
     """Explain what helps where a base is not retained; those that load in place retain none."""
     if replicas and all(r.capabilities.loads_in_place for r in replicas):
         return "push the weights again: replicas that load in place retain none but the served one"
-    return "start replicas with --retain-base 2 or more, or push the weights again"
+    return "start replicas with --base-copies 2 or more, or push the weights again"
 
 
 def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:

@@ -228,7 +228,7 @@ def test_replicas_that_load_in_place_are_not_said_to_retain() -> None:
     m.run_to(Phase.COMMITTED, "base")
     message = m.error(m.roll_back("base", 1)).message
     assert "push the weights again" in message
-    assert "--retain-base" not in message
+    assert "--base-copies" not in message
 
 
 def test_a_replica_that_leaves_meanwhile_is_not_waited_for() -> None:

@@ -1,10 +1,11 @@
-"""Output of commands, for people or for programs, and their exit codes."""
+"""A command's connection to the coordinator, its output and its exit code."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -13,18 +14,46 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
+from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import as_dict
+from weft_rl.rpc.status import error_from_rpc
 
+#: Deadline of a call that waits for no replica.
+CALL_SECONDS: Final = 10.0
+#: Exit codes. A server refused.
+_REFUSED: Final = 1
+#: An option or an argument is wrong: no server was called. Typer's own code, too.
+MISUSED: Final = 2
 #: The coordinator did not answer: nothing was done, the same command may be tried again.
 NO_ANSWER: Final = 3
-#: A deadline passed: what was asked for may happen yet.
+#: A deadline passed: what was asked for may still happen.
 NOT_KNOWN: Final = 4
-#: An option or an argument is wrong: nothing was asked of anybody. Typer's own, too.
-MISUSED: Final = 2
-_REFUSED: Final = 1
 _AWAY: Final = ("COORDINATOR_AWAY", "COORDINATOR_UNREACHABLE")
+
+
+@contextmanager
+def connect(coordinator: str) -> Iterator[grpc.Channel]:
+    """Open a channel for one command; calls on it that fail raise a typed error."""
+    with open_channel(coordinator) as channel:
+        try:
+            yield channel
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+
+
+def table_of(title: str, *columns: str, caption: str | None = None, right: str = "") -> Table:
+    """Make a table without rows.
+
+    Args:
+        right: Column of numbers, which are aligned on their right.
+    """
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if column == right else "left")
+    return table
 
 
 def print_json(facts: Message | Mapping[str, Any]) -> None:
@@ -34,11 +63,12 @@ def print_json(facts: Message | Mapping[str, Any]) -> None:
 
 
 def report(json_output: bool, text: str, *messages: Message) -> None:
-    """Say that an order was carried out.
+    """Print that an order was carried out.
 
     Args:
-        text: For people, with markup.
-        messages: The request and its answer, whose fields are one object for programs.
+        json_output: True to print the fields of ``messages`` as one object.
+        text: Sentence for people, with markup.
+        messages: The request and the response.
     """
     if json_output:
         print_json({name: value for m in messages for name, value in as_dict(m).items()})
@@ -47,20 +77,24 @@ def report(json_output: bool, text: str, *messages: Message) -> None:
 
 
 def print_error(error: WeftError, *, json_output: bool) -> None:
-    """Say on standard error what failed: one line, and what to do about it."""
+    """Print on standard error, in one line, what failed and what to do about it."""
     if json_output:
         facts = {"reason": error.reason, "status": error.status, "message": error.message}
         print(json.dumps({"error": {**facts, "metadata": error.metadata}}), file=sys.stderr)
         return
-    hint = ". Check that `weft coordinator` runs there, and --coordinator (or WEFT_COORDINATOR); "
-    hint = f"{hint}`weft doctor` looks closer" if error.reason == "COORDINATOR_AWAY" else ""
+    hint = ""
+    if error.reason == "COORDINATOR_AWAY":
+        hint = (
+            ". Check that `weft coordinator` runs there, and --coordinator (or WEFT_COORDINATOR); "
+            "`weft doctor` finds out more"
+        )
     Console(stderr=True).print(
         f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
     )
 
 
 def exit_code(error: WeftError) -> int:
-    """Return the code that a command ends with that failed with ``error``."""
+    """Return the exit code of a command that failed with ``error``."""
     if error.reason in _AWAY:
         return NO_ANSWER
     if isinstance(error, InvalidRequestError) and not _was_answered(error):
@@ -69,7 +103,7 @@ def exit_code(error: WeftError) -> int:
 
 
 def _was_answered(error: BaseException | None) -> bool:
-    """Return whether a failure is what a server said."""
+    """Return whether an error was a server's answer."""
     while error is not None:
         if isinstance(error, grpc.RpcError):
             return True
@@ -83,7 +117,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def rate(num_bytes: int, seconds: float) -> str:
-    """Format bytes a second in the unit that has digits to show; empty if none can be told."""
+    """Format bytes a second in a fitting unit; empty if there were no bytes or no time."""
     if num_bytes <= 0 or seconds <= 0:
         return ""
     a_second = num_bytes / seconds

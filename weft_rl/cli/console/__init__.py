@@ -1,0 +1,1 @@
+"""Parts that commands share: the connection, options, tables."""
