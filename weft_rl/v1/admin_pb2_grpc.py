@@ -162,7 +162,7 @@ class AdminServiceServicer(object):
         being retired.
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
-        retains as many copies as its --retain-base says).
+        retains as many copies as its --base-copies says).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

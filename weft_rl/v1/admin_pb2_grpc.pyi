@@ -77,7 +77,7 @@ class AdminServiceStub:
     being retired.
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
-    retains as many copies as its --retain-base says).
+    retains as many copies as its --base-copies says).
     """
     ForgetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetPolicyRequest, _admin_pb2.ForgetPolicyResponse]
     """Ends a policy: every version of it is retired now, also the one that its bare name
@@ -211,7 +211,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     being retired.
     Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
     (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
-    retains as many copies as its --retain-base says).
+    retains as many copies as its --base-copies says).
     """
     ForgetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetPolicyRequest, _admin_pb2.ForgetPolicyResponse]  # type: ignore[assignment]
     """Ends a policy: every version of it is retired now, also the one that its bare name
@@ -366,7 +366,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         being retired.
         Idempotent. Statuses: NOT_FOUND/POLICY_UNKNOWN; INVALID_ARGUMENT/INVALID_REQUEST
         (negative, or over 1,000); UNIMPLEMENTED/UNSUPPORTED (the base: each replica
-        retains as many copies as its --retain-base says).
+        retains as many copies as its --base-copies says).
         """
 
     @_abc_1.abstractmethod
