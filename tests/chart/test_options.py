@@ -4,65 +4,41 @@ import json
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
+import typer.main
 
 from tests.chart.rendering import PROFILES, ROOT, args, containers, render
+from weft_rl.cli.main import app
 from weft_rl.rpc.security.access import Role, parse_access
 
 SCHEMA = json.loads((ROOT / "helm/weft/values.schema.json").read_text())
-OPTION = re.compile(r"  (?:-\w, )?(--[a-z][a-z0-9-]*)(?: / --[\w-]+)?(?: (\S+))?")
+COMMANDS = typer.main.get_command(app).commands
 
 
-def help_of(command):
-    """What a command says of itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "weft_rl", command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
-
-
-def options_of(text):
-    """Its options: by name, what follows them, and all that is said of them in one line."""
-    found = {}
-    name = ""
-    for line in text.splitlines():
-        if match := OPTION.match(line):
-            name = match[1]
-            found[name] = (match[2] or "", "")
-        if name:
-            follows, said = found[name]
-            found[name] = (follows, f"{said} {line.strip()}")
-    return found
-
-
-@pytest.fixture(scope="module")
-def programs():
-    return {command: help_of(command) for command in ("coordinator", "rollout", "push")}
+def options_of(command):
+    """Its options, by each of their names."""
+    return {name: option for option in COMMANDS[command].params for name in option.opts}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize(
     ("pod", "command"), [("-coordinator", "coordinator"), ("-replicas", "rollout")]
 )
-def test_every_option_that_is_given_is_one_of_the_programs(programs, profile, pod, command):
+def test_every_option_that_is_given_is_one_of_the_programs(profile, pod, command):
     (container,) = render(profile).pod(pod)["containers"]
     assert container["command"] == ["weft", command]
-    known = options_of(programs[command])
+    known = options_of(command)
     given = args(container)
     assert len(given) > 10
     unknown = {name for name in given if name not in known}
     assert unknown == set()
     for name, value in given.items():
-        follows, _ = known[name]
-        assert bool(follows) == bool(value), f"{name} is followed by {follows or 'nothing'}"
+        assert known[name].is_flag != bool(value), name
 
 
-def test_between_them_the_profiles_give_every_option_of_the_templates(programs):
+def test_between_them_the_profiles_give_every_option_of_the_templates():
     templates = "".join(
         path.read_text() for path in (ROOT / "helm/weft/templates").glob("*") if path.is_file()
     )
@@ -76,8 +52,8 @@ def test_between_them_the_profiles_give_every_option_of_the_templates(programs):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_variable_of_weft_is_one_that_the_programs_read(programs, profile):
-    read = set(re.findall(r"\bWEFT_[A-Z_]+", programs["push"]))
+def test_every_variable_of_weft_is_one_that_the_programs_read(profile):
+    read = {option.envvar for option in COMMANDS["push"].params}
     assert "WEFT_COORDINATOR" in read
     for name, pod in render(profile).pods():
         for container in containers(pod["spec"]):
@@ -85,8 +61,9 @@ def test_every_variable_of_weft_is_one_that_the_programs_read(programs, profile)
             assert given <= read, name
 
 
-def test_the_programs_take_the_choices_of_the_values(programs):
-    known = options_of(programs["rollout"])
+def test_the_programs_take_the_choices_of_the_values():
+    known = options_of("rollout")
+    kinds = typing.get_type_hints(COMMANDS["rollout"].callback)
     for option, place in {
         "--staging": ("replicas", "staging"),
         "--backend": ("replicas", "backend"),
@@ -96,8 +73,8 @@ def test_the_programs_take_the_choices_of_the_values(programs):
         schema = SCHEMA
         for key in place:
             schema = schema["properties"][key]
-        _, said = known[option]
-        assert all(re.search(rf"\b{choice}\b", said) for choice in schema["enum"]), said
+        taken = typing.get_args(kinds[known[option].name]) or known[option].help
+        assert all(choice in taken for choice in schema["enum"]), taken
 
 
 @pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "cpu"])
