@@ -15,14 +15,14 @@ from weft_rl.contract.names import check_name
 from weft_rl.rpc.channel import check_listen
 from weft_rl.telemetry.config import NO_TELEMETRY, TelemetryConfig
 
-#: Where a base is staged: "device" beside the engine's own weights, "host", or "auto":
-#: on the device if the model fits there twice. Or nowhere, "in-place": it is loaded as it
+#: Memory that a pushed base is staged in: "device", beside the engine's weights; "host"; or "auto",
+#: the device if the model fits there twice. "in-place" stages nothing: a base is loaded as it
 #: arrives, and only what is read from the spill directory is staged, on the host.
 Staging = Literal["auto", "host", "device", "in-place"]
 
 
 def default_replica_id() -> str:
-    """Return the machine's host name (a StatefulSet's pod name), cut to the rule of names."""
+    """Return the machine's host name (a StatefulSet's pod name) as a valid replica name."""
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())
     return name.lstrip("._-").replace("..", ".")[:63] or "replica"
 
@@ -48,7 +48,7 @@ class AgentConfig:
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random id of this process."""
     conflict_patience_seconds: float = 30.0
-    """Seconds that a former process with the same id may linger in the registry."""
+    """Longest wait for an earlier process of the same id to leave the registry."""
 
     def __post_init__(self) -> None:
         check_name(self.replica_id, "replica")
@@ -71,37 +71,37 @@ class RolloutConfig:
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     adapter_memory_bytes: int = 4 * 2**30
-    """Bound of the adapter store, in host memory."""
+    """Host memory for adapters."""
     staging_memory_bytes: int = 64 * 2**30
-    """Bound of staged and retained base weights, wherever they are staged."""
+    """Memory for staged bases and copies of bases, on the host or the device."""
     staging: Staging = "auto"
-    """Memory that bases are staged in on a GPU host; "in-place" loads them as they arrive."""
+    """Memory that bases are staged in on a GPU host."""
     backend: BackendChoice = "auto"
-    """Backends of the side groups to join."""
+    """Transport backends of the side groups that it joins."""
     running_requests: RunningRequests = "recompute"
     """Treatment of requests that run when the base changes."""
     enable_sleep: bool = False
-    """True if trainers on the same GPU may put the engine to sleep."""
+    """True to let trainers on the same GPU, and operators, put the engine to sleep."""
     drain_seconds: float = 30.0
-    """Seconds that running requests and transfers may take to end once the process is told to stop;
-    0 cuts them."""
+    """Time for running requests and transfers to end when the process is told to stop; 0 aborts
+    them."""
     base_copies: int = 1
-    """Number of base versions to keep a copy of, the served one included. Other replicas clone from
-    these copies, and rollback goes back to them. 0 keeps none; nor does loading in place."""
+    """Number of base versions to keep a copy of, the served one included. Other replicas clone the
+    copies, and a rollback serves them. 0, or loading in place, keeps none."""
     spill_dir: str = ""
-    """Directory for copies of what is served, so that a restart finds it; empty for none. The base
-    is written from the copy that ``base_copies`` keeps, so not where it is loaded in place."""
+    """Directory for copies of what is served, which a restart reads; empty for none. The base is
+    written from a copy that ``base_copies`` keeps, so not where it is loaded in place."""
     spill_bytes: int = 256 * 2**30
-    """Bound of all spilled versions of this base model, of whichever replica."""
+    """Largest size of all spilled versions of this base model, of any replica."""
 
     access: Path | None = None
-    """File that says who may call the ReplicaService; None if everybody may."""
+    """File of who may call the replica's services; None to serve every caller."""
     insecure: bool = False
-    """True if it may serve everybody on an address that is not loopback."""
+    """True to serve every caller on an address that is not loopback."""
     telemetry: TelemetryConfig = NO_TELEMETRY
     """Telemetry settings: metrics, and health without TLS."""
     vllm_defaults: bool = False
-    """True to keep vLLM's sampling defaults; else they are those that RL trainers expect."""
+    """True to keep vLLM's sampling defaults, not those that RL trainers expect."""
     allow_unversioned_changes: bool = False
     """True to accept an environment that opens vLLM endpoints which change weights."""
 

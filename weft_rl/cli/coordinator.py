@@ -93,8 +93,8 @@ def coordinator(
         float,
         typer.Option(
             metavar="SECONDS",
-            help="A trainer that sends nothing of its push for so long, while another push waits "
-            "for its replicas, loses its turn.",
+            help="A push of which nothing is sent for so long is aborted, if another push waits "
+            "for its replicas.",
             rich_help_panel=_TIMES,
         ),
     ] = CoordinatorConfig.sender_stall_seconds,

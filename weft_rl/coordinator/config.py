@@ -21,42 +21,44 @@ class CoordinatorConfig:
     """
 
     catalog: Path
-    """SQLite file that holds versions and fencing tokens; created if absent."""
+    """SQLite file of versions, leases and history; created if it is missing."""
     listen: str = "127.0.0.1:50051"
-    """HOST:PORT; port 0 takes a free one."""
+    """HOST:PORT to listen on; port 0 takes a free one."""
     lease_seconds: float = Settings.lease_seconds
-    """Seconds that a trainer keeps a policy without renewing."""
+    """Seconds without a renewal after which a trainer no longer owns a policy."""
     heartbeat_seconds: float = Settings.heartbeat_seconds
-    """Seconds between the heartbeats that replicas are asked for."""
+    """Seconds between a replica's heartbeats."""
     lost_after_seconds: float = Settings.lost_after_seconds
-    """Seconds of silence after which a replica is given up: several heartbeats."""
+    """Seconds without a heartbeat after which a replica is lost: several heartbeats."""
     retain_versions: int = Settings.retain
-    """Number of newest versions of each adapter that stay requestable; the alias always does."""
+    """Number of newest versions of each adapter that can be requested; the one that the bare name
+    stands for always can."""
     commit_timeout_seconds: float = 120.0
-    """Seconds that a replica may take at most to switch to a committed version."""
+    """Longest time that a replica may take to switch to a committed version."""
     stall_seconds: float = Settings.stall_seconds
-    """Seconds that a member of a transfer may be silent while it owes the next step. Then it is
-    given up for the transfer: its process lives, but the thread that works hangs."""
+    """Seconds after which a member of a transfer that is expected to act, and has reported nothing,
+    is left out of the transfer: its process may live while its working thread hangs."""
     sender_stall_seconds: float = Settings.sender_stall_seconds
-    """Seconds that a trainer may be silent while another transfer waits for its replicas."""
+    """Seconds without a report of its trainer after which a push is aborted, if another transfer
+    waits for its replicas."""
     max_transfer_seconds: float = Settings.max_transfer_seconds
-    """Seconds that a push may take once it is its turn; the wait before that is bounded by the
-    push's own deadline alone."""
+    """Longest time of a push from when it is its turn; its own deadline bounds the wait before."""
     publish_again_after_seconds: float = Settings.publish_again_after_seconds
-    """Seconds for which no replica holds a served version before its owner is asked for it."""
+    """Seconds without any replica that holds a served version, after which its owner is asked to
+    push it again."""
     max_policies_per_trainer: int = Settings.max_policies_per_trainer
-    """Number of policies that one trainer may have at a time, owned or served. A trainer is one
-    identity of the access file, or one trainer_id where callers are not identified."""
+    """Number of policies, owned or served, that one trainer may have at a time. A trainer is an
+    identity of the access file, or a trainer_id where callers are not identified."""
     credentials: Credentials = NO_CREDENTIALS
     """Credentials shown to callers, and to the replicas that the coordinator calls."""
     access: Path | None = None
-    """File that says who may call what; None where everybody may."""
+    """File of who may call what; None to serve every caller."""
     insecure: bool = False
-    """True if it may serve everybody on an address that is not loopback."""
+    """True to serve every caller on an address that is not loopback."""
     telemetry: TelemetryConfig = NO_TELEMETRY
     """Telemetry of the process: metrics, and health without TLS."""
     stop_seconds: float = 5.0
-    """Seconds that calls under way may take to end when the process is told to stop."""
+    """Time for running calls to end when the process is told to stop."""
 
     def __post_init__(self) -> None:
         for name in (
