@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft_rl.transport.digests import kernel
+from weft_rl.transport.digests import kernel, wsum64
 from weft_rl.transport.digests.copies import Place, copied_words, copy_words, pack_tensors
 from weft_rl.transport.digests.wsum64 import Part, digests_of, part_digests, tensor_digest
 
@@ -69,7 +69,7 @@ def test_slices_are_weighed_row_by_row(data: st.DataObject) -> None:
     payload = drawn(at)
     expected = part_digests(payload, parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "runs_on", kernel.works)
+        patch.setattr(wsum64, "has_kernels", kernel.works)
         assert part_digests(payload, parts) == expected
 
 
@@ -85,7 +85,7 @@ def test_tensors_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch) ->
     ]
     expected = [tensor_digest(t.reshape(-1).view(torch.uint8).clone()) for t in tensors]
     assert digests_of(tensors) == expected
-    monkeypatch.setattr(kernel, "runs_on", kernel.works)
+    monkeypatch.setattr(wsum64, "has_kernels", kernel.works)
     assert digests_of(tensors) == expected
     assert digests_of([]) == []
 
@@ -109,7 +109,7 @@ def test_parts_are_copied_as_they_are_digested(data: st.DataObject) -> None:
         moved = part.at - part.first_byte
         wanted[place.at + place.begin : place.at + end] = payload[moved + place.begin : moved + end]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "runs_on", kernel.works)
+        patch.setattr(wsum64, "has_kernels", kernel.works)
         found = copy_words(payload, copied_words(parts, places), target)
     assert found is not None
     assert found.wait() == part_digests(payload, parts)
@@ -129,7 +129,7 @@ def test_tensors_are_packed_as_they_are_digested(monkeypatch: pytest.MonkeyPatch
         tensor_digest(tensor, first_byte=place.begin)
         for tensor, place in zip(tensors, places, strict=True)
     ]
-    monkeypatch.setattr(kernel, "runs_on", kernel.works)
+    monkeypatch.setattr(wsum64, "has_kernels", kernel.works)
     found = pack_tensors(tensors, places, payload)
     assert found is not None
     assert torch.equal(payload, wanted)

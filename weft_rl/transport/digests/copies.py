@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weft_rl.transport.digests import kernel
+from weft_rl.transport.digests import kernel, wsum64
 from weft_rl.transport.digests.wsum64 import Digests, Part, filled_digest, part_digests
 
 #: A part of so many bytes or more is copied in pieces on the host; smaller ones are copied
@@ -62,7 +62,7 @@ def copy_words(
         words: Result of ``copied_words``.
         target: uint8, 1-D, contiguous.
     """
-    if words is None or target.device != payload.device or not kernel.runs_on(payload.device):
+    if words is None or target.device != payload.device or not wsum64.has_kernels(payload.device):
         return None
     return _digests(payload, words, target)
 
@@ -84,7 +84,7 @@ def pack_tensors(
     device = payload.device
     if not all(t.device == device and t.is_contiguous() for t in tensors):
         return None
-    if not kernel.runs_on(device):
+    if not wsum64.has_kernels(device):
         return None
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     words = _packed_words(addresses, tuple(places), payload.data_ptr())

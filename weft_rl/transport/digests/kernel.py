@@ -60,15 +60,9 @@ class Words(NamedTuple):
     """Words in the tensor from the beginning of one row of a slice to that of the next."""
 
 
-def runs_on(device: torch.device) -> bool:
-    """Return whether a device is a GPU that runs the kernels; blocks for seconds the first time,
-    while they are compiled."""
-    return device.type != "cpu" and works(device)
-
-
 def works(device: torch.device) -> bool:
-    """Return whether the kernels run, and sum right, on a device, the host of an interpreter
-    included."""
+    """Return whether a device runs the kernels; blocks for seconds the first time, while they are
+    compiled."""
     return triton is not None and _is_right(device)
 
 

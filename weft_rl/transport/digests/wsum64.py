@@ -72,6 +72,11 @@ def joined(digests: Sequence[int]) -> bytes:
     return b"".join([digest.to_bytes(8, "little") for digest in digests])
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Return whether a device is a GPU that sums by kernels; see ``kernel.works``."""
+    return device.type != "cpu" and kernel.works(device)
+
+
 def tensor_digest(
     content: torch.Tensor, *, first_byte: int = 0, going_on: Callable[[], bool] = lambda: True
 ) -> int:
@@ -85,7 +90,7 @@ def tensor_digest(
         first_byte: Offset of a part in its tensor; a multiple of 8.
         going_on: Called now and then on a CPU; once it returns False the result means nothing.
     """
-    if not kernel.runs_on(content.device):
+    if not has_kernels(content.device):
         content = content.cpu()
     num, first = content.numel() // 8, first_byte // 8
     words = content[: num * 8].view(torch.int64)
@@ -107,7 +112,7 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     found: dict[int, int] = {}
     even = [i for i, t in enumerate(flat) if not (t.data_ptr() | t.numel()) % 8]
-    if even and kernel.runs_on(flat[0].device):
+    if even and has_kernels(flat[0].device):
         # From the first one's first word on: a GPU's memory has one address space.
         words = flat[even[0]].view(torch.int64)
         base = words.data_ptr()
@@ -145,7 +150,7 @@ def warm() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
         threading.Thread(
-            target=kernel.runs_on, args=(device,), name="weft-warm-digests", daemon=True
+            target=kernel.works, args=(device,), name="weft-warm-digests", daemon=True
         ).start()
 
 
@@ -183,7 +188,7 @@ def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
         payload: uint8, 1-D, contiguous, on any device.
         parts: Need not cover it.
     """
-    if kernel.runs_on(payload.device):
+    if has_kernels(payload.device):
         words = tuple([_words(*[n // 8 for n in part]) for part in parts])
         return Digests(kernel.sums(payload.view(torch.int64), words))
     return Digests(_host_digests(payload.cpu().view(torch.int64), parts))
@@ -231,7 +236,7 @@ def _sum(
     words: torch.Tensor, first: int, before: _Before = lambda begin, end: True
 ) -> torch.Tensor:
     """Return the weighed sum of words that follow one another from any place in their tensor on."""
-    if words.device != _HOST:
+    if not words.is_cpu:
         return kernel.sums(words, (kernel.Words(0, len(words), first),))
     num = len(words)
     if first + num <= NUM_WRITTEN_ROWS * WIDTH:

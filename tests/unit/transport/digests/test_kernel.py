@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from weft_rl.transport.digests import kernel
+from weft_rl.transport.digests.wsum64 import has_kernels
 
 
 def test_the_host_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "works", lambda device: True)
-    assert not kernel.runs_on(torch.device("cpu"))
-    assert kernel.runs_on(torch.device("cuda"))
+    assert not has_kernels(torch.device("cpu"))
+    assert has_kernels(torch.device("cuda"))
 
 
 def test_without_triton_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "triton", None)
-    assert not kernel.runs_on(torch.device("cuda"))
+    assert not has_kernels(torch.device("cuda"))
 
 
 def test_a_compiler_that_is_missing_is_told_of_once(
