@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +26,10 @@ from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.telemetry.config import TelemetryConfig
 
 _VERSIONS = "Versions and policies"
-_TIMES = "When a process is given up"
+
+
+def _seconds(text: str) -> Any:
+    return typer.Option(metavar="SECONDS", help=text, rich_help_panel="When a process is given up")
 
 
 def coordinator(
@@ -59,52 +62,31 @@ def coordinator(
         ),
     ] = CoordinatorConfig.max_policies_per_trainer,
     heartbeat_seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="Interval of replicas' heartbeats.", rich_help_panel=_TIMES
-        ),
+        float, _seconds("Interval of replicas' heartbeats.")
     ] = CoordinatorConfig.heartbeat_seconds,
     lost_after_seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A replica without a heartbeat for so long is lost.",
-            rich_help_panel=_TIMES,
-        ),
+        float, _seconds("A replica without a heartbeat for so long is lost.")
     ] = CoordinatorConfig.lost_after_seconds,
     lease_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A trainer that does not renew its lease for so long no longer owns the policy.",
-            rich_help_panel=_TIMES,
-        ),
+        _seconds("A trainer that does not renew its lease for so long no longer owns the policy."),
     ] = CoordinatorConfig.lease_seconds,
     stall_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A replica that sends heartbeats, but does not do its next step of a transfer for "
-            "so long, is left out of the transfer.",
-            rich_help_panel=_TIMES,
+        _seconds(
+            "A replica that sends heartbeats, but does not do its next step of a transfer for so "
+            "long, is left out of the transfer."
         ),
     ] = CoordinatorConfig.stall_seconds,
     sender_stall_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A push of which nothing is sent for so long is aborted, if another push waits "
-            "for its replicas.",
-            rich_help_panel=_TIMES,
+        _seconds(
+            "A push of which nothing is sent for so long is aborted, if another push waits for its "
+            "replicas."
         ),
     ] = CoordinatorConfig.sender_stall_seconds,
     max_transfer_seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="A push may take so long at most, from when it is its turn.",
-            rich_help_panel=_TIMES,
-        ),
+        float, _seconds("Longest time of a push, from when it is its turn.")
     ] = CoordinatorConfig.max_transfer_seconds,
     access: Access = CoordinatorConfig.access,
     insecure: Insecure = CoordinatorConfig.insecure,

@@ -5,75 +5,68 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from weft_rl import logs
 from weft_rl.cli.console.options import SECURITY
 
-#: Headings of the options in the help; those without one are shown first.
+#: Heading of these options in the help.
 TELEMETRY: Final = "Logs, metrics and traces"
 
 #: Open files that a server may need: each connection of a coordinator (see ``weft_rl.rpc.server``)
 #: and each version of a replica has one, each trainer's side group eight.
 WANTED: Final = 65_536
 
+
+def _telemetry(*names: str, text: str, metavar: str | None = None, envvar: str = "") -> Any:
+    return typer.Option(
+        *names, metavar=metavar, envvar=envvar or None, help=text, rich_help_panel=TELEMETRY
+    )
+
+
 LogLevel = Annotated[
     str,
-    typer.Option(
-        "--log-level",
-        envvar="WEFT_LOG_LEVEL",
-        metavar="LEVEL",
-        help="debug, info or warning.",
-        rich_help_panel=TELEMETRY,
+    _telemetry(
+        "--log-level", metavar="LEVEL", envvar="WEFT_LOG_LEVEL", text="debug, info or warning."
     ),
 ]
 LogFormat = Annotated[
     logs.LogFormat,
-    typer.Option(
-        "--log-format",
-        envvar="WEFT_LOG_FORMAT",
-        help="Log lines as text or as JSON.",
-        rich_help_panel=TELEMETRY,
-    ),
+    _telemetry("--log-format", envvar="WEFT_LOG_FORMAT", text="Log lines as text or as JSON."),
 ]
 Metrics = Annotated[
     str,
-    typer.Option(
+    _telemetry(
         metavar="HOST:PORT",
-        help="Serve Prometheus metrics and /healthz over HTTP here; a coordinator also serves its "
+        text="Serve Prometheus metrics and /healthz over HTTP here; a coordinator also serves its "
         "web page. Default: nowhere.",
-        rich_help_panel=TELEMETRY,
     ),
 ]
 MetricsAuth = Annotated[
     bool,
-    typer.Option(
+    _telemetry(
         "--metrics-auth",
-        help="Answer there only callers with the role inspect: by their certificate, or by their "
+        text="Answer there only callers with the role inspect: by their certificate, or by their "
         "token as HTTP Basic password.",
-        rich_help_panel=TELEMETRY,
     ),
 ]
 Health = Annotated[
     str,
-    typer.Option(
+    _telemetry(
         metavar="HOST:PORT",
-        help="Serve only grpc.health.v1 here, in plaintext, for probes. Default: nowhere.",
-        rich_help_panel=TELEMETRY,
+        text="Serve only grpc.health.v1 here, in plaintext, for probes. Default: nowhere.",
     ),
 ]
 Traces = Annotated[
     bool,
-    typer.Option(
+    _telemetry(
         "--traces",
-        help="Export OpenTelemetry spans by OTLP over gRPC, as the OTEL_ variables say. Needs the "
+        text="Export OpenTelemetry spans by OTLP over gRPC, as the OTEL_ variables say. Needs the "
         "extra 'tracing'.",
-        rich_help_panel=TELEMETRY,
     ),
 ]
-
 Access = Annotated[
     Path | None,
     typer.Option(
