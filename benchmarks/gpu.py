@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
 from benchmarks.lost_member import recover
 from benchmarks.machine import describe
-from trainer_side import Publisher
+from trainer_side import Publisher, PushResult
 from weft_rl.cli.demo.processes import Process
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -73,8 +73,7 @@ def worst(gaps: list[dict[str, float]]) -> str:
 
 def measure(
     what: str,
-    push: Callable[[], object],
-    publisher: Publisher,
+    push: Callable[[], PushResult],
     clients: Clients,
     repeats: int,
     warm: int,
@@ -87,9 +86,7 @@ def measure(
         time.sleep(0.7)
         quiet = clients.take()
         torch.cuda.synchronize()
-        push()
-        report = publisher.last_report
-        assert report is not None
+        report = push().report
         time.sleep(0.3)
         gaps = clients.take()
         if number >= warm:
@@ -193,14 +190,14 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
 
         def both(what: str, warm: int) -> None:
             measure(f"base, {what}", lambda: publisher.push_base(model),
-                    publisher, clients, args.repeats, warm)  # fmt: skip
+                    clients, args.repeats, warm)  # fmt: skip
             if args.named:
                 for how, push in named_pushes(model, publisher, args.staging).items():
-                    measure(f"base, {how}, {what}", push, publisher, clients, args.repeats, 2)
+                    measure(f"base, {how}, {what}", push, clients, args.repeats, 2)
             if args.only_base:
                 return
             measure(f"adapter, {what}", lambda: publisher.push_adapter(peft_model, "math"),
-                    publisher, clients, args.repeats, warm)  # fmt: skip
+                    clients, args.repeats, warm)  # fmt: skip
 
         both("1 replica, idle", 3)
         clients.add(names[0], urls[names[0]])
@@ -216,15 +213,17 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
         kill(pool, model, len(names))
 
 
-def named_pushes(model: Any, publisher: Publisher, staging: str) -> dict[str, Callable[[], object]]:
+def named_pushes(
+    model: Any, publisher: Publisher, staging: str
+) -> dict[str, Callable[[], PushResult]]:
     """Ways to push a model's weights as named tensors, where the replica takes them so."""
     pairs = list(model.named_parameters())
-    ways: dict[str, Callable[[], object]] = {
-        "named with metadata": lambda: publisher.push_base(named_tensors=pairs, metadata=pairs)
+    ways: dict[str, Callable[[], PushResult]] = {
+        "named with metadata": lambda: publisher.push_tensors(pairs, metadata=pairs)
     }
     if staging != "in-place":
-        ways["named"] = lambda: publisher.push_base(named_tensors=pairs)
-        ways["named in another order"] = lambda: publisher.push_base(named_tensors=pairs[::-1])
+        ways["named"] = lambda: publisher.push_tensors(pairs)
+        ways["named in another order"] = lambda: publisher.push_tensors(pairs[::-1])
     return ways
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config, write_weights
 from benchmarks.machine import describe
-from trainer_side import Publisher
+from trainer_side import Publisher, PushReport
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _RANK = 32
@@ -70,13 +70,12 @@ def trainer(args: argparse.Namespace) -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    def push(publisher: Publisher) -> None:
+    def push(publisher: Publisher) -> PushReport:
         if args.what == "full":
-            publisher.push_base(model)
-        elif args.what == "merged":
-            publisher.push_merged(model)
-        else:
-            publisher.push_adapter(model, "math")
+            return publisher.push_base(model).report
+        if args.what == "merged":
+            return publisher.push_merged(model).report
+        return publisher.push_adapter(model, "math").report
 
     def settle() -> None:
         if not args.dry:
@@ -97,11 +96,9 @@ def trainer(args: argparse.Namespace) -> None:
             time.sleep(args.pause)
             dist.barrier()
             began = time.perf_counter()
-            push(publisher)
+            report = push(publisher)
             settle()
             seconds.append(time.perf_counter() - began)
-            report = publisher.last_report
-            assert report is not None
             if rank == 0:
                 print(
                     f"  {name} #{number}: {seconds[-1] * 1e3:.1f} ms (forming "

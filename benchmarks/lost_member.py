@@ -81,9 +81,7 @@ def recover(
         publisher.push_base(model)
         served = time.time()
         noticed = _reformed_at(target)
-        publisher.push_base(model)
-        report = publisher.last_report
-        assert report is not None
+        report = publisher.push_base(model).report
         assert report.num_replicas == num_left
     return Recovery(noticed - struck[0], served - noticed, report.seconds)
 

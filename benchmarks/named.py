@@ -1,4 +1,4 @@
-"""``python -m benchmarks.named``: what ``push_base(named_tensors=)`` costs beside a model's push.
+"""``python -m benchmarks.named``: what ``push_tensors`` costs beside a model's push.
 
 256 MiB in 64 tensors to one engine double in a process of its own, over real gRPC and gloo.
 The ways take turns, so that a busy machine slows all of them alike; the ratio is what counts.
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.machine import describe
 from benchmarks.push import coordinator, doubles, model_of
-from trainer_side import Publisher
+from trainer_side import Publisher, PushResult
 
 _NUM_TENSORS, _ELEMENTS, _ROUNDS = 64, 2**20, 7
 
@@ -36,17 +36,15 @@ def main() -> None:
         doubles(Path(work), target, 1, _NUM_TENSORS, _ELEMENTS),
         Publisher(target, trainer_id="bench", progress=None) as publisher,
     ):
-        ways: dict[str, Callable[[], object]] = {
+        ways: dict[str, Callable[[], PushResult]] = {
             "a model": lambda: publisher.push_base(model),
-            "named tensors in the model's order": lambda: publisher.push_base(named_tensors=pairs),
-            "named tensors in another order": lambda: publisher.push_base(named_tensors=shuffled),
-            "with metadata": lambda: publisher.push_base(named_tensors=pairs, metadata=pairs),
+            "named tensors in the model's order": lambda: publisher.push_tensors(pairs),
+            "named tensors in another order": lambda: publisher.push_tensors(shuffled),
+            "with metadata": lambda: publisher.push_tensors(pairs, metadata=pairs),
         }
         for _ in range(_ROUNDS):
             for way, push in ways.items():
-                push()
-                assert publisher.last_report is not None
-                seconds.setdefault(way, []).append(publisher.last_report.seconds)
+                seconds.setdefault(way, []).append(push().report.seconds)
     print(describe())
     medians = {way: statistics.median(taken[1:]) for way, taken in seconds.items()}
     for way, median in medians.items():

@@ -46,9 +46,7 @@ def measure(work: Path, num_replicas: int, num_pushes: int) -> dict[str, list[tu
         for name, publisher in ((ONE_SIDED, first), (GLOO, second)):
             pairs[name] = []
             for number in range(_WARM + num_pushes):
-                publisher.push_base(model)
-                report = publisher.last_report
-                assert report is not None
+                report = publisher.push_base(model).report
                 assert report.backend == name
                 if number >= _WARM:
                     pairs[name].append((report.staging_seconds, bare.run()))

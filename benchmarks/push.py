@@ -106,9 +106,8 @@ def control_plane(work: Path, rows: Rows) -> None:
             adapter = tiny_adapter(work)
             seconds = []
             for _ in range(_CONTROL_PUSHES):
-                publisher.push_adapter(adapter, "tiny")
-                assert publisher.last_report is not None
-                seconds.append(publisher.last_report.seconds)
+                report = publisher.push_adapter(adapter, "tiny").report
+                seconds.append(report.seconds)
             medians[count] = statistics.median(seconds[3:])
     first, last = min(medians), max(medians)
     per_replica = (medians[last] - medians[first]) / (last - first)
@@ -153,9 +152,8 @@ def staging(work: Path, rows: Rows) -> None:
         weft, floor = [], []
         for _ in range(_STAGING_PUSHES):
             floor.append(bare.run())
-            publisher.push_base(model)
-            assert publisher.last_report is not None
-            weft.append(publisher.last_report.staging_seconds)
+            report = publisher.push_base(model).report
+            weft.append(report.staging_seconds)
     bare.close()
     ratio = statistics.median(f / w for f, w in zip(floor, weft, strict=True))
     fast, slow = _STAGING_BYTES / 1e9 / statistics.median(floor), _STAGING_BYTES / 1e9
@@ -206,9 +204,8 @@ def _push_adapters(target: str, peft_model: Any, rows: Rows) -> None:
     reports = []
     with Publisher(target, trainer_id="bench", progress=None) as publisher:
         for _ in range(_ADAPTER_PUSHES):
-            publisher.push_adapter(peft_model, "math")
-            assert publisher.last_report is not None
-            reports.append(publisher.last_report)
+            report = publisher.push_adapter(peft_model, "math").report
+            reports.append(report)
     kept = reports[1:]  # the first one forms the group
 
     def median(name: str) -> float:

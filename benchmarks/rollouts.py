@@ -110,10 +110,10 @@ class _Weights:
         """Push the next weights of a policy."""
         if policy == "base":
             path = self._bases[number % 2]
-            version = publisher.push_base(path)
+            version = publisher.push_base(path).version
         else:
             path = self._adapters[number % 3]
-            version = publisher.push_adapter(path, policy, on_base_change="ignore")
+            version = publisher.push_adapter(path, policy, base="any").version
         self._of[policy, version.version] = path
         self.newest[policy] = version.version
 
@@ -147,8 +147,8 @@ def _under_change(target: str, weights: _Weights, count: int, max_error: float) 
         policy = ("base", "math", "poet")[number % 3]
         newest = weights.newest[policy]
         prompt = _PROMPTS[number % 7 % 3]
-        how = {"min_version": newest} if number % 2 else {}
-        (group,) = rollouts.generate([prompt], policy=policy, sampling=_HOW, **how)
+        how = {"min_version": f"{policy}@{newest}"} if number % 2 else {}
+        (group,) = rollouts.generate([prompt], model=policy, sampling=_HOW, **how)
         return prompt, policy, newest, [*group.samples]
 
     with (

@@ -81,9 +81,8 @@ def main() -> None:
         adapter = tiny_adapter(work)
         for _ in range(_PUSHES):
             for name, publisher in publishers.items():
-                publisher.push_adapter(adapter, "tiny")
-                assert publisher.last_report is not None
-                seconds[name].append(publisher.last_report.seconds)
+                report = publisher.push_adapter(adapter, "tiny").report
+                seconds[name].append(report.seconds)
     before, after = (statistics.median(kept[_WARMUP:]) * 1e3 for kept in seconds.values())
     for name, kept in seconds.items():
         console.print(f"  {name}: median {statistics.median(kept[_WARMUP:]) * 1e3:.1f} ms")

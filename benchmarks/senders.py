@@ -53,9 +53,7 @@ def rank(target: str, senders: list[int], num_pushes: int) -> None:
             ) as publisher:  # fmt: skip
                 for number in range(_WARM + num_pushes):
                     dist.barrier()
-                    publisher.push_base(model)
-                    report = publisher.last_report
-                    assert report is not None
+                    report = publisher.push_base(model).report
                     assert report.backend == backend
                     if number >= _WARM:
                         own = seconds.setdefault((backend, count), [])

@@ -68,9 +68,8 @@ def main() -> None:
         for _ in range(_PUSHES):
             for name, publisher in publishers.items():
                 tracing.of_process = lambda found=pools[name][1]: found
-                publisher.push_adapter(adapter, "tiny")
-                assert publisher.last_report is not None
-                seconds[name].append(publisher.last_report.seconds)
+                report = publisher.push_adapter(adapter, "tiny").report
+                seconds[name].append(report.seconds)
         tracer.close()
         collector.wait(_PUSHES, "weft.push")
         collector.wait(_PUSHES - _WARMUP, "weft.receive")  # the replica has sent most by now

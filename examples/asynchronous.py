@@ -21,11 +21,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trainer_side import PolicyVersion, Publisher, RolloutClient, SampleGroup, Sampling
-from trainer_side.rollouts.padding import pad
+from trainer_side import Publisher, PushResult, RolloutClient, SampleGroup, Sampling, pad
 
 PROMPTS, SAMPLES, TOKENS = 8, 4, 32
-SAMPLING = Sampling(num_samples=SAMPLES, max_tokens=TOKENS)
+SAMPLING = Sampling(max_tokens=TOKENS)
 
 
 class Trainer:
@@ -81,16 +80,16 @@ def take_turns(
     trainer: Trainer, publisher: Publisher, rollouts: RolloutClient, policy: str, steps: int
 ) -> None:
     prompts = trainer.prompts()
-    version = publisher.push_adapter(trainer.model, policy)
+    version = publisher.push_adapter(trainer.model, policy).version
     with trainer.spending("all"):
         for _ in range(steps):
             with trainer.spending("data"):
                 groups = rollouts.generate(
-                    [*islice(prompts, PROMPTS)], policy=policy, sampling=SAMPLING, exact=version
+                    [*islice(prompts, PROMPTS)], model=version, n=SAMPLES, sampling=SAMPLING
                 )
             trainer.learn(groups, version.version)
             with trainer.spending("pushes"):
-                version = publisher.push_adapter(trainer.model, policy)
+                version = publisher.push_adapter(trainer.model, policy).version
 
 
 def go_on(
@@ -102,12 +101,13 @@ def go_on(
     max_staleness: int,
 ) -> None:
     batch = PROMPTS * SAMPLES
-    first = publisher.push_adapter(trainer.model, policy)
+    first = publisher.push_adapter(trainer.model, policy).version
     with (
         trainer.spending("all"),
         rollouts.stream(
             islice(trainer.prompts(), steps * PROMPTS),
-            policy=policy,
+            model=policy,
+            n=SAMPLES,
             sampling=SAMPLING,
             min_version=first,
             batch_size=batch,
@@ -115,13 +115,13 @@ def go_on(
         ) as stream,
     ):
 
-        def served(push: Future[PolicyVersion]) -> None:
+        def served(push: Future[PushResult]) -> None:
             if push.exception() is None:  # so many new prompts may be admitted
-                stream.consumed(batch, version=push.result())
+                stream.consumed(batch, version=push.result().version)
             else:
                 stream.close()  # nobody is to wait for them
 
-        pushes: list[Future[PolicyVersion]] = []
+        pushes: list[Future[PushResult]] = []
         for step in range(steps):
             with trainer.spending("data"):
                 groups = [*islice(stream, PROMPTS)]

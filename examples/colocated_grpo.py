@@ -16,12 +16,11 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer_side import Publisher, RolloutClient, Sampling
-from trainer_side.rollouts.padding import Padded, pad
+from trainer_side import Padded, Publisher, RolloutClient, Sampling, pad
 
 WAIT = 300.0
 PROMPTS, SAMPLES = 8, 4
-SAMPLING = Sampling(num_samples=SAMPLES, max_tokens=16)
+SAMPLING = Sampling(max_tokens=16)
 CLIP = 0.2
 
 
@@ -44,22 +43,21 @@ def main() -> None:
         ) as publisher,
         RolloutClient(args.coordinator, connect_seconds=WAIT) as rollouts,
     ):
-        version = publisher.push_base(model)
+        version = publisher.push_base(model).version
         for _ in range(args.steps):
             # Made up, all of one length; your prompts go here.
             prompts = torch.randint(model.config.vocab_size, (PROMPTS, 8)).tolist()
-            groups = rollouts.generate(prompts, policy="base", exact=version, sampling=SAMPLING)
+            groups = rollouts.generate(prompts, model=version, n=SAMPLES, sampling=SAMPLING)
             batch = pad(groups, pad_token_id=0)
 
-            asleep = publisher.sleep_rollouts(level=args.level)
-
-            reward, loss = learn(model, optimizer, batch, device)
-            if device == "cuda":
-                torch.cuda.empty_cache()  # what torch would keep for itself, the engine needs
-
-            began = time.monotonic()
-            made_by, version = version, publisher.push_base(model)  # wakes the weights
-            publisher.wake_rollouts()  # and the KV cache: requests are answered again
+            made_by = version
+            with publisher.rollouts_asleep(level=args.level) as asleep:
+                reward, loss = learn(model, optimizer, batch, device)
+                if device == "cuda":
+                    torch.cuda.empty_cache()  # what torch would keep for itself, the engine needs
+                began = time.monotonic()
+                version = publisher.push_base(model).version  # wakes the weights
+            # And the KV cache: requests are answered again.
             print(
                 f"reward {reward:.3f} of samples by {made_by}, loss {loss:.4f}; "
                 f"asleep meanwhile: {', '.join(asleep) or 'none'}; "

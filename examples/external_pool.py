@@ -14,12 +14,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trainer_side import Publisher, RolloutClient, Sampling
-from trainer_side.rollouts.padding import pad
+from trainer_side import Publisher, RolloutClient, Sampling, pad
 
 WAIT = 300.0
 PROMPTS, SAMPLES = 8, 4
-SAMPLING = Sampling(num_samples=SAMPLES, max_tokens=16)
+SAMPLING = Sampling(max_tokens=16)
 
 
 def main() -> None:
@@ -46,14 +45,12 @@ def main() -> None:
         ) as publisher,
         RolloutClient(args.coordinator, connect_seconds=WAIT) as rollouts,
     ):
-        version = publisher.push_adapter(model, args.policy)
+        version = publisher.push_adapter(model, args.policy).version
         print(f"joined, pushed {version}")
         for _ in range(args.steps):
             # Made up, all of one length; your prompts go here.
             prompts = torch.randint(model.config.vocab_size, (PROMPTS, 8)).tolist()
-            groups = rollouts.generate(
-                prompts, policy=args.policy, exact=version, sampling=SAMPLING
-            )
+            groups = rollouts.generate(prompts, model=version, n=SAMPLES, sampling=SAMPLING)
             batch = pad(groups, pad_token_id=0)
             ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).to(device)
             width, mask = batch.completion_ids.shape[1], batch.completion_mask.to(device)
@@ -72,7 +69,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-            made_by, version = version, publisher.push_adapter(model, args.policy)
+            made_by, version = version, publisher.push_adapter(model, args.policy).version
             replicas = {replica for group in groups for replica in group.replica_ids}
             print(
                 f"reward {reward.mean():.3f} of samples by {made_by} from {len(replicas)} "

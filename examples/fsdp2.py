@@ -58,12 +58,12 @@ def main() -> None:
             # The push of the step before has run beside this one. To wait for it is the same
             # on every rank; to look whether it is done would not be.
             if pushing is not None:
-                tell(rank, f"pushed {pushing.result()}")
+                tell(rank, f"pushed {pushing.result().version}")
             # Returns once the shards are copied: the weights may change at once.
             pushing = publisher.push_base_async(model)
             tell(rank, f"step {step}, loss {loss.item():.3f}")
         if pushing is not None:
-            tell(rank, f"pushed {pushing.result()}")
+            tell(rank, f"pushed {pushing.result().version}")
     dist.destroy_process_group()
 
 

@@ -47,7 +47,7 @@ def main() -> None:
             optimizer.zero_grad()
 
             # Returns once every replica serves it; str(version) is "math@1", for example.
-            version = publisher.push_adapter(model, args.policy)
+            version = publisher.push_adapter(model, args.policy).version
             print(f"loss {loss.item():.3f}, pushed {version}")
 
             # This version, whatever is pushed meanwhile.

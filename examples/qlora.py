@@ -58,11 +58,11 @@ def main() -> None:
             optimizer.zero_grad()
 
             if args.merged:
-                version = publisher.push_merged(model)
+                version, report = publisher.push_merged(model)
             else:
-                version = publisher.push_adapter(model, args.policy)
+                version, report = publisher.push_adapter(model, args.policy)
             print(f"loss {loss.item():.3f}, pushed {version}")
-        for remark in publisher.last_report.remarks:
+        for remark in report.remarks:
             print(f"remark: {remark}")
 
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")

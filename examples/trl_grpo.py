@@ -72,7 +72,7 @@ def main() -> None:
         for log in trainer.state.log_history:
             if (difference := log.get("sampling/sampling_logp_difference/max")) is not None:
                 print(f"log-probabilities differ by at most {difference:.1e}")
-        print(f"pushed {generation.version}")
+        print(f"pushed {generation.pushed.version}")
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ def main() -> None:
             engine.step()
 
             if args.merged:
-                version = publisher.push_merged(engine)
+                version = publisher.push_merged(engine).version
             else:
-                version = publisher.push_adapter(engine, args.policy)
+                version = publisher.push_adapter(engine, args.policy).version
             if dist.get_rank() == 0:
                 print(f"loss {loss.item():.3f}, pushed {version}")
 

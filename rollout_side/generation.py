@@ -19,6 +19,8 @@ class GenerateOrder:
     """Prompt as text, or as tokens."""
     adapter: PolicyVersion | None
     """Adapter version to complete it with; None for the base model itself."""
+    num_samples: int = 1
+    """Number of samples of the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     strict: bool = False
     """True if the answer ends when the base changes before its last token."""

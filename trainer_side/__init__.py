@@ -4,10 +4,37 @@ Needs torch, grpcio and protobuf; never vLLM.
 """
 
 from trainer_side.publisher import Publisher
-from trainer_side.push_report import PushReport
+from trainer_side.push_request import PushOptions
+from trainer_side.push_result import PushReport, PushResult
 from trainer_side.rollouts.client import RolloutClient
-from trainer_side.rollouts.sample import Sample, SampleGroup
+from trainer_side.rollouts.sample import Padded, Sample, SampleGroup, pad
 from trainer_side.rollouts.stream import RolloutStream
+from weft_rl.contract.errors import (
+    BaseMismatchError,
+    CapacityError,
+    DigestMismatchError,
+    InvalidAdapterError,
+    InvalidManifestError,
+    InvalidNameError,
+    InvalidRequestError,
+    LeaseFencedError,
+    LoadFailedError,
+    NotAllowedError,
+    NotFiniteError,
+    NotFoundError,
+    NotReadyError,
+    PeerUnavailableError,
+    PolicyOwnedError,
+    RequestConflictError,
+    StaleEpochError,
+    StalledError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    UnauthenticatedError,
+    UnsupportedError,
+    VersionChangedError,
+    WeftError,
+)
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.sampling import Sampling
 from weft_rl.logs import leave_out_noise
@@ -16,13 +43,41 @@ from weft_rl.rpc.security.credentials import Tls
 leave_out_noise()
 
 __all__ = [
-    "PolicyVersion",
     "Publisher",
+    "PushOptions",
+    "PushResult",
     "PushReport",
+    "PolicyVersion",
+    "Tls",
     "RolloutClient",
     "RolloutStream",
-    "Sample",
-    "SampleGroup",
     "Sampling",
-    "Tls",
+    "SampleGroup",
+    "Sample",
+    "pad",
+    "Padded",
+    "WeftError",
+    "InvalidRequestError",
+    "InvalidManifestError",
+    "InvalidAdapterError",
+    "NotFiniteError",
+    "InvalidNameError",
+    "NotFoundError",
+    "RequestConflictError",
+    "PolicyOwnedError",
+    "NotReadyError",
+    "BaseMismatchError",
+    "StaleEpochError",
+    "LeaseFencedError",
+    "TransferAbortedError",
+    "VersionChangedError",
+    "CapacityError",
+    "PeerUnavailableError",
+    "StalledError",
+    "TransferTimeoutError",
+    "DigestMismatchError",
+    "UnsupportedError",
+    "NotAllowedError",
+    "UnauthenticatedError",
+    "LoadFailedError",
 ]

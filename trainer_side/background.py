@@ -15,14 +15,14 @@ from functools import partial
 from typing import Literal
 
 from trainer_side.params.snapshot import HostMemory
-from trainer_side.push_request import PushRequest, check_open
+from trainer_side.push_request import PushRequest
+from trainer_side.push_result import PushResult
 from trainer_side.pushes.content import Content
 from trainer_side.pushing import Pushing, under_way
 from trainer_side.ranks.ranks import Ranks
 from weft_rl import tracing
 from weft_rl.contract.arguments import check_choice
-from weft_rl.contract.errors import TransferTimeoutError, WeftError
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Waiting:
     """Time of the call, ``time.monotonic()``."""
     parent: str
     """Traceparent of the caller."""
-    future: Future[PolicyVersion] = field(default_factory=Future)
+    future: Future[PushResult] = field(default_factory=Future)
     content: Callable[[], Content] | None = None
     """Function that returns the copied content, or raises; None while the copy is made."""
     is_replaced: bool = False
@@ -74,7 +74,7 @@ class Background:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, request: PushRequest, when_busy: WhenBusy) -> Future[PolicyVersion]:
+    def submit(self, request: PushRequest, when_busy: WhenBusy) -> Future[PushResult]:
         """Copy the weights as they are now, and push the copy after those that wait.
 
         Collective. Every rank blocks before it copies until there is room at all of them, at
@@ -101,7 +101,7 @@ class Background:
         )
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
         with self._lock:
-            check_open(self._is_closed)
+            _check_open(self._is_closed)
             self._queue.append(waiting)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
@@ -129,7 +129,7 @@ class Background:
         """
         self._pushing.turn.check(call)
         with self._lock:
-            check_open(self._is_closed)
+            _check_open(self._is_closed)
             if not self._condition.wait_for(
                 lambda: not self._queue and not self._is_running,
                 max(0.0, deadline - time.monotonic()),
@@ -230,7 +230,7 @@ class Background:
         copied = replace(waiting.request, content=waiting.content)
         try:
             try:
-                version = self._pushing.push(
+                result = self._pushing.push(
                     copied,
                     began=waiting.began,
                     is_replaced=lambda: waiting.is_replaced,
@@ -243,7 +243,7 @@ class Background:
                 _log.warning("the push of %s failed: %s", waiting.request.policy, error)
             waiting.future.set_exception(error)
         else:
-            waiting.future.set_result(version)
+            waiting.future.set_result(result)
 
 
 def _fail(error: BaseException) -> Content:
@@ -255,3 +255,16 @@ def _no_room(request: PushRequest) -> TransferTimeoutError:
         f"{MAX_WAITING} pushes of {request.policy!r} wait already, and none of them began within "
         f"{request.timeout_seconds:g} s: this one was given up before its weights were copied"
     )
+
+
+def _check_open(is_closed: bool) -> None:
+    """Refuse a push of a Publisher that is closed.
+
+    Raises:
+        InvalidRequestError: ``PUBLISHER_CLOSED``.
+    """
+    if is_closed:
+        raise InvalidRequestError(
+            "this Publisher is closed: make another one, or push inside its `with` block",
+            reason="PUBLISHER_CLOSED",
+        )

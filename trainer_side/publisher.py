@@ -2,52 +2,50 @@
 
 The composer of the trainer side: it introduces a source to the packer, the sender and the control
 plane.
-
-The composer of the trainer side: it introduces a source to the packer, the sender
-and the control plane.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from trainer_side import push_request as checks
-from trainer_side.async_pushes import AsyncPushes
-from trainer_side.background import Background
-from trainer_side.params.choose import Kind
+from trainer_side.background import Background, WhenBusy
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.leases import Notices
 from trainer_side.pool.peer import Peer
 from trainer_side.pool.progress import reporter_for
-from trainer_side.push_report import PushReport
-from trainer_side.push_request import PushRequest, PushSettings
+from trainer_side.push_request import PushOptions, PushRequest, PushSettings
+from trainer_side.push_result import PushResult
 from trainer_side.pushes.content import Model
 from trainer_side.pushes.rank_push import Packings
 from trainer_side.pushing import Pushing
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
+from trainer_side.rollout_sleep import RolloutsAsleep
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
-from trainer_side.sleeping import RolloutSleep
 from trainer_side.sources.named_source import Metadata, NamedTensors
 from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.capabilities import BackendChoice
+from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.names import PolicyVersion, check_name
 from weft_rl.contract.push_defaults import (
+    DEFAULT_BASE,
     DEFAULT_CONNECT_SECONDS,
-    DEFAULT_ON_BASE_CHANGE,
     DEFAULT_REQUIRE,
     DEFAULT_TIMEOUT_SECONDS,
-    OnBaseChange,
     Require,
 )
+from weft_rl.contract.sleep import DEFAULT_REQUESTS_SECONDS, SleepLevel, WhenRunning
 from weft_rl.rpc.channel import check_target
 from weft_rl.rpc.security.credentials import Tls, credentials_of
 from weft_rl.transport.digests.wsum64 import warm
@@ -55,14 +53,14 @@ from weft_rl.transport.digests.wsum64 import warm
 _T = TypeVar("_T")
 
 
-class Publisher(AsyncPushes, RolloutSleep):
+class Publisher:
     """Publisher of policy versions for one trainer, of one process or of many.
 
     The model may be plain, or wrapped by DDP, FSDP (1 and 2) or DeepSpeed, with or without PEFT:
-    the kind is detected, and named in ``last_report``. Pushes of one publisher run one after the
-    other. In a trainer of one process every method may be called from any thread; in one of several
-    ranks, every rank makes the same calls in the same order. Leases are renewed in the background
-    until ``close``.
+    the kind is detected, and named in each push's ``report.source``. Pushes of one publisher run
+    one after the other. In a trainer of one process every method may be called from any thread; in
+    one of several ranks, every rank makes the same calls in the same order. Leases are renewed in
+    the background until ``close``.
 
     Args:
         coordinator: HOST:PORT; used by rank 0, and by ranks that send shards.
@@ -73,37 +71,29 @@ class Publisher(AsyncPushes, RolloutSleep):
             the push begins: then it fails with that replica (unless one of them loads a base in
             place). The requirement holds until the commit and not after: a replica that dies or
             fails while it switches leaves service and catches up later, and the push succeeds if
-            one replica serves the version. ``last_report.num_replicas`` counts those that do,
-            ``remarks`` names the others and says why.
+            one replica serves the version. ``report.num_replicas`` counts those that do,
+            ``report.remarks`` names the others and says why.
         timeout_seconds: Longest time of a push from its call on, waiting for replicas and for
             earlier pushes of this publisher included. Within it a push
             that ends for a reason that passes (too few replicas were left, the coordinator was
-            restarted) is begun again by itself: what it raises is final. Named tensors cannot
-            be read again.
+            restarted) is begun again by itself: what it raises is final. An iterator of named
+            tensors cannot be read again.
         connect_seconds: Longest wait for a coordinator that was never reached: the first
             push then fails on every rank with ``COORDINATOR_UNREACHABLE``, which says what
             was tried. Jobs that start together with the pool say 300. A coordinator that was
             reached before is waited for until the push's deadline.
-        bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
-            in host memory, or on the accelerator three (four where replicas read them there).
-        data_host: Address that the replicas reach this machine by; by default the
-            one its routes choose towards the coordinator.
         backend: Backend that carries the bytes. "auto": the best that the pool offers and all can
             use: "nccl" from accelerator to accelerator, "one-sided" where every replica can read
-            this process's memory, else "gloo"; ``last_report`` says which, and why. Or one of them
-            and no other.
-        device: The accelerator that NCCL sends from, for example "cuda:1"; by default
-            the current one.
-        progress: "auto" draws a bar on a terminal; None is silent; or a function
-            of (policy, buckets verified, buckets in all).
+            this process's memory, else "gloo"; ``report.backend`` says which, and
+            ``report.backend_reason`` why. Or one of them and no other.
         ranks: Processes that push together. "all" of ``torch.distributed`` (one, if it is not
             initialised) or those of a group: each makes a Publisher, and each calls every push, in
             the same order. Rank 0 of them is the sender and speaks for all; ranks that hold shards
             send these themselves, so each must reach the coordinator and the replicas (see
             ``max_senders``). "this" process only: for a trainer whose weights are whole here,
             pushed by one of its ranks.
-        kind: Kind that models are held as: detected ("auto"), or refused unless it is so: "whole"
-            (plain, DDP, ZeRO-1 and 2), "fsdp1", "fsdp2" (HSDP), "zero3".
+        progress: "auto" draws a bar on a terminal; None is silent; or a function
+            of (policy, buckets verified, buckets in all).
         on_publish_again: Called with a policy's name when no replica holds the version that the
             pool should serve any more (all were restarted, say), and this publisher owns the
             policy: once each time that is asked, at the sender, on a thread of its own, one call
@@ -111,17 +101,19 @@ class Publisher(AsyncPushes, RolloutSleep):
             waits some seconds, the end of the process as long as it takes; an exception is logged.
             The weights must not change meanwhile: a trainer that cannot promise that, or has
             several ranks, reads ``wanted`` in its loop instead.
-        check_finite: Look for NaN and infinities in what is sent, after the cast, bucket by
-            bucket as it is packed. None does so for adapters that are packed on an
-            accelerator, where it costs next to nothing, and for nothing else.
-        on_base_change: Handling of an adapter that would be served over another base than it was
-            trained on; see ``push_adapter``. It never hinders a push of the base.
-        tls: Certificates to trust and to show; by default what the environment names
-            (``WEFT_TLS_CA``, ``_CERT``, ``_KEY``), or no TLS. Files are reread.
-        token: The bearer token to show; by default what the file of ``WEFT_TOKEN_FILE`` holds.
         takeover: Take the policies' leases from another living process of this ``trainer_id``,
             once each, whose pushes then fail with ``LEASE_FENCED``. Otherwise the first push
             fails with ``POLICY_OWNED`` as soon as that process is seen to live.
+        tls: Certificates to trust and to show; by default what the environment names
+            (``WEFT_TLS_CA``, ``_CERT``, ``_KEY``), or no TLS. Files are reread.
+        token: The bearer token to show; by default what the file of ``WEFT_TOKEN_FILE`` holds.
+        options: Options of every push that is given none of its own.
+        bucket_bytes: Payload of a bucket; by default what suits the backend. Two are held
+            in host memory, or on the accelerator three (four where replicas read them there).
+        data_host: Address that the replicas reach this machine by; by default the
+            one its routes choose towards the coordinator.
+        device: The accelerator that NCCL sends from, for example "cuda:1"; by default
+            the current one.
         max_senders: Most ranks of a sharded trainer that send what they hold (64; at most 256),
             each over a stream of its own to the coordinator; the others pass theirs to one of
             these. With 1, rank 0 gathers and sends all.
@@ -137,44 +129,40 @@ class Publisher(AsyncPushes, RolloutSleep):
         trainer_id: str,
         require: Require = DEFAULT_REQUIRE,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        bucket_bytes: int | None = None,
-        data_host: str | None = None,
-        backend: BackendChoice = "auto",
-        device: torch.device | str | None = None,
-        progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
-        ranks: Together = "all",
-        kind: Kind = "auto",
-        on_publish_again: Callable[[str], None] | None = None,
-        check_finite: bool | None = None,
-        on_base_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE,
         connect_seconds: float = DEFAULT_CONNECT_SECONDS,
+        backend: BackendChoice = "auto",
+        ranks: Together = "all",
+        progress: Literal["auto"] | Callable[[str, int, int], None] | None = "auto",
+        on_publish_again: Callable[[str], None] | None = None,
         takeover: bool = False,
-        max_senders: int | None = None,
         tls: Tls | None = None,
         token: str | None = None,
+        options: PushOptions | None = None,
+        bucket_bytes: int | None = None,
+        data_host: str | None = None,
+        device: torch.device | str | None = None,
+        max_senders: int | None = None,
     ) -> None:
         check_target(coordinator)
         credentials = credentials_of(tls, token)
         check_name(trainer_id, "trainer")
-        checks.check_data_host(data_host)
-        checks.check_ranks(ranks)
+        _check_data_host(data_host)
+        _check_ranks(ranks)
         check_choice("backend", backend, BackendChoice)
         check_count("bucket_bytes", bucket_bytes)
         check_count("max_senders", max_senders, MAX_SENDERS)
-        checks.check_callable("on_publish_again", on_publish_again)
+        _check_callable("on_publish_again", on_publish_again)
         if progress != "auto":
-            checks.check_callable("progress", progress)
-        send_from = checks.check_device(device)
+            _check_callable("progress", progress)
+        send_from = _check_device(device)
         check_seconds("connect_seconds", connect_seconds)
         pushing_ranks = ranks_of(ranks)
         warm()
         self._settings = PushSettings(
             ranks=pushing_ranks,
-            kind=kind,
             require=require,
             timeout_seconds=timeout_seconds,
-            check_finite=check_finite,
-            on_base_change=on_base_change,
+            options=PushOptions() if options is None else options,
         )
         self._notices = Notices(on_publish_again) if on_publish_again else None
         self._coordinator: CoordinatorClient | None = None
@@ -199,50 +187,45 @@ class Publisher(AsyncPushes, RolloutSleep):
         )
         self._background = Background(self._pushing, ranks_of(ranks))
 
-    @property
-    def last_report(self) -> PushReport | None:
-        """Costs of the last push that succeeded; None before the first."""
-        return self._pushing.last_report
+    # -- pushes that block --------------------------------------------------------------
 
     def push_adapter(
         self,
         model: Model,
         policy: str,
         *,
+        base: str | PolicyVersion = DEFAULT_BASE,
         adapter_name: str = "default",
-        cast: bool = True,
-        check_finite: bool | None = None,
-        check_base: bool = True,
-        base_version: int | None = None,
-        on_base_change: OnBaseChange | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
-    ) -> PolicyVersion:
-        """Push a LoRA adapter; return once the replicas serve it (see ``require``).
+        options: PushOptions | None = None,
+    ) -> PushResult:
+        """Push a LoRA adapter; block until the replicas serve it (see ``require``). Collective.
 
         Args:
             model: A PEFT model, wrapped or not, read in place (its base is not read), or
-                a directory that PEFT saved.
+                a directory that PEFT saved. Nothing of it is kept after the call.
             policy: The adapter's name in the pool.
+            base: Base model that the adapter is for.
+
+                - "auto": the one that it was trained on, as far as that can be found out: what
+                  this publisher pushed last from the same base model, or base@0 if the checkpoint
+                  that this was loaded from is what the replicas were started with. Where the pool
+                  serves another base, or it is not known (base@?), ``report.remarks`` says so.
+                - "base@3", or a ``PolicyVersion``: it was trained on base@3; else as "auto".
+                - "same", or "only base@3": the same, but the push is refused with
+                  ``BaseMismatchError`` where "auto" and "base@3" remark.
+                - "any": whatever base is served; nothing of it is compared.
+
+                Bases are compared by content, not by number; except with "any", so are the names
+                and shapes of a PEFT model's base.
             adapter_name: Name of the adapter in the PEFT model.
-            cast: Cast floats to the dtype that the replicas serve adapters in.
-            check_finite: Whether NaN and infinities end the push, with ``NotFiniteError``;
-                by default as for ``Publisher``. A base is refused at begin by a pool where
-                a replica loads it in place.
-            check_base: Compare the base model's names and shapes with the pool's.
-            base_version: The N of the base@N that the adapter was trained on. If it is not
-                given: what this publisher pushed last from the same base model, or 0 if the
-                checkpoint that this was loaded from is what the replicas were started with;
-                else it is not known (base@?).
-            on_base_change: Handling of the adapter where the pool serves another base: "warn"
-                (``last_report.remarks`` says so), "refuse" with ``BaseMismatchError``, also where
-                it is not known which base it was trained on, or "ignore"; by default as for
-                ``Publisher``.
             require: Replicas that must hold it; by default as for ``Publisher``.
             timeout_seconds: Longest time of this push; by default as for ``Publisher``.
+            options: Further options; by default those of ``Publisher``.
 
         Returns:
-            The version, for example ``math@17``; requests may name it, or ``math``.
+            The version (``math@17``; requests may name it, or ``math``) and the report.
 
         Raises:
             InvalidAdapterError: The replicas cannot serve it; nothing changed.
@@ -253,56 +236,80 @@ class Publisher(AsyncPushes, RolloutSleep):
             TransferTimeoutError: The deadline passed; find out what happened before pushing again.
             WeftError: It was refused or failed for another reason; nothing changed.
         """
-        request = self._settings.adapter(
-            model, policy, adapter_name, cast, check_base, base_version, on_base_change
-        ).with_options(check_finite, require, timeout_seconds)
-        return self._push(request)
+        return self._push(
+            self._settings.adapter(
+                model, policy, base, adapter_name, require, timeout_seconds, options
+            )
+        )
 
     def push_base(
         self,
-        model: Model | None = None,
+        model: Model,
         *,
-        named_tensors: NamedTensors | None = None,
-        metadata: Metadata | None = None,
-        cast: bool = True,
-        check_finite: bool | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
-    ) -> PolicyVersion:
-        """Push every weight of the base model; return once the replicas serve it.
+        options: PushOptions | None = None,
+    ) -> PushResult:
+        """Push every weight of the base model; block until the replicas serve it. Collective.
 
         Args:
             model: A torch or transformers model, wrapped or not, read in place, or a
                 directory (or file) of safetensors in checkpoint names.
-            named_tensors: Instead, an iterator of every weight as (checkpoint name, full tensor),
-                or a function that makes one: in any order, each copied before the next is asked
-                for. Given at every rank, in step, or at rank 0 alone.
-            metadata: Names in the order of ``named_tensors``, each with something that has its
-                shape and dtype; needed where a replica loads a base in place.
-            cast, check_finite, require, timeout_seconds: See ``push_adapter``.
+            require, timeout_seconds, options: See ``push_adapter``.
 
         Returns:
-            The version, for example ``base@3``.
+            The version (``base@3``) and the report.
 
         Raises:
             InvalidManifestError: Not exactly the served model's tensors.
             WeftError: See ``push_adapter``.
         """
-        request = self._settings.model_or_named(model, named_tensors, metadata, cast)
-        request = request.with_options(check_finite, require, timeout_seconds)
-        return self._push(request)
+        return self._push(self._settings.base(model, require, timeout_seconds, options))
+
+    def push_tensors(
+        self,
+        tensors: NamedTensors | None = None,
+        *,
+        metadata: Metadata | None = None,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+    ) -> PushResult:
+        """Push every weight of the base model as named tensors; block until the replicas serve it.
+        Collective.
+
+        Args:
+            tensors: An iterator of every weight as (checkpoint name, full tensor), a mapping, or a
+                function that makes one of these: in any order, each tensor on any device and copied
+                before the next is asked for, so its memory may be used again then. Given at every
+                rank, in step, or at rank 0 alone (None elsewhere).
+            metadata: Names in the order of ``tensors``, each with something that has its
+                shape and dtype; needed where a replica loads a base in place.
+            require, timeout_seconds, options: See ``push_adapter``.
+
+        Returns:
+            The version (``base@3``) and the report.
+
+        Raises:
+            InvalidManifestError: Not exactly the served model's tensors.
+            UnsupportedError: A replica loads bases in place, and there is no ``metadata``.
+            WeftError: See ``push_adapter``.
+        """
+        return self._push(
+            self._settings.tensors(tensors, metadata, require, timeout_seconds, options)
+        )
 
     def push_merged(
         self,
         model: torch.nn.Module,
         *,
         adapter_name: str = "default",
-        cast: bool = True,
-        check_finite: bool | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
-    ) -> PolicyVersion:
-        """Push a PEFT model's base with an adapter merged in, as a version of the base.
+        options: PushOptions | None = None,
+    ) -> PushResult:
+        """Push a PEFT model's base with an adapter merged in, as a version of the base. Block until
+        the replicas serve it; collective.
 
         Tensors are merged one by one on the way out, in float32, rounded once: the trained weights
         are only read, and memory is that of ``push_base``. A base quantised by bitsandbytes is
@@ -311,18 +318,136 @@ class Publisher(AsyncPushes, RolloutSleep):
         Args:
             model: A PEFT model, wrapped or not.
             adapter_name: Name of the adapter in the PEFT model.
-            cast, check_finite, require, timeout_seconds: See ``push_adapter``.
+            require, timeout_seconds, options: See ``push_adapter``.
 
         Returns:
-            The version, for example ``base@3``.
+            The version (``base@3``) and the report.
 
         Raises:
             UnsupportedError: A kind of layer that cannot be merged so; names it.
             WeftError: See ``push_base``.
         """
-        request = self._settings.base(model, cast, adapter_name)
-        request = request.with_options(check_finite, require, timeout_seconds)
-        return self._push(request)
+        return self._push(
+            self._settings.base(model, require, timeout_seconds, options, merged=adapter_name)
+        )
+
+    # -- pushes beside the training -----------------------------------------------------
+
+    def push_adapter_async(
+        self,
+        model: Model,
+        policy: str,
+        *,
+        base: str | PolicyVersion = DEFAULT_BASE,
+        adapter_name: str = "default",
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PushResult]:
+        """Copy an adapter's weights as they are now and push the copy; return once they are copied.
+
+        The ranks wait for each other; then each copies what it holds to host memory that is
+        used again, and training may continue at once. At most two pushes of a policy wait,
+        each with such a copy: a further call blocks, alike on every rank and before it
+        copies, until one of them has begun. If none does within this push's
+        ``timeout_seconds``, it ends on every rank with ``TransferTimeoutError``, and nothing
+        was copied.
+
+        Args:
+            when_busy: "replace" makes earlier pushes of this policy that have not begun
+                fail with ``REPLACED``, and blocks for none of them; "queue" sends them all,
+                in order.
+            others: See ``push_adapter``.
+
+        Returns:
+            A future that ends as ``push_adapter`` would, the same on every rank. It
+            cannot be cancelled.
+        """
+        request = self._settings.adapter(
+            model, policy, base, adapter_name, require, timeout_seconds, options
+        )
+        return self._background.submit(request, when_busy)
+
+    def push_base_async(
+        self,
+        model: Model,
+        *,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PushResult]:
+        """Copy the base's weights as they are now and push the copy; see ``push_adapter_async``."""
+        request = self._settings.base(model, require, timeout_seconds, options)
+        return self._background.submit(request, when_busy)
+
+    def push_merged_async(
+        self,
+        model: torch.nn.Module,
+        *,
+        adapter_name: str = "default",
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+        when_busy: WhenBusy = "queue",
+    ) -> Future[PushResult]:
+        """Copy base and adapter as they are now and push them merged; see
+        ``push_adapter_async``."""
+        request = self._settings.base(model, require, timeout_seconds, options, merged=adapter_name)
+        return self._background.submit(request, when_busy)
+
+    # -- the pool -----------------------------------------------------------------------
+
+    def rollouts_asleep(
+        self,
+        *,
+        level: SleepLevel = 1,
+        when_running: WhenRunning = "finish",
+        timeout_seconds: float = DEFAULT_REQUESTS_SECONDS,
+    ) -> AbstractContextManager[tuple[str, ...]]:
+        """Have the replicas that share a GPU with this trainer sleep inside the ``with``, so that
+        training has their memory.
+
+        At its beginning nothing more is routed to them; once their requests have ended they sleep,
+        and the KV cache is gone. A push inside the ``with`` wakes the weights of those that it
+        reaches; its end wakes weights and KV cache, and returns once they take requests. A replica
+        that missed versions meanwhile is routed to once it has them. The sleep is a part of this
+        publisher's lease of the base, which is acquired: when that ends, they wake by themselves.
+
+        Beginning and end are collective and wait for pushes under way. If the ``with`` ends by an
+        exception, or if it could not begin, the sender alone has the replicas woken, and waits some
+        seconds for them at most: no rank is left waiting for another.
+
+        Args:
+            level: vLLM's sleep level: 1 moves the weights to host memory, 2 discards them, which
+                takes none where a push of the base brings others inside the ``with``. Without
+                one a replica wakes with a copy of its own, or from its checkpoint's files; else it
+                is routed to once it was brought one.
+            when_running: Running requests "finish", or "abort" with what they have.
+            timeout_seconds: Longest time for those to end; to fall asleep, and to wake, an engine
+                may take three minutes more.
+
+        Returns:
+            A context manager, which gives the names of the replicas that sleep; none where none
+            shares a GPU.
+
+        Raises:
+            InvalidRequestError: An argument that cannot be right; nothing was tried.
+            NotReadyError: At the beginning. ``SLEEP_DISABLED``: a replica was started without
+                ``--enable-sleep``. ``TRANSFER_UNDER_WAY``: one loads a base in place.
+            TransferTimeoutError: At the beginning: requests did not end; that replica takes
+                requests again. At the end: not in time; they are woken all the same.
+            RequestConflictError: At the beginning: one was woken meanwhile, by an operator.
+            WeftError: See ``push_adapter``.
+        """
+        return RolloutsAsleep(
+            level,
+            when_running,
+            timeout_seconds,
+            in_step=self._between_pushes,
+            coordinator=self._coordinator,
+        )
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -365,10 +490,12 @@ class Publisher(AsyncPushes, RolloutSleep):
     def _between_pushes(
         self, call: str, work: Callable[[Ranks, CoordinatorClient | None], _T], deadline: float
     ) -> _T:
+        """Run ``work`` in step with the other ranks, once no push is under way. It gets the
+        coordinator client at the sender, None at other ranks."""
         self._background.wait_idle(call, deadline)
         return self._pushing.between_pushes(call, work, deadline)
 
-    def _push(self, request: PushRequest) -> PolicyVersion:
+    def _push(self, request: PushRequest) -> PushResult:
         began = time.monotonic()
         deadline = began + request.timeout_seconds
         try:
@@ -378,3 +505,68 @@ class Publisher(AsyncPushes, RolloutSleep):
         except KeyboardInterrupt:
             # Where it was, many calls deep, tells nobody anything.
             raise KeyboardInterrupt(f"a push of {request.policy} was interrupted") from None
+
+
+def _check_data_host(host: object) -> None:
+    """Refuse a value that cannot name an address of this machine.
+
+    Raises:
+        InvalidRequestError: It has a scheme or a port, or is no string.
+    """
+    if host is None:
+        return
+    is_text = isinstance(host, str) and host.strip() == host != ""
+    if not is_text or "/" in str(host) or str(host).count(":") == 1:
+        raise InvalidRequestError(
+            f"data_host={host!r}: give a name or address of this machine, without scheme or port"
+        )
+
+
+def _check_callable(name: str, value: object) -> None:
+    """Refuse a value that is neither None nor a function.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if value is not None and not callable(value):
+        raise InvalidRequestError(f"{name}={value!r}: give a function, or None")
+
+
+def _check_ranks(ranks: object) -> None:
+    """Refuse a value that cannot say which processes push together.
+
+    Raises:
+        InvalidRequestError: Neither "all", "this" nor a process group.
+    """
+    if isinstance(ranks, str) and ranks in ("all", "this"):
+        return
+    if not (dist.is_available() and isinstance(ranks, dist.ProcessGroup)):
+        raise InvalidRequestError(
+            f"ranks={ranks!r}: use 'all', 'this' or a torch.distributed process group"
+        )
+
+
+def _check_device(device: object) -> torch.device | None:
+    """Return the accelerator to send from; None if none was named.
+
+    Raises:
+        InvalidRequestError: No CUDA device of this process.
+    """
+    if device is None:
+        return None
+    try:
+        found: torch.device = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidRequestError(f"device={device!r}: {error}".splitlines()[0]) from None
+    if found.type != "cuda":
+        raise InvalidRequestError(
+            f"device={str(found)!r} is no CUDA device: to send from host memory, leave it out or "
+            "say backend='gloo'"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0 or (found.index or 0) >= count:
+        raise InvalidRequestError(
+            f"device={str(found)!r}: this process has {count or 'no'} CUDA "
+            f"device{'' if count == 1 else 's'}"
+        )
+    return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from trainer_side.params.choose import Kind
 from trainer_side.pushes.content import (
@@ -22,84 +22,120 @@ from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
 from weft_rl.contract.arguments import check_choice, check_seconds
-from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, check_adapter_name
-from weft_rl.contract.push_defaults import DEFAULT_ON_BASE_CHANGE, OnBaseChange, Require
+from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name
+from weft_rl.contract.push_defaults import DEFAULT_BASE, Require
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseOptions:
-    """Options on an adapter's base; the same on every rank."""
+class PushOptions:
+    """Rarely needed options of a push, given to a ``Publisher`` or to one push.
 
-    version: int | None = None
-    on_change: OnBaseChange = DEFAULT_ON_BASE_CHANGE
+    Raises:
+        InvalidRequestError: One of them cannot be right.
+    """
+
+    cast: bool = True
+    """True if floats are cast to the dtype that the replicas serve; False refuses other dtypes."""
+    check_finite: bool = False
+    """True if NaN and infinities end the push with ``NotFiniteError``. Buckets are checked as they
+    are packed, after the cast: on a CPU this costs about what the digest does. Adapters that are
+    packed on an accelerator are checked in any case, where it costs next to nothing. A base is
+    refused at begin by a pool where a replica loads it in place."""
+    kind: Kind = "auto"
+    """Kind that models are held as: detected ("auto"), or refused unless it is so: "whole" (plain,
+    DDP, ZeRO-1 and 2), "fsdp1", "fsdp2" (HSDP), "zero3"."""
 
     def __post_init__(self) -> None:
-        check_choice("on_base_change", self.on_change, OnBaseChange)
-        known = self.version
-        if known is not None and (
-            not isinstance(known, int) or isinstance(known, bool) or not 0 <= known <= MAX_VERSION
-        ):
+        for name in ("cast", "check_finite"):
+            check_choice(name, getattr(self, name), Literal[True, False])
+        check_choice("kind", self.kind, Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedBase:
+    """Base that an adapter is for, as its push says."""
+
+    version: int | None = None
+    """Number N of the base@N that the adapter was trained on; None if it is to be found out."""
+    is_required: bool = False
+    """True if the push is refused where the pool serves a base of other content."""
+    is_compared: bool = True
+    """True if the pool's base is compared with the adapter's: names, shapes and content."""
+
+    @classmethod
+    def parse(cls, base: str | PolicyVersion) -> RequestedBase:
+        """Parse the value of ``base=``; see ``Publisher.push_adapter``.
+
+        Raises:
+            InvalidRequestError: None of its values.
+        """
+        known = _BASES.get(base) if isinstance(base, str) else None
+        if known is not None:
+            return known
+        text = str(base) if isinstance(base, str | PolicyVersion) else ""
+        name = text.removeprefix(_ONLY)
+        try:
+            version = PolicyVersion.parse(name)
+        except InvalidNameError:
+            version = None
+        if version is None or version.policy != BASE_POLICY:
             raise InvalidRequestError(
-                f"base_version={known!r:.80}: give the number N of the base@N that the adapter was "
-                "trained on"
+                f"base={base!r:.80}: give 'auto', 'same', 'any', 'base@N' of the base that the "
+                "adapter was trained on, or 'only base@N'"
             )
+        return cls(version=version.version, is_required=name != text)
+
+
+_ONLY = "only "
+_BASES = {
+    DEFAULT_BASE: RequestedBase(),
+    "same": RequestedBase(is_required=True),
+    "any": RequestedBase(is_compared=False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushRequest:
-    """Request of one push; the same on every rank."""
+    """Request of one push; the same on every rank.
+
+    Raises:
+        InvalidRequestError: A setting that cannot be right.
+    """
 
     policy: str
     content: Callable[[], Content]
     """Function that looks at the model; its failure is that of the push."""
-    check_finite: bool | None
-    """True if NaN and infinities end the push; None leaves it to ``checks_finite``."""
+    check_finite: bool
+    """True if NaN and infinities end the push wherever it is packed; see ``checks_finite``."""
     require: Require
     timeout_seconds: float
-    base: BaseOptions = field(default_factory=BaseOptions)
-    """Caller's options on the base of an adapter."""
+    base: RequestedBase = RequestedBase()
 
     def __post_init__(self) -> None:
         check_replicas(self.require)
         check_seconds("timeout_seconds", self.timeout_seconds)
-
-    def with_options(
-        self, check_finite: bool | None, require: Require | None, timeout_seconds: float | None
-    ) -> PushRequest:
-        """Return the request with other options; None leaves an option as it is.
-
-        Raises:
-            InvalidRequestError: One of them cannot be right.
-        """
-        return replace(
-            self,
-            check_finite=self.check_finite if check_finite is None else check_finite,
-            require=self.require if require is None else require,
-            timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushSettings:
     """Settings of a Publisher for all its pushes, which make the requests of single ones.
 
+    In each method None leaves ``require``, ``timeout_seconds`` and ``options`` as they are here.
+
     Raises:
         InvalidRequestError: One of them cannot be right.
     """
 
     ranks: Ranks
-    kind: Kind
     require: Require
     timeout_seconds: float
-    check_finite: bool | None
-    on_base_change: OnBaseChange
+    options: PushOptions
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, Kind)
-        check_choice("on_base_change", self.on_base_change, OnBaseChange)
+        check_options(self.options)
         check_replicas(self.require)
         check_seconds("timeout_seconds", self.timeout_seconds)
 
@@ -107,78 +143,94 @@ class PushSettings:
         self,
         model: Model,
         policy: str,
+        base: str | PolicyVersion,
         adapter_name: str,
-        cast: bool,
-        check_base: bool,
-        base_version: int | None,
-        on_base_change: OnBaseChange | None,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
     ) -> PushRequest:
         """Make the request to push an adapter; see ``Publisher.push_adapter``."""
         check_adapter_name(policy)
-        base = BaseOptions(version=base_version, on_change=on_base_change or self.on_base_change)
         check_model(model, "push_adapter")
-        return self._request(
-            policy,
-            lambda: adapter_content(model, self.ranks, cast, adapter_name, check_base, self.kind),
-            base,
-        )
+        wanted, how = RequestedBase.parse(base), self._options(options)
 
-    def model_or_named(
+        def content() -> Content:
+            return adapter_content(
+                model, self.ranks, how.cast, adapter_name, wanted.is_compared, how.kind
+            )
+
+        return self._request(policy, content, require, timeout_seconds, how, wanted)
+
+    def base(
         self,
-        model: Model | None,
-        given: NamedTensors | None,
-        metadata: Metadata | None,
-        cast: bool,
+        model: Model,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+        *,
+        merged: str | None = None,
     ) -> PushRequest:
-        """Make the request to push a base, of a model or of named tensors; see
-        ``Publisher.push_base``."""
-        if model is not None:
-            if given is not None or metadata is not None:
-                raise InvalidRequestError("push_base takes a model or named_tensors=, not both")
-            return self.base(model, cast)
-        ranks = self.ranks
-        if given is not None:
-            check_named(given)
-        elif ranks.size == 1:
-            raise _nothing_given()
-
-        def content() -> NamedBase:
-            if given is None and ranks.rank == SENDER:
-                raise _nothing_given()
-            return NamedBase(NamedSteps(given, ranks), cast, metadata)
-
-        return self._request(BASE_POLICY, content)
-
-    def base(self, model: Model, cast: bool, merged: str | None = None) -> PushRequest:
-        """Make the request to push a base, with the adapter ``merged`` in it if one is named. See
-        ``Publisher.push_base``."""
+        """Make the request to push a base, with the adapter ``merged`` in it if one is named; see
+        ``Publisher.push_base`` and ``push_merged``."""
         if merged is None:
             check_model(model, "push_base")
         else:
             check_model(model, "push_merged", directories=False)
-        return self._request(
-            BASE_POLICY, lambda: base_content(model, self.ranks, cast, merged, self.kind)
-        )
+        how = self._options(options)
+
+        def content() -> Content:
+            return base_content(model, self.ranks, how.cast, merged, how.kind)
+
+        return self._request(BASE_POLICY, content, require, timeout_seconds, how)
+
+    def tensors(
+        self,
+        tensors: NamedTensors | None,
+        metadata: Metadata | None,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+    ) -> PushRequest:
+        """Make the request to push a base of named tensors; see ``Publisher.push_tensors``."""
+        ranks, how = self.ranks, self._options(options)
+        if tensors is not None:
+            check_named(tensors)
+        elif ranks.size == 1:
+            raise _no_tensors()
+
+        def content() -> NamedBase:
+            if tensors is None and ranks.rank == SENDER:
+                raise _no_tensors()
+            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata)
+
+        return self._request(BASE_POLICY, content, require, timeout_seconds, how)
+
+    def _options(self, given: PushOptions | None) -> PushOptions:
+        return self.options if given is None else check_options(given)
 
     def _request(
         self,
         policy: str,
         content: Callable[[], Content],
-        base: BaseOptions | None = None,
+        require: Require | None,
+        timeout_seconds: float | None,
+        options: PushOptions,
+        base: RequestedBase = RequestedBase(),
     ) -> PushRequest:
         return PushRequest(
             policy=policy,
             content=content,
-            check_finite=self.check_finite,
-            require=self.require,
-            timeout_seconds=self.timeout_seconds,
-            base=base or BaseOptions(),
+            check_finite=options.check_finite,
+            require=self.require if require is None else require,
+            timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
+            base=base,
         )
 
 
-def _nothing_given() -> InvalidRequestError:
+def _no_tensors() -> InvalidRequestError:
     return InvalidRequestError(
-        "push_base: give a model, a directory, or named_tensors= (of several ranks, to the first)"
+        "push_tensors: give an iterator of (name, tensor) pairs, or a function that makes one (of "
+        "several ranks, to the first)"
     )
 
 
@@ -229,30 +281,25 @@ def plan_push(
     return PushPlan(target, what, push, adapter, finite)
 
 
-def checks_finite(wanted: bool | None, backend: str, *, is_adapter: bool) -> bool:
+def checks_finite(wanted: bool, backend: str, *, is_adapter: bool) -> bool:
     """Return whether packed tensors are checked for NaN and infinities.
 
-    Unless ``wanted`` says, only adapters that are packed on an accelerator are, which reads one at
-    the speed of its memory. On a CPU the check costs about what the digest does (25 ms for 175 MB
-    on one core; ``python -m benchmarks.finite``), so there it must be asked for.
+    Adapters that are packed on an accelerator always are: it reads one at the speed of its memory.
+    On a CPU the check costs about what the digest does (25 ms for 175 MB on one core;
+    ``python -m benchmarks.finite``), so there it must be asked for.
     """
-    return (is_adapter and packs_on_device(backend)) if wanted is None else wanted
+    return wanted or (is_adapter and packs_on_device(backend))
 
 
-def check_data_host(host: object) -> str | None:
-    """Return ``host`` if it may name an address of this machine.
+def check_options(options: object) -> PushOptions:
+    """Return ``options`` if these are PushOptions.
 
     Raises:
-        InvalidRequestError: It has a scheme or a port, or is no string.
+        InvalidRequestError: Something else.
     """
-    if host is None:
-        return None
-    is_text = isinstance(host, str) and host.strip() == host != ""
-    if not is_text or "/" in str(host) or str(host).count(":") == 1:
-        raise InvalidRequestError(
-            f"data_host={host!r}: give a name or address of this machine, without scheme or port"
-        )
-    return str(host)
+    if not isinstance(options, PushOptions):
+        raise InvalidRequestError(f"options={options!r:.80}: give trainer_side.PushOptions(...)")
+    return options
 
 
 def check_replicas(require: object) -> int:
@@ -268,56 +315,6 @@ def check_replicas(require: object) -> int:
     raise InvalidRequestError(
         f"require={require!r}: use a number of replicas, at least 1, or 'all'"
     )
-
-
-def check_callable(name: str, value: object) -> None:
-    """Refuse a value that is neither None nor a function.
-
-    Raises:
-        InvalidRequestError: It is not.
-    """
-    if value is not None and not callable(value):
-        raise InvalidRequestError(f"{name}={value!r}: give a function, or None")
-
-
-def check_ranks(ranks: object) -> None:
-    """Refuse a value that cannot say which processes push together.
-
-    Raises:
-        InvalidRequestError: Neither "all", "this" nor a process group.
-    """
-    if isinstance(ranks, str) and ranks in ("all", "this"):
-        return
-    if not (dist.is_available() and isinstance(ranks, dist.ProcessGroup)):
-        raise InvalidRequestError(
-            f"ranks={ranks!r}: use 'all', 'this' or a torch.distributed process group"
-        )
-
-
-def check_device(device: object) -> torch.device | None:
-    """Return the accelerator to send from; None if none was named.
-
-    Raises:
-        InvalidRequestError: No CUDA device of this process.
-    """
-    if device is None:
-        return None
-    try:
-        found: torch.device = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as error:
-        raise InvalidRequestError(f"device={device!r}: {error}".splitlines()[0]) from None
-    if found.type != "cuda":
-        raise InvalidRequestError(
-            f"device={str(found)!r} is no CUDA device: to send from host memory, leave it out or "
-            "say backend='gloo'"
-        )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0 or (found.index or 0) >= count:
-        raise InvalidRequestError(
-            f"device={str(found)!r}: this process has {count or 'no'} CUDA "
-            f"device{'' if count == 1 else 's'}"
-        )
-    return found
 
 
 def check_model(model: object, method: str, *, directories: bool = True) -> None:
@@ -337,17 +334,5 @@ def check_model(model: object, method: str, *, directories: bool = True) -> None
             f"{method} takes {wanted}, not a state_dict: give the model that it was taken from"
             + (", or the directory that it was saved in" if directories else "")
         )
-    raise InvalidRequestError(f"{method} takes {wanted}, not {type(model).__name__}")
-
-
-def check_open(is_closed: bool) -> None:
-    """Refuse a push of a Publisher that is closed.
-
-    Raises:
-        InvalidRequestError: ``PUBLISHER_CLOSED``.
-    """
-    if is_closed:
-        raise InvalidRequestError(
-            "this Publisher is closed: make another one, or push inside its `with` block",
-            reason="PUBLISHER_CLOSED",
-        )
+    hint = ": push_tensors takes named tensors" if isinstance(model, Iterable) else ""
+    raise InvalidRequestError(f"{method} takes {wanted}, not {type(model).__name__}{hint}")

@@ -14,8 +14,8 @@ from typing import TypeVar
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import Peer
-from trainer_side.push_report import PushReport, report_of
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
+from trainer_side.push_result import PushResult, report_of
 from trainer_side.pushes.rank_push import Packings, RankPush
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
 from trainer_side.sources.origin import Origin, Origins
@@ -77,7 +77,7 @@ class Turn:
         if self._owner == threading.get_ident():
             raise InvalidRequestError(
                 f"{call} was called from within a push of the same Publisher (a signal handler, "
-                "named_tensors, progress): it would wait for itself. Call it after the push, or "
+                "named tensors, progress): it would wait for itself. Call it after the push, or "
                 "make another Publisher with a trainer_id of its own"
             )
 
@@ -151,8 +151,6 @@ class Pushing:
         self._ranks, self._sender_client = ranks, client
         self._packings, self._peer = packings, peer
         self._origins = Origins()
-        #: What the last push that succeeded cost.
-        self.last_report: PushReport | None = None
         self._said: dict[str, tuple[str, ...]] = {}
 
     def push(
@@ -163,7 +161,7 @@ class Pushing:
         deadline: float | None = None,
         is_replaced: Callable[[], bool] = lambda: False,
         parent: str = "",
-    ) -> PolicyVersion:
+    ) -> PushResult:
         """Push one version; collective; block until every replica has switched or failed to.
 
         Args:
@@ -198,7 +196,6 @@ class Pushing:
                     version = version_from_proto(begun.version)
                     about_base = self._about_base(request, plan, origin, version, transfer)
                     report = report_of(
-                        version,
                         transfer,
                         total_bytes=plan.push.num_bytes or transfer.total_bytes,
                         seconds=time.monotonic() - began,
@@ -213,9 +210,9 @@ class Pushing:
                     remarks.append(f"begun again, for {error}")
                 else:
                     span.set(replicas=report.num_replicas, backend=report.backend)
-                    self._log_success(report, begun, (*plan.push.remarks, *about_base))
-                    self.last_report = report
-                    return report.version
+                    result = PushResult(version, report)
+                    self._log_success(result, begun, (*plan.push.remarks, *about_base))
+                    return result
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -303,11 +300,11 @@ class Pushing:
         _log.warning("the push of %s is begun again: %s", request.policy, error)
 
     def _log_success(
-        self, report: PushReport, begun: pb.BeginTransferResponse, lasting: tuple[str, ...]
+        self, result: PushResult, begun: pb.BeginTransferResponse, lasting: tuple[str, ...]
     ) -> None:
         """Log a push and its remarks; a lasting remark of a policy only when the lasting ones have
         changed."""
-        version = report.version
+        version, report = result
         known, self._said[version.policy] = self._said.get(version.policy), lasting
         for remark in report.remarks:
             if remark not in lasting or known != lasting:
@@ -391,7 +388,7 @@ class Pushing:
                 min_replicas=check_replicas(request.require),
                 check_finite=plan.finite,
                 trained_on=origin.version,
-                refuse_other_base=plan.adapter is not None and request.base.on_change == "refuse",
+                refuse_other_base=plan.adapter is not None and request.base.is_required,
             )
             return origin.encode(begun.SerializeToString())
 
@@ -417,14 +414,13 @@ class Pushing:
         if plan.adapter is None:
             return Origin(None)
         digest = plan.target.base_checkpoint_digest
-        must_know = request.base.on_change == "refuse"
+        must_know = request.base.is_required
         origin = self._origins.of(
             plan.what.base, request.base.version, digest, deadline, must_know=must_know
         )
         if origin.version is None and must_know:
             raise BaseMismatchError(
-                f"on_base_change='refuse' needs to know which base {request.policy!r} was "
-                f"trained on: {origin.why}"
+                f"it is not known which base {request.policy!r} was trained on: {origin.why}"
             )
         return origin
 
@@ -440,7 +436,7 @@ class Pushing:
         over."""
         if plan.adapter is None:
             self._origins.pushed(plan.what.base, version.version)
-        elif request.base.on_change != "ignore" and transfer.HasField("served_over_base_version"):
+        elif request.base.is_compared and transfer.HasField("served_over_base_version"):
             return origin.remarks(
                 transfer.served_over_base_version, is_other=transfer.over_another_base
             )

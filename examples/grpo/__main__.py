@@ -77,10 +77,10 @@ def main() -> int:
         say(began, "trained every weight; the replicas get the warmed model back")
         # Not both kinds at once: each push of the base changes what adapters are served over.
         with Publisher(target, trainer_id="grpo-example") as publisher:
-            base = publisher.push_base(model)
+            base = publisher.push_base(model).version
         say(began, f"pushed it as {base}; adapters of it are trained by two at once")
         adapters = [
-            Trainer(each.name, (*each.options, "--base-version", str(base.version)), each.over)
+            Trainer(each.name, (*each.options, "--base", f"only {base}"), each.over)
             for each in _ADAPTERS
         ]
         runs |= run_trainers(work, target, model, args.steps, adapters)

@@ -26,8 +26,7 @@ from examples.grpo.loss import (
     model_inputs,
 )
 from examples.grpo.task import MAX_TOKENS, PAD, problems, rewards
-from trainer_side import PolicyVersion, Publisher, RolloutClient, Sampling
-from trainer_side.rollouts.padding import Padded, pad
+from trainer_side import Padded, PolicyVersion, Publisher, RolloutClient, Sampling, pad
 
 BASE = "base"
 _PROMPTS = 16
@@ -45,8 +44,8 @@ class Settings:
     """An adapter's name, or ``base``: every weight is trained."""
     rank: int = 8
     """Of the adapter."""
-    base_version: int | None = None
-    """Which base@N ``model`` is, if not what the replicas were started with."""
+    base: str = "same"
+    """Which base an adapter is for; see ``Publisher.push_adapter``."""
     learning_rate: float = 5e-4
     """At the first step; it falls linearly to 0."""
     steps: int = 60
@@ -93,11 +92,9 @@ def train(settings: Settings, note: Callable[[Step], None]) -> None:
             drawn = problems(_PROMPTS, rng)
             groups = rollouts.generate(
                 [tokenizer(each.prompt)["input_ids"] for each in drawn],
-                policy=settings.policy,
-                exact=version,
-                sampling=Sampling(
-                    num_samples=_SAMPLES, max_tokens=MAX_TOKENS, seed=rng.getrandbits(31)
-                ),
+                model=version,
+                n=_SAMPLES,
+                sampling=Sampling(max_tokens=MAX_TOKENS, seed=rng.getrandbits(31)),
             )
             generated = time.monotonic()
             batch = pad(groups, pad_token_id=PAD)
@@ -167,11 +164,9 @@ def _load(settings: Settings) -> Any:
 
 def _push(publisher: Publisher, model: Any, settings: Settings) -> PolicyVersion:
     if settings.policy == BASE:
-        return publisher.push_base(model)
+        return publisher.push_base(model).version
     # Samples over another base than one's own are of another policy: rather none.
-    return publisher.push_adapter(
-        model, settings.policy, base_version=settings.base_version, on_base_change="refuse"
-    )
+    return publisher.push_adapter(model, settings.policy, base=settings.base).version
 
 
 def main() -> None:
@@ -180,7 +175,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="what the replicas serve")
     parser.add_argument("--policy", default=BASE, help="an adapter's name; base: every weight")
     parser.add_argument("--rank", type=int, default=8, help="of the adapter")
-    parser.add_argument("--base-version", type=int, help="which base@N the model is, if not @0")
+    parser.add_argument("--base", default="same", help="that an adapter is for: 'only base@N'")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="falls linearly to 0")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

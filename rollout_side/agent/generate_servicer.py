@@ -41,6 +41,7 @@ class GenerateServicer(GenerateServiceServicer):
             GenerateOrder(
                 prompt=_prompt(request),
                 adapter=adapter,
+                num_samples=request.sampling.num_samples or 1,
                 sampling=_sampling(request.sampling),
                 strict=request.strict,
                 exact_base=adapter is None and request.policy != BASE_POLICY,
@@ -81,7 +82,6 @@ def _prompt(request: pb.GenerateRequest) -> str | list[int]:
 
 def _sampling(given: pb.Sampling) -> Sampling:
     return Sampling(
-        num_samples=given.num_samples or 1,
         temperature=given.temperature if given.HasField("temperature") else 1.0,
         top_p=given.top_p if given.HasField("top_p") else 1.0,
         top_k=given.top_k,

@@ -77,7 +77,9 @@ class Attacked:
         self._num_pushes += 1
         model = peft_of(Model(self._num_pushes))
         began = time.monotonic()
-        assert str(self._publisher.push_adapter(model, "math")) == f"math@{self._num_pushes}"
+        assert (
+            str(self._publisher.push_adapter(model, "math").version) == f"math@{self._num_pushes}"
+        )
         assert time.monotonic() - began < _PUSH_SECONDS
         (agent,) = self.pool.agents.values()
         assert isinstance(agent.engine, EngineDouble)

@@ -52,7 +52,7 @@ class AnswerDouble:
             self.num_steps += 1
             is_due = position == 0 or len(held) >= order.chunk_tokens
             if self.num_steps < last and is_due:
-                yield [self._chunk(i, held) for i in range(how.num_samples)]
+                yield [self._chunk(i, held) for i in range(self._order.num_samples)]
                 held.clear()
         yield self._last(bases, FinishReason.LENGTH, held)
 
@@ -73,7 +73,7 @@ class AnswerDouble:
         )
         return [
             self._chunk(i, held, finish_reason=reason, base_spans=spans)
-            for i in range(self._order.sampling.num_samples)
+            for i in range(self._order.num_samples)
         ]
 
     def end(self) -> None:

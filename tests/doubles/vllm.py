@@ -148,6 +148,11 @@ class FakeEngine:
         self.salts.append(request.cache_salt)
 
 
+def sampling_params(sampling: object, num_samples: int = 1, chunk_tokens: int = 0) -> Any:
+    """What the engine reads of vLLM's ``SamplingParams``; for ``bridges.sampling_params``."""
+    return SimpleNamespace(n=num_samples)
+
+
 class GeneratingEngine(FakeEngine):
     """Also answers requests, with the tokens that a test ``emits``: they wait in the queue of
     outputs until the one task that takes them in, as vLLM's does.
@@ -208,7 +213,7 @@ class GeneratingEngine(FakeEngine):
         self.prompts.append(prompt)
         if self.refusal is not None:
             raise self.refusal
-        for i in range(params.num_samples):
+        for i in range(params.n):
             state = SimpleNamespace(
                 external_req_id=request_id,
                 request_index=i,

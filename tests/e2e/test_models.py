@@ -80,16 +80,16 @@ def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(
         assert_close(when_fresh, referee, fresh)
         from_disk = answers(url, "disk") if lora else []
 
-        assert str(publisher.push_base(models.load_hf(other))) == "base@1"
+        assert str(publisher.push_base(models.load_hf(other)).version) == "base@1"
         assert_close(answers(url), referee, other)
         # Out of order, which has to be said where buckets are loaded as they come.
         metadata = {name: tensor.to("meta") for name, tensor in named(fresh)}
         in_place = {"metadata": metadata} if staging == "in-place" else {}
-        assert str(publisher.push_base(named_tensors=named(fresh), **in_place)) == "base@2"
+        assert str(publisher.push_tensors(named(fresh), **in_place).version) == "base@2"
         assert content(answers(url)) == content(when_fresh)
 
         for number, adapter in enumerate(adapters, start=1):
-            pushed = publisher.push_adapter(models.load_peft(fresh, adapter), "math")
+            pushed = publisher.push_adapter(models.load_peft(fresh, adapter), "math").version
             assert str(pushed) == f"math@{number}"
             got = answers(url, "math")
             assert {answer.model for answer in got} == {f"math@{number}"}
@@ -97,7 +97,7 @@ def test_pushes_answer_like_hugging_face_and_like_a_fresh_engine(
         if lora:
             assert content(answers(url, "math@1")) == content(from_disk)
             # Another base under the same adapters: they stay served, on the new base.
-            assert str(publisher.push_base(models.load_hf(other))) == "base@3"
+            assert str(publisher.push_base(models.load_hf(other)).version) == "base@3"
             assert_close(answers(url), referee, other)
             for number, adapter in enumerate(adapters, start=1):
                 assert_close(answers(url, f"math@{number}"), referee, other, adapter)

@@ -133,7 +133,7 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
                 assert ask(url, model) == answers[model]
             assert ask(url, "math") == answers["math@1"]
         assert wait_ready(pool.target, "replica-1").version_vector.base == 1
-        assert str(publisher.push_adapter(qwen2.adapters[3], "math")) == "math@3"
+        assert str(publisher.push_adapter(qwen2.adapters[3], "math").version) == "math@3"
         for url in pool.urls:
             assert ask(url, "math")[2] == "math@3"
 
@@ -181,14 +181,13 @@ def test_the_bytes_that_replicas_were_started_with_are_no_other_base(
     with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
 
         def remarks(**how: Any) -> tuple[str, ...]:
-            publisher.push_adapter(qwen2.adapters[0], "same", base_version=0, **how)
-            assert publisher.last_report is not None
-            return publisher.last_report.remarks
+            report = publisher.push_adapter(qwen2.adapters[0], "same", base="base@0", **how).report
+            return report.remarks
 
-        base = publisher.push_base(qwen2.other)
+        base = publisher.push_base(qwen2.other).version
         assert remarks() == (f"trained on base@0, served over {base}",)
         publisher.push_base(qwen2.base)
-        assert remarks(on_base_change="refuse") == ()
+        assert remarks(base="same") == ()
 
 
 def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> None:
@@ -217,7 +216,7 @@ def test_a_push_is_one_trace_from_the_coordinator_to_vllms_workers(
 ) -> None:
     pool.grow(1)
     with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
-        version = publisher.push_adapter(qwen2.adapters[0], "traced")
+        version = publisher.push_adapter(qwen2.adapters[0], "traced").version
     wait_ready(pool.target, "replica-0")
 
     def of_push(name: str) -> list[Seen]:
@@ -247,23 +246,27 @@ def test_rollouts_are_what_transformers_says_of_the_versions_they_name(
     pool.grow(2)
     for name in ("replica-0", "replica-1"):  # one that still catches up is not routed to
         wait_ready(pool.target, name)
-    how = Sampling(num_samples=2, max_tokens=120, temperature=0.7, ignore_eos=True)
+    how = Sampling(max_tokens=120, temperature=0.7, ignore_eos=True)
     with (
         Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
         RolloutClient(pool.target, timeout_seconds=_SECONDS) as rollouts,
         ThreadPoolExecutor(2) as threads,
     ):
-        bases = {publisher.push_base(qwen2.base).version: qwen2.base}
-        adapters = {publisher.push_adapter(qwen2.adapters[0], "roll").version: qwen2.adapters[0]}
+        bases = {publisher.push_base(qwen2.base).version.version: qwen2.base}
+        adapters = {
+            publisher.push_adapter(qwen2.adapters[0], "roll").version.version: qwen2.adapters[0]
+        }
         asked = [
-            threads.submit(rollouts.generate, [PROMPT] * 4, policy=policy, sampling=how)
+            threads.submit(rollouts.generate, [PROMPT] * 4, model=policy, n=2, sampling=how)
             for policy in ("base", "roll")
         ]
-        bases[publisher.push_base(qwen2.other).version] = qwen2.other
-        adapters[publisher.push_adapter(qwen2.adapters[1], "roll").version] = qwen2.adapters[1]
+        bases[publisher.push_base(qwen2.other).version.version] = qwen2.other
+        adapters[publisher.push_adapter(qwen2.adapters[1], "roll").version.version] = (
+            qwen2.adapters[1]
+        )
         groups = [group for each in asked for group in each.result(_SECONDS)]
         groups += rollouts.generate(
-            [PROMPT], policy="roll", min_version=max(adapters), sampling=how
+            [PROMPT], model="roll", n=2, min_version=f"roll@{max(adapters)}", sampling=how
         )
     assert {name for group in groups for name in group.replica_ids} == {"replica-0", "replica-1"}
     assert len(groups) == 9
@@ -286,7 +289,7 @@ def test_a_replica_that_is_killed_loses_no_sample(
 ) -> None:
     pool.grow(2)
     wait_ready(pool.target, "replica-1")
-    how = Sampling(num_samples=2, max_tokens=_NUM_TOKENS, ignore_eos=True)
+    how = Sampling(max_tokens=_NUM_TOKENS, ignore_eos=True)
     with (
         Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher,
         # Prompts wait in the client: one that is slow to be listed, or to answer, has some, too,
@@ -297,14 +300,14 @@ def test_a_replica_that_is_killed_loses_no_sample(
         ThreadPoolExecutor(1) as threads,
     ):
         publisher.push_base(qwen2.base)
-        version = publisher.push_adapter(qwen2.adapters[0], "kept")
+        version = publisher.push_adapter(qwen2.adapters[0], "kept").version
         is_killed = threading.Event()
 
         def ask_in_rounds() -> list[list[SampleGroup]]:
             rounds = []
             while not is_killed.is_set():
-                rounds.append(rollouts.generate([PROMPT] * 12, policy="kept", sampling=how))
-            return [*rounds, rollouts.generate([PROMPT] * 12, policy="kept", sampling=how)]
+                rounds.append(rollouts.generate([PROMPT] * 12, model="kept", n=2, sampling=how))
+            return [*rounds, rollouts.generate([PROMPT] * 12, model="kept", n=2, sampling=how)]
 
         asked = threads.submit(ask_in_rounds)
         try:

@@ -154,8 +154,8 @@ def test_a_quantised_trainer(dense, bits):
     model = peft_of(models.load_quantised(dense.model, bits), 5, SCALE, target_modules=TARGETS)
     with Publisher(dense.target, trainer_id="trainer-q", timeout_seconds=60) as publisher:
         publisher.push_base(dense.model)
-        version = publisher.push_adapter(model, "quantised")
-        assert "quantised to" in publisher.last_report.remarks[0]
+        version, report = publisher.push_adapter(model, "quantised")
+        assert "quantised to" in report.remarks[0]
         reference = peft_of(models.load_hf(dense.model), 5, SCALE, target_modules=TARGETS)
         check(dense.url, str(version), reference)
 

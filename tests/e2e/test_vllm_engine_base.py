@@ -86,13 +86,15 @@ def test_each_token_is_of_the_base_that_its_span_names(
     engine.push_adapter("span@1", models.adapters[0])
     engine.push_base("base@20", models.base)
     bases, num_samples = {20: models.base, 21: models.other}, 1 if temperature == 0.0 else 3
-    sampling = Sampling(
-        num_samples=num_samples, temperature=temperature, max_tokens=300, ignore_eos=True, seed=3
-    )
+    sampling = Sampling(temperature=temperature, max_tokens=300, ignore_eos=True, seed=3)
     begun = []
     for adapter, chunk_tokens in ((None, 0), (PolicyVersion("span", 1), 64)):
         order = GenerateOrder(
-            prompt=PROMPT, adapter=adapter, sampling=sampling, chunk_tokens=chunk_tokens
+            prompt=PROMPT,
+            adapter=adapter,
+            num_samples=num_samples,
+            sampling=sampling,
+            chunk_tokens=chunk_tokens,
         )
         begun.append((adapter, *engine.call("generations.begin", order)))
     engine.push_base("base@21", models.other)
@@ -119,8 +121,10 @@ def test_each_token_is_of_the_base_that_its_span_names(
 def test_a_strict_answer_ends_at_the_switch(served: Served, referee: Referee) -> None:
     engine, models = served.engine, served.models
     engine.push_base("base@23", models.base)
-    sampling = Sampling(num_samples=2, max_tokens=400, ignore_eos=True)
-    order = GenerateOrder(prompt=PROMPT, adapter=None, sampling=sampling, strict=True)
+    sampling = Sampling(max_tokens=400, ignore_eos=True)
+    order = GenerateOrder(
+        prompt=PROMPT, adapter=None, num_samples=2, sampling=sampling, strict=True
+    )
     number, first = engine.call("generations.begin", order)
     engine.push_base("base@24", models.other)
     chunks, error = engine.call("generations.read", number)
@@ -145,8 +149,8 @@ def test_an_answer_that_is_ended_runs_no_further(served: Served) -> None:
             if line.partition("{")[0] in names
         )
 
-    sampling = Sampling(num_samples=4, max_tokens=480, ignore_eos=True)
-    order = GenerateOrder(prompt=PROMPT, adapter=None, sampling=sampling)
+    sampling = Sampling(max_tokens=480, ignore_eos=True)
+    order = GenerateOrder(prompt=PROMPT, adapter=None, num_samples=4, sampling=sampling)
     number, _ = engine.call("generations.begin", order)
     assert engine.call("num_requests") == 1
     engine.call("generations.end", number)
@@ -168,7 +172,7 @@ def test_an_answer_that_is_ended_runs_no_further(served: Served) -> None:
         ({"prompt": [1] * 600}, "512"),
         ({"prompt": [10**6]}, "vocab"),
         ({"sampling": Sampling(top_p=0.0)}, "top_p"),
-        ({"sampling": Sampling(temperature=0.0, num_samples=2)}, "greedy"),
+        ({"sampling": Sampling(temperature=0.0), "num_samples": 2}, "greedy"),
         ({"sampling": Sampling(min_tokens=9, max_tokens=3)}, "min_tokens"),
     ],
 )

@@ -200,9 +200,11 @@ def _begin(
     num_samples: int = 1,
     max_tokens: int = 300,
 ) -> _Running:
-    sampling = Sampling(num_samples=num_samples, max_tokens=max_tokens, ignore_eos=True, seed=3)
     order = GenerateOrder(
-        prompt=prompt, adapter=PolicyVersion("cut", 1) if adapter else None, sampling=sampling
+        prompt=prompt,
+        adapter=PolicyVersion("cut", 1) if adapter else None,
+        num_samples=num_samples,
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, seed=3),
     )
     return _Running(*engine.call("generations.begin", order), adapter)
 

@@ -135,7 +135,7 @@ class Pool:
         """Push a base; the version, or why it failed."""
         draw_base(self.trained, seed)
         try:
-            version = self.publisher.push_base(self.trained)
+            version = self.publisher.push_base(self.trained).version
         except WeftError as error:
             return error.reason
         self.pushed[version.version] = seed

@@ -60,10 +60,12 @@ def push(
     began = time.time()
     try:
         if adapter is not None:
-            version = publisher.push_adapter(adapter, "math", timeout_seconds=timeout_seconds)
+            version = publisher.push_adapter(
+                adapter, "math", timeout_seconds=timeout_seconds
+            ).version
         else:
             weights = sharded(model(value)) if dist.is_initialized() else model(value)
-            version = publisher.push_base(weights, timeout_seconds=timeout_seconds)
+            version = publisher.push_base(weights, timeout_seconds=timeout_seconds).version
         outcome: dict[str, Any] = {"version": version.version}
     except WeftError as error:
         outcome = {"error": error.reason, "message": error.message}

@@ -285,7 +285,7 @@ def check_adapter(place: Place, pushed: Pushed) -> str:
     with pushed.publisher() as publisher:
         publisher.push_base(place.model)
         for _ in range(2):
-            version = publisher.push_adapter(place.adapter, "math")
+            version = publisher.push_adapter(place.adapter, "math").version
             assert answers(pushed.url, str(version)) == expected
         publisher.push_base(place.model)  # by copies: adapters stay served
         assert answers(pushed.url, str(version)) == expected
@@ -358,9 +358,8 @@ def test_bytes_move_over_what_is_chosen(place: Place, note: Note) -> None:
     chosen = []
     for backend in ("auto", "gloo") if shares else ("auto", "nccl", "gloo"):
         with place.pushed.publisher(backend=backend) as publisher:
-            publisher.push_base(place.model)
-            assert publisher.last_report is not None
-            chosen.append(publisher.last_report.backend)
+            report = publisher.push_base(place.model).report
+            chosen.append(report.backend)
         assert answers(place.pushed.url, "base-model") == answers(place.fresh, "base-model")
     assert chosen == ["one-sided", *([] if shares else ["nccl"]), "gloo"]
     note(place.kind, f"a base over {', '.join(chosen)}", "bitwise a fresh engine's")
@@ -375,9 +374,8 @@ def test_both_ranks_load_in_place_what_one_receives(wide: Place, note: Note) -> 
     found = check_base(wide, wide.in_place, bucket_bytes=4 * 2**20)  # several a push
     check_how(wide, wide.in_place)
     with wide.in_place.publisher() as publisher:
-        publisher.push_base(wide.model)
-        assert publisher.last_report is not None
-        backend = publisher.last_report.backend
+        report = publisher.push_base(wide.model).report
+        backend = report.backend
     if NUM_GPUS == 2:
         assert backend == "one-sided"
     note("dense, TP 2", f"5 bases, in place, over {backend}", found)

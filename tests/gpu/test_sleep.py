@@ -65,15 +65,20 @@ class Place:
     def sleep(self, level: Level) -> int:
         """Have it sleep; returns the bytes that are free since."""
         before = _free_bytes()
-        slept = self.publisher.sleep_rollouts(level=level, when_running="abort")
+        self._asleep = self.publisher.rollouts_asleep(level=level, when_running="abort")
+        slept = self._asleep.__enter__()
         assert slept == (() if DRY else ("pushed",))
         assert self.refuses() is not DRY
         return _free_bytes() - before
 
     def wake(self) -> None:
         """Have it awake, and routed to."""
-        assert self.publisher.wake_rollouts() == (() if DRY else ("pushed",))
+        self.end_sleep()
         self.pushed.pool.wait_ready(1, 30)
+
+    def end_sleep(self) -> None:
+        """Have it awake; without a copy of its weights it is not routed to yet."""
+        self._asleep.__exit__(None, None, None)
 
     def refuses(self) -> bool:
         """Whether it takes no requests."""
@@ -119,8 +124,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pla
             one, other = make_model("dense", 1), make_model("dense", 2)
             of_start = answers(pushed.url, _BASE)
             # What it was started with has no copy: it is read from the files again.
-            publisher.sleep_rollouts(level=2)
-            publisher.wake_rollouts()
+            with publisher.rollouts_asleep(level=2):
+                pass
             pool.wait_ready(1, 30)
             assert answers(pushed.url, _BASE) == of_start
             found = []
@@ -160,7 +165,7 @@ def test_it_answers_as_before(place: Place, level: Level, note: Note) -> None:
     assert DRY or freed > _FREED_BYTES
     began = time.monotonic()
     if place.has_no_copy(level):
-        assert place.publisher.wake_rollouts() == ("pushed",)
+        place.end_sleep()
         assert place.refuses()
         place.publisher.push_base(place.one)
         place.pushed.pool.wait_ready(1, 30)
@@ -188,7 +193,7 @@ def test_it_answers_what_was_pushed_as_it_slept(place: Place, level: Level, note
     place.sleep(level)
     began = time.monotonic()
     place.publisher.push_base(place.one)
-    version = place.publisher.push_adapter(place.adapter, "math")
+    version = place.publisher.push_adapter(place.adapter, "math").version
     place.wake()
     seconds = time.monotonic() - began
     assert place.answers(str(version)) == place.of_adapter
@@ -199,7 +204,7 @@ def test_it_answers_what_was_pushed_as_it_slept(place: Place, level: Level, note
 
 def test_an_adapter_pushed_as_it_slept_brings_no_base(place: Place, level: Level) -> None:
     place.sleep(level)
-    version = place.publisher.push_adapter(place.adapter, "math")
+    version = place.publisher.push_adapter(place.adapter, "math").version
     assert place.refuses() is not DRY
     if place.has_no_copy(level):
         place.publisher.push_base(place.one)
@@ -284,25 +289,23 @@ def test_a_trainer_that_leaves_little_more_than_the_weights_loads_them_in_place(
             of_two, of_one = found
             assert of_one != of_two
 
-            publisher.sleep_rollouts(when_running="abort")
-            taken = _leave(model_bytes // 2)
-            _draw(model, 2)
-            if not DRY:
-                with pytest.raises(CapacityError, match="weights that sleep"):
-                    publisher.push_base(model)
-            del taken
-            torch.cuda.empty_cache()
-            publisher.wake_rollouts()
+            with publisher.rollouts_asleep(when_running="abort"):
+                taken = _leave(model_bytes // 2)
+                _draw(model, 2)
+                if not DRY:
+                    with pytest.raises(CapacityError, match="weights that sleep"):
+                        publisher.push_base(model)
+                del taken
+                torch.cuda.empty_cache()
             pool.wait_ready(1, 30)
             assert answers(pushed.url, _BASE) == of_one
 
-            publisher.sleep_rollouts(when_running="abort")
-            left = model_bytes + 3 * _BUCKET_BYTES + _SLACK_BYTES
-            taken = _leave(left)
-            publisher.push_base(model)
-            del taken
-            torch.cuda.empty_cache()
-            publisher.wake_rollouts()
+            with publisher.rollouts_asleep(when_running="abort"):
+                left = model_bytes + 3 * _BUCKET_BYTES + _SLACK_BYTES
+                taken = _leave(left)
+                publisher.push_base(model)
+                del taken
+                torch.cuda.empty_cache()
             pool.wait_ready(1, 30)
             assert answers(pushed.url, _BASE) == of_two
             found_text = f"bitwise as pushed awake, {left / 2**30:.1f} GiB left by the trainer"

@@ -58,8 +58,8 @@ def test_a_late_joiner_catches_up_bitwise_and_then_takes_pushes(
     assert list(replica(pool, "replica-9").retained_base_versions) == [1]
     assert same(first.base, weights(base)), "the source was only read"
     assert same(first.adapter("math@1"), lora(adapters[0]))
-    assert str(publisher.push_base(Model(6))) == "base@2"
-    assert str(publisher.push_adapter(adapters[0], "math")) == "math@3"
+    assert str(publisher.push_base(Model(6)).version) == "base@2"
+    assert str(publisher.push_adapter(adapters[0], "math").version) == "math@3"
     assert same(late.base, weights(Model(6)))
     assert not [t for t in threading.enumerate() if t.name.startswith("weft-clone")]
 
@@ -158,7 +158,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
     pool.add_replica("replica-9", late)
     assert reached.wait(10)
     adapter = peft_of(Model(), 1)
-    assert str(publisher.push_adapter(adapter, "math")) == "math@1"
+    assert str(publisher.push_adapter(adapter, "math").version) == "math@1"
     assert same(late.adapter("math@1"), lora(adapter)), "it took part, since it was free"
     until(lambda: is_ready(pool, "replica-9"))
     go_on.set()
@@ -277,8 +277,8 @@ def test_what_nobody_holds_or_owns_any_more_keeps_nobody_waiting(tmp_path: Path)
             request = admin_pb2.ForgetPolicyRequest(policy="code")
             AdminServiceStub(channel).ForgetPolicy(request, timeout=10)
         with Publisher(pool.target, trainer_id="trainer-b", timeout_seconds=20) as trainer:
-            assert str(trainer.push_base(Model(5))) == "base@1"
-            assert str(trainer.push_adapter(peft_of(Model(), 3), "math")) == "math@2"
+            assert str(trainer.push_base(Model(5)).version) == "base@1"
+            assert str(trainer.push_adapter(peft_of(Model(), 3), "math").version) == "math@2"
         assert str(agent.requested("math")) == "math@2"
         until(lambda: set(engine.absent) == {"code"})
         with pytest.raises(NotFoundError, match="an operator forgot code"):

@@ -36,7 +36,7 @@ def test_they_do_not_depend_on_how_a_version_came(pool: Pool) -> None:
             pool.target, trainer_id=trainer_id, timeout_seconds=20, bucket_bytes=bucket_bytes
         ) as publisher:
             publisher.push_base(Model(5))
-            publisher.push_base(named_tensors=reversed(base.items()))
+            publisher.push_tensors(reversed(base.items()))
     for number in range(1, 5):
         assert digests(pool, "replica-0", f"base@{number}") == expected(base)
     with open_channel(pool.target) as channel:

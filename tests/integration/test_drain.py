@@ -48,7 +48,7 @@ def test_a_drained_replica_finishes_its_requests_and_leaves(
             until(lambda: "is leaving" in engines[0].refuse_reason)
             assert not agent.is_ready
             assert "draining for" in weft(pool, "status")
-            assert str(publisher.push_adapter(peft_of(Model()), "math")) == "math@1"
+            assert str(publisher.push_adapter(peft_of(Model()), "math").version) == "math@1"
             assert (engines[0].aliases, engines[1].aliases) == ({}, {"math": 1})
             assert not gone.done()
             assert not command.done()
@@ -93,7 +93,7 @@ def test_a_transfer_under_way_is_finished_first(
         until(lambda: engines[0].refuse_reason)
         assert not gone.done()
         may_load.set()
-        assert str(push.result(60)) == "math@1"
+        assert str(push.result(60).version) == "math@1"
         assert gone.result(60) == "drained: told to stop"
     assert engines[0].aliases == {"math": 1}
 

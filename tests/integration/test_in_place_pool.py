@@ -74,9 +74,7 @@ def test_one_that_is_lost_midway_does_not_cost_the_others_their_weights(pool: Po
     add(pool, "replica-1")
     at_bucket(engine, 2, lambda: pool.remove_replica("replica-1"))
     with trainer(pool) as publisher:
-        publisher.push_base(Model(1), require="all")
-        report = publisher.last_report
-    assert report is not None
+        report = publisher.push_base(Model(1), require="all").report
     assert report.num_replicas == 1
     assert same(engine.base, weights(Model(1)))
 

@@ -15,7 +15,7 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
-from trainer_side import Publisher
+from trainer_side import Publisher, PushResult
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import LoadFailedError, WeftError
 from weft_rl.contract.names import PolicyVersion
@@ -65,7 +65,7 @@ def trainer(pool: Pool, **settings: Any) -> Publisher:
     return Publisher(pool.target, trainer_id="trainer-a", **settings)
 
 
-def begin(publisher: Publisher, model: Model) -> Future[PolicyVersion]:
+def begin(publisher: Publisher, model: Model) -> Future[PushResult]:
     """Push in a thread of its own, which ends with the push."""
     threads = ThreadPoolExecutor(1)
     push = threads.submit(publisher.push_base, model)

@@ -1,4 +1,4 @@
-"""``push_base(named_tensors=)`` over a real coordinator, real gRPC and gloo; doubles of engines."""
+"""``push_tensors`` over a real coordinator, real gRPC and gloo; doubles of engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, same, until, weights
-from trainer_side import Publisher
+from trainer_side import Publisher, PushOptions
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -62,22 +62,21 @@ def test_tensors_may_come_in_any_order(
     pool: Pool, engines: list[EngineDouble], publisher: Publisher
 ) -> None:
     for number, order in enumerate((None, 1, 2, 3), 1):
-        version = publisher.push_base(named_tensors=iter(pairs_of(number, order)))
+        version, report = publisher.push_tensors(iter(pairs_of(number, order)))
         assert str(version) == f"base@{number}"
         assert served(engines, number)
-    assert publisher.last_report is not None
-    assert publisher.last_report.source == "named tensors"
-    assert publisher.last_report.num_replicas == 2
+    assert report.source == "named tensors"
+    assert report.num_replicas == 2
 
 
 def test_what_is_staged_and_its_digest_do_not_depend_on_the_order(
     pool: Pool, engines: list[EngineDouble], publisher: Publisher
 ) -> None:
     for order in (None, 7):
-        publisher.push_base(named_tensors=pairs_of(1, order))
+        publisher.push_tensors(pairs_of(1, order))
     first, second = content_digest(pool, 1), content_digest(pool, 2)
     assert first == second != ""
-    publisher.push_base(named_tensors=pairs_of(2, 7))
+    publisher.push_tensors(pairs_of(2, 7))
     assert content_digest(pool, 3) != first
 
 
@@ -86,12 +85,12 @@ def test_a_replica_that_comes_later_clones_what_came_in_no_order(
 ) -> None:
     first = EngineDouble(weights(Model()), retain_base=1)
     pool.add_replica("replica-0", first)
-    publisher.push_base(named_tensors=pairs_of(1, 5))
+    publisher.push_tensors(pairs_of(1, 5))
     late = EngineDouble(weights(Model()), retain_base=1)
     pool.add_replica("replica-1", late)
     until(lambda: same(late.base, weights(Model(1))))
     publisher.push_base(Model(2))  # the same group carries either kind
-    publisher.push_base(named_tensors=pairs_of(3, 6))
+    publisher.push_tensors(pairs_of(3, 6))
     assert served([first, late], 3)
 
 
@@ -110,9 +109,7 @@ def reusing_one_buffer(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 def test_each_tensor_is_copied_before_the_next_is_asked_for(
     engines: list[EngineDouble], publisher: Publisher, metadata: bool
 ) -> None:
-    publisher.push_base(
-        named_tensors=reusing_one_buffer(4), metadata=weights(Model(4)) if metadata else None
-    )
+    publisher.push_tensors(reusing_one_buffer(4), metadata=weights(Model(4)) if metadata else None)
     assert served(engines, 4)
 
 
@@ -125,8 +122,8 @@ def test_a_function_that_makes_an_iterator_is_called_once_a_push(
         made.append(1)
         return reusing_one_buffer(5)
 
-    publisher.push_base(named_tensors=make)
-    publisher.push_base(named_tensors=make)
+    publisher.push_tensors(make)
+    publisher.push_tensors(make)
     assert len(made) == 2
     assert served(engines, 5)
 
@@ -137,7 +134,7 @@ def test_a_state_dict_views_and_other_dtypes_are_taken(
     given = {name: tensor.double() for name, tensor in weights(Model(6)).items()}
     name = "layers.0.q_proj.weight"
     given[name] = given[name].t().contiguous().t()  # of other strides
-    publisher.push_base(named_tensors=given)
+    publisher.push_tensors(given)
     assert served(engines, 6)
 
 
@@ -154,7 +151,10 @@ def extra(pairs: Pairs) -> Pairs:
 
 
 WRONG: dict[str, tuple[Callable[[Pairs], Pairs], str]] = {
-    "missing": (lambda p: without(p, 3), "'layers.0.v_proj.weight' is missing: named_tensors"),
+    "missing": (
+        lambda p: without(p, 3),
+        "'layers.0.v_proj.weight' is missing: the iterator ended after",
+    ),
     "nothing": (lambda p: [], r"'embed.weight' is missing \(and 12 more\)"),
     "extra": (extra, "'another.weight' is not a tensor of the served model"),
     "extra at first": (lambda p: extra(p)[::-1], "'another.weight' is not a tensor"),
@@ -177,10 +177,10 @@ def test_what_is_not_the_served_models_fails_and_nothing_changes(
 ) -> None:
     spoil, message = WRONG[wrong]
     with pytest.raises(InvalidManifestError, match=message):
-        publisher.push_base(named_tensors=iter(spoil(pairs_of(1))))
+        publisher.push_tensors(iter(spoil(pairs_of(1))))
     assert served(engines, 0)
     until(lambda: all(engine.store.usage().staging_bytes == 0 for engine in engines))
-    publisher.push_base(named_tensors=pairs_of(2, 1))  # the next is none the worse
+    publisher.push_tensors(pairs_of(2, 1))  # the next is none the worse
     assert served(engines, 2)
 
 
@@ -192,7 +192,7 @@ def test_metadata_is_refused_before_a_tensor_is_asked_for(
         raise AssertionError("asked for a tensor")
 
     with pytest.raises(WeftError) as caught:
-        publisher.push_base(named_tensors=never, metadata=WRONG[wrong][0](pairs_of(1)))
+        publisher.push_tensors(never, metadata=WRONG[wrong][0](pairs_of(1)))
     assert caught.value.reason == "INVALID_MANIFEST"
     assert served(engines, 0)
 
@@ -202,11 +202,9 @@ def test_what_is_not_as_metadata_said_fails(
     engines: list[EngineDouble], publisher: Publisher, wrong: str
 ) -> None:
     with pytest.raises(InvalidManifestError):
-        publisher.push_base(
-            named_tensors=iter(WRONG[wrong][0](pairs_of(1))), metadata=weights(Model())
-        )
+        publisher.push_tensors(iter(WRONG[wrong][0](pairs_of(1))), metadata=weights(Model()))
     assert served(engines, 0)
-    publisher.push_base(named_tensors=iter(pairs_of(2)), metadata=weights(Model()))
+    publisher.push_tensors(iter(pairs_of(2)), metadata=weights(Model()))
     assert served(engines, 2)
 
 
@@ -215,8 +213,8 @@ def test_a_dtype_is_not_cast_unless_it_may_be(
 ) -> None:
     half = changed(pairs_of(1), 1, lambda t: t.bfloat16())
     with pytest.raises(InvalidManifestError, match=r"is bfloat16, .* takes float32: push with"):
-        publisher.push_base(named_tensors=half, cast=False)
-    publisher.push_base(named_tensors=half)
+        publisher.push_tensors(half, options=PushOptions(cast=False))
+    publisher.push_tensors(half)
     assert torch.equal(engines[0].base[half[1][0]], half[1][1].float())
 
 
@@ -229,13 +227,13 @@ def test_a_tied_duplicate_is_dropped_if_it_is_equal(
     at = {"first": 0, "last": len(pairs), "behind it": 1}[place]
     tied = [*pairs[:at], ("lm_head.weight", pairs[0][1].clone()), *pairs[at:]]
     said = tied if metadata else None
-    publisher.push_base(named_tensors=iter(tied), metadata=said)
+    publisher.push_tensors(iter(tied), metadata=said)
     assert served(engines, 1)
     off = tied[at][1].clone()
     off[49, 31] += 0.001
     unequal = [*pairs[:at], ("lm_head.weight", off), *pairs[at:]]
     with pytest.raises(InvalidManifestError, match=r"nor equal to 'embed\.weight'"):
-        publisher.push_base(named_tensors=iter(unequal), metadata=said)
+        publisher.push_tensors(iter(unequal), metadata=said)
     assert served(engines, 1)
 
 
@@ -252,20 +250,20 @@ def test_what_the_iterator_raises_is_raised_and_nothing_changes(
         raise Boom("the gather failed")
 
     with pytest.raises(Boom, match="the gather failed"):
-        publisher.push_base(named_tensors=failing())
+        publisher.push_tensors(failing())
     assert served(engines, 0)
-    publisher.push_base(named_tensors=pairs_of(2))
+    publisher.push_tensors(pairs_of(2))
     assert served(engines, 2)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Model(), "named_tensors=Model: give an iterator"),
-        ("weights", "named_tensors=str: give an iterator"),
-        (7, "named_tensors=int: give an iterator"),
-        (lambda: 7, "named_tensors=int: give an iterator"),
-        ([1], "gave int: it must give pairs"),
+        (Model(), "push_tensors takes an iterator of .*, not Model"),
+        ("weights", "push_tensors takes an iterator of .*, not str"),
+        (7, "push_tensors takes an iterator of .*, not int"),
+        (lambda: 7, "push_tensors takes an iterator of .*, not int"),
+        ([1], "given int by the iterator: it must give pairs"),
         ([("embed.weight", 3)], "a pair of str and int"),
         ([("embed.weight", torch.ones(50, 32, device="meta"))], "is not here whole"),
     ],
@@ -274,15 +272,8 @@ def test_what_is_no_iterator_of_named_tensors_is_refused(
     engines: list[EngineDouble], publisher: Publisher, given: Any, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        publisher.push_base(named_tensors=given)
+        publisher.push_tensors(given)
     assert served(engines, 0)
-
-
-def test_a_model_and_named_tensors_are_one_too_many(publisher: Publisher) -> None:
-    with pytest.raises(InvalidRequestError, match="not both"):
-        publisher.push_base(Model(), named_tensors=[])
-    with pytest.raises(InvalidRequestError, match="give a model, a directory, or named_tensors="):
-        publisher.push_base()
 
 
 def test_refusals_of_the_pool_come_before_a_tensor_is_asked_for(
@@ -293,7 +284,7 @@ def test_refusals_of_the_pool_come_before_a_tensor_is_asked_for(
 
     pool.add_replica("small", EngineDouble(weights(Model()), staging_capacity_bytes=100))
     with pytest.raises(WeftError) as caught:
-        publisher.push_base(named_tensors=never)
+        publisher.push_tensors(never)
     assert caught.value.reason == "STAGING_FULL"
 
 
@@ -305,7 +296,9 @@ def test_what_is_not_finite_ends_it_by_name(
         return tensor
 
     with pytest.raises(NotFiniteError, match=r"'embed\.weight' holds"):
-        publisher.push_base(named_tensors=changed(pairs_of(1), 0, spoil)[::-1], check_finite=True)
+        publisher.push_tensors(
+            changed(pairs_of(1), 0, spoil)[::-1], options=PushOptions(check_finite=True)
+        )
     assert served(engines, 0)
 
 
@@ -318,18 +311,18 @@ def test_a_replica_that_loads_in_place_must_know_the_order(
     pool.add_replica("replica-0", staged)
     pool.add_replica("replica-1", in_place)
     with pytest.raises(UnsupportedError, match=r"'replica-1' loads .* \(metadata=\)"):
-        publisher.push_base(named_tensors=pairs_of(1))
+        publisher.push_tensors(pairs_of(1))
     order = pairs_of(1, 3)
     meta = [(name, tensor.to("meta")) for name, tensor in order]
-    publisher.push_base(named_tensors=iter(order), metadata=meta)
+    publisher.push_tensors(iter(order), metadata=meta)
     assert served([staged, in_place], 1)
 
 
 def test_replicas_that_are_too_old_are_named(pool: Pool, publisher: Publisher) -> None:
     pool.add_replica("old", EngineDouble(weights(Model()), takes_runs=False))
     with pytest.raises(UnsupportedError, match="'old' is too old"):
-        publisher.push_base(named_tensors=pairs_of(1))
-    publisher.push_base(named_tensors=pairs_of(1), metadata=pairs_of(1))
+        publisher.push_tensors(pairs_of(1))
+    publisher.push_tensors(pairs_of(1), metadata=pairs_of(1))
 
 
 def test_survivors_get_the_rest_though_it_cannot_be_read_again(
@@ -349,10 +342,9 @@ def test_survivors_get_the_rest_though_it_cannot_be_read_again(
         pool.target, trainer_id="trainer-a", timeout_seconds=20, bucket_bytes=BUCKET_BYTES,
         require=1,
     ) as publisher:  # fmt: skip
-        publisher.push_base(named_tensors=losing())
+        report = publisher.push_tensors(losing()).report
         assert lost == [8]
-        assert publisher.last_report is not None
-        assert publisher.last_report.num_replicas == 1
+        assert report.num_replicas == 1
     assert same(engines[0].base, weights(Model(3)))
     assert served(engines[1:], 0)
 
@@ -367,7 +359,7 @@ def test_without_a_survivor_the_push_fails_by_name(
             yield pair
 
     with pytest.raises(PeerUnavailableError, match="replica-1"):
-        publisher.push_base(named_tensors=losing(), require="all")
+        publisher.push_tensors(losing(), require="all")
     assert served(engines, 0)
 
 
@@ -387,12 +379,12 @@ def test_without_anybody_left_only_what_can_be_read_again_is_begun_again(
             yield pair
 
     if is_function:
-        publisher.push_base(named_tensors=losing)
+        report = publisher.push_tensors(losing).report
         assert len(made) == 2
-        assert any("begun again" in each for each in publisher.last_report.remarks)
+        assert any("begun again" in each for each in report.remarks)
     else:
         with pytest.raises(PeerUnavailableError, match="give a function that makes the iterator"):
-            publisher.push_base(named_tensors=losing())
+            publisher.push_tensors(losing())
 
 
 def test_other_names_altogether_are_not_taken_for_tied(
@@ -406,7 +398,7 @@ def test_other_names_altogether_are_not_taken_for_tied(
             yield asked[-1], torch.zeros(32, 32)
 
     with pytest.raises(InvalidManifestError, match=r"'module\.16' is not a tensor"):
-        publisher.push_base(named_tensors=prefixed)
+        publisher.push_tensors(prefixed)
     assert len(asked) == 17
 
 
@@ -428,9 +420,9 @@ def test_a_push_that_fails_at_once_does_not_keep_the_next_one_waiting(
 
     monkeypatch.setattr(Attendance, "__init__", join)
     with pytest.raises(InvalidManifestError, match=r"'another\.weight'"):
-        publisher.push_base(named_tensors=extra(pairs_of(1))[::-1])
+        publisher.push_tensors(extra(pairs_of(1))[::-1])
     monkeypatch.setattr(Attendance, "__init__", real)
     began = time.monotonic()
-    publisher.push_base(named_tensors=pairs_of(2))
+    publisher.push_tensors(pairs_of(2))
     assert time.monotonic() - began < 8
     assert served(engines, 2)

@@ -39,14 +39,15 @@ from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publisher):
     model = peft_of(Model())
     first = lora(model)
-    assert str(publisher.push_adapter(model, "math")) == "math@1"
+    assert str(publisher.push_adapter(model, "math").version) == "math@1"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(1)
-    assert str(publisher.push_adapter(model, "math")) == "math@2"
+    assert str(publisher.push_adapter(model, "math").version) == "math@2"
     base = Model(seed=5)
-    assert str(publisher.push_base(base)) == "base@1"
+    version, report = publisher.push_base(base)
+    assert str(version) == "base@1"
     for engine in engines:
         assert same(engine.adapter("math@1"), first)
         assert same(engine.adapter("math@2"), lora(model))
@@ -54,8 +55,8 @@ def test_adapters_and_bases_arrive_bitwise_on_every_replica(pool, engines, publi
     for agent in pool.agents.values():
         assert agent.serving.vector.base == 1
         assert agent.serving.vector.adapters == {"math": AdapterVersions((1, 2), 2)}
-    assert publisher.last_report.num_replicas == 2
-    assert publisher.last_report.total_bytes > 0
+    assert report.num_replicas == 2
+    assert report.total_bytes > 0
     assert not dist.is_initialized()
 
 
@@ -136,9 +137,9 @@ def test_a_publisher_that_leaves_takes_its_group_with_it(pool, engines, backend)
         with Publisher(
             pool.target, trainer_id="trainer-a", timeout_seconds=20, backend=backend
         ) as publisher:
-            publisher.push_base(Model(seed=1))
-            assert publisher.last_report.backend == backend
-            assert publisher.last_report.backend_reason == "chosen by the trainer"
+            report = publisher.push_base(Model(seed=1)).report
+            assert report.backend == backend
+            assert report.backend_reason == "chosen by the trainer"
             assert backend_threads(backend) > before
         until(lambda: backend_threads(backend) <= before)
     finally:
@@ -146,8 +147,7 @@ def test_a_publisher_that_leaves_takes_its_group_with_it(pool, engines, backend)
 
 
 def test_a_pool_on_one_host_is_read_from_by_its_replicas(pool, engines, publisher):
-    publisher.push_base(Model(seed=1))
-    report = publisher.last_report
+    report = publisher.push_base(Model(seed=1)).report
     assert (report.backend, report.backend_reason) == (
         "one-sided",
         "every replica reads this process's memory",
@@ -158,8 +158,7 @@ def test_a_pool_on_one_host_is_read_from_by_its_replicas(pool, engines, publishe
 def test_who_cannot_be_read_is_sent_to_over_gloo(pool, engines, publisher):
     """In the same push, and with the same bytes."""
     engines[1].trials.close()  # as a replica on another host, whose socket is not there
-    publisher.push_base(Model(seed=1))
-    report = publisher.last_report
+    report = publisher.push_base(Model(seed=1)).report
     assert report.backend == "gloo"
     assert "not one-sided: the peer has no socket in" in report.backend_reason
     assert all(same(engine.base, weights(Model(1))) for engine in engines)
@@ -182,17 +181,17 @@ def test_a_replica_that_comes_between_trial_and_begin_is_not_left_out(
         return target
 
     monkeypatch.setattr(PoolClient, "describe", describe)
-    publisher.push_base(Model(seed=1))
-    assert publisher.last_report.backend == "gloo"
-    assert publisher.last_report.num_replicas == 2
-    assert "this push has found" in publisher.last_report.backend_reason
+    report = publisher.push_base(Model(seed=1)).report
+    assert report.backend == "gloo"
+    assert report.num_replicas == 2
+    assert "this push has found" in report.backend_reason
 
 
 def test_versions_go_on_counting_after_the_coordinator_restarts(pool, engines, publisher):
-    assert str(publisher.push_base(Model(1))) == "base@1"
+    assert str(publisher.push_base(Model(1)).version) == "base@1"
     pool.stop_coordinator()
     pool.start_coordinator()
-    assert str(publisher.push_base(Model(2))) == "base@2"
+    assert str(publisher.push_base(Model(2)).version) == "base@2"
     assert same(engines[0].base, weights(Model(2)))
 
 
@@ -211,7 +210,7 @@ def test_out_of_contact_bare_names_are_refused_until_the_coordinator_is_back(
 
 def test_a_push_into_an_empty_pool_waits_for_a_replica(pool, publisher):
     result = {}
-    pusher = threading.Thread(target=lambda: result.update(v=publisher.push_base(Model(1))))
+    pusher = threading.Thread(target=lambda: result.update(v=publisher.push_base(Model(1)).version))
     pusher.start()
     time.sleep(0.3)
     assert pusher.is_alive()
@@ -230,7 +229,7 @@ def test_the_second_trainer_is_told_who_owns_the_policy(pool, engines, publisher
         assert caught.value.metadata["holder"] == "trainer-a"
         assert float(caught.value.metadata["expires_in_seconds"]) > 0
         publisher.close()
-        assert str(other.push_base(Model(2))) == "base@2"
+        assert str(other.push_base(Model(2)).version) == "base@2"
     assert same(engines[0].base, weights(Model(2)))
 
 
@@ -245,31 +244,31 @@ def test_a_second_live_publisher_of_one_trainer_is_told_at_once_and_may_take_ove
         assert here in e.value.message
         assert "takeover=True" in e.value.message
     with Publisher(pool.target, trainer_id="trainer-a", takeover=True) as third:
-        assert str(third.push_base(Model(2))) == "base@2"
+        assert str(third.push_base(Model(2)).version) == "base@2"
         for _ in range(2):  # and it does not take it back
             with pytest.raises(LeaseFencedError, match=here):
                 publisher.push_base(Model(3))
     assert same(engines[0].base, weights(Model(2)))
-    assert str(publisher.push_base(Model(3))) == "base@3"  # the other one has ended
+    assert str(publisher.push_base(Model(3)).version) == "base@3"  # the other one has ended
 
 
 def test_an_adapter_that_the_trainer_does_not_compute_with_is_remarked_on(pool, engines, publisher):
     model = peft_of(Model())
-    publisher.push_adapter(model, "math", base_version=0)
-    assert publisher.last_report.remarks == ()
+    report = publisher.push_adapter(model, "math", base="base@0").report
+    assert report.remarks == ()
     model.add_adapter("other", model.peft_config["default"])
     model.set_adapter("other")
-    publisher.push_adapter(model, "math", base_version=0)
-    (remark,) = publisher.last_report.remarks
+    report = publisher.push_adapter(model, "math", base="base@0").report
+    (remark,) = report.remarks
     assert "'default' was pushed, but the trainer computes with 'other'" in remark
-    publisher.push_adapter(model, "math", adapter_name="other", base_version=0)
-    assert publisher.last_report.remarks == ()
+    report = publisher.push_adapter(model, "math", adapter_name="other", base="base@0").report
+    assert report.remarks == ()
     with model.disable_adapter():
-        publisher.push_adapter(model, "math", adapter_name="other", base_version=0)
-        (remark,) = publisher.last_report.remarks
+        report = publisher.push_adapter(model, "math", adapter_name="other", base="base@0").report
+        (remark,) = report.remarks
         assert "adapters are disabled in the trainer" in remark
-        publisher.push_merged(model, adapter_name="other")
-        assert publisher.last_report.remarks == (remark,)
+        report = publisher.push_merged(model, adapter_name="other").report
+        assert report.remarks == (remark,)
 
 
 def _checkpoint(model: Model, path: Path) -> Checkpoint:
@@ -296,19 +295,19 @@ def test_the_very_bytes_of_base_0_pushed_again_are_no_other_base(
         return next(p for p in listed if p.policy == "math").over_another_base
 
     with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:
-        publisher.push_adapter(model, "math", on_base_change="refuse")  # waits for the digest
+        publisher.push_adapter(model, "math", base="same")  # waits for the digest
         other.push_base(Model(2))
         assert is_over_another_base()
-        assert str(other.push_base(Model(1))) == "base@2"
+        assert str(other.push_base(Model(1)).version) == "base@2"
         assert not is_over_another_base()
-        publisher.push_adapter(model, "math", on_base_change="refuse")
-        assert publisher.last_report.remarks == ()
+        report = publisher.push_adapter(model, "math", base="same").report
+        assert report.remarks == ()
         other.push_base(Model(3))
         assert is_over_another_base()
-        publisher.push_adapter(model, "math")
-        assert publisher.last_report.remarks == ("trained on base@0, served over base@3",)
+        report = publisher.push_adapter(model, "math").report
+        assert report.remarks == ("trained on base@0, served over base@3",)
         # In place of a base that was pushed, too: base@4 is base@1 again.
-        publisher.push_adapter(model, "math", base_version=1)
+        publisher.push_adapter(model, "math", base="base@1")
         assert is_over_another_base()
         other.push_base(Model(2))
         assert not is_over_another_base()
@@ -324,28 +323,28 @@ def test_which_base_an_adapter_was_trained_on_is_said_and_refused_where_that_is_
     pool.add_replica("told", engine)  # it binds what base@0 is
     model = peft_of(base)
     with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:
-        publisher.push_adapter(model, "math", on_base_change="refuse")  # waits for the digest
-        assert publisher.last_report.remarks == ()
+        report = publisher.push_adapter(model, "math", base="same").report  # waits for the digest
+        assert report.remarks == ()
         other.push_base(Model(2))
-        publisher.push_adapter(model, "math")
-        (remark,) = publisher.last_report.remarks
+        report = publisher.push_adapter(model, "math").report
+        (remark,) = report.remarks
         assert remark == "trained on base@0, served over base@1"
-        publisher.push_adapter(model, "math", on_base_change="ignore")
-        assert publisher.last_report.remarks == ()
+        report = publisher.push_adapter(model, "math", base="any").report
+        assert report.remarks == ()
         with pytest.raises(BaseMismatchError, match="trained on base@0, the pool serves base@1"):
-            publisher.push_adapter(model, "math", on_base_change="refuse")
-        with pytest.raises(BaseMismatchError, match="say base_version="):
-            publisher.push_adapter(peft_of(Model()), "math", on_base_change="refuse")
-        publisher.push_adapter(peft_of(Model()), "math", base_version=1, on_base_change="refuse")
-        assert publisher.last_report.remarks == ()
-        publisher.push_adapter(peft_of(Model()), "math")
-        (remark,) = publisher.last_report.remarks
+            publisher.push_adapter(model, "math", base="same")
+        with pytest.raises(BaseMismatchError, match="say base="):
+            publisher.push_adapter(peft_of(Model()), "math", base="same")
+        report = publisher.push_adapter(peft_of(Model()), "math", base="only base@1").report
+        assert report.remarks == ()
+        report = publisher.push_adapter(peft_of(Model()), "math").report
+        (remark,) = report.remarks
         assert remark.startswith("trained on base@?, served over base@1: its base does not say")
     merged = peft_of(Model(4))
     with Publisher(pool.target, trainer_id="other", timeout_seconds=30) as other:
         other.push_merged(merged)  # base@2: the same model, as this publisher pushed it
-        other.push_adapter(merged, "more", on_base_change="refuse")
-        assert other.last_report.remarks == ()
+        report = other.push_adapter(merged, "more", base="same").report
+        assert report.remarks == ()
 
 
 def test_versions_beyond_the_retention_are_dropped_unless_in_use(tmp_path):

@@ -21,7 +21,7 @@ import trainer_side.pool.client
 import weft_rl.transport.member
 from tests.doubles.engine import EngineDouble
 from tests.integration.models import Model, peft_of, same, until, weights
-from trainer_side import Publisher
+from trainer_side import Publisher, PushOptions
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidRequestError,
@@ -30,6 +30,8 @@ from weft_rl.contract.errors import (
     PeerUnavailableError,
     TransferTimeoutError,
 )
+
+FINITE = PushOptions(check_finite=True)
 
 
 @pytest.mark.parametrize("late", ["before it forms", "as it attends"])
@@ -63,9 +65,10 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
         return sender
 
     monkeypatch.setattr(trainer_side.pool.client, "Sender", slow)
-    assert str(publisher.push_base(Model(1), require=1)) == "base@1"
+    version, report = publisher.push_base(Model(1), require=1)
+    assert str(version) == "base@1"
     assert lost
-    assert publisher.last_report.num_replicas == 1
+    assert report.num_replicas == 1
     assert same(engines[0].base, weights(Model(1)))
 
 
@@ -78,9 +81,9 @@ def _nan(model):
 def test_a_base_that_holds_nan_is_given_up_and_nothing_changes(pool, engines, publisher):
     publisher.push_base(Model(1))
     with pytest.raises(NotFiniteError, match=r"'layers.1.v_proj.bias' holds NaN"):
-        publisher.push_base(_nan(Model(2)), check_finite=True)
+        publisher.push_base(_nan(Model(2)), options=FINITE)
     assert same(engines[0].base, weights(Model(1)))
-    publisher.push_base(Model(3), check_finite=True)
+    publisher.push_base(Model(3), options=FINITE)
     assert same(engines[0].base, weights(Model(3)))
     assert engines[0].store.usage().staging_bytes == 0
 
@@ -103,7 +106,7 @@ def test_corrupted_bytes_are_data_loss_and_are_served_nowhere(
         assert same(engine.base, weights(Model(1)))
         until(lambda engine=engine: engine.store.usage().staging_bytes == 0)
     # The failed version is never reused.
-    assert str(publisher.push_base(Model(3))) == "base@3"
+    assert str(publisher.push_base(Model(3)).version) == "base@3"
     assert same(engines[1].base, weights(Model(3)))
 
 
@@ -117,7 +120,7 @@ def test_an_interrupted_push_says_where_it_was_called_and_no_more(pool, engines,
     with pytest.raises(KeyboardInterrupt, match="a push of base was interrupted") as caught:
         publisher.push_base(Interrupted(1))
     assert len(traceback.format_exception(caught.value)) <= 5
-    assert str(publisher.push_base(Model(2))) == "base@1"
+    assert str(publisher.push_base(Model(2)).version) == "base@1"
 
 
 def test_what_a_refused_push_and_a_good_one_log(pool, engines, publisher, caplog):
@@ -158,7 +161,7 @@ def test_a_source_that_fails_midway_fails_the_push_for_all(pool, engines, publis
             publisher.push_base(model)
     finally:
         trainer_side.packing.packer.Packer.pack = read
-    assert str(publisher.push_base(model)) == "base@3"
+    assert str(publisher.push_base(model).version) == "base@3"
 
 
 def test_a_load_that_fails_everywhere_is_told_to_the_trainer(pool, engines, publisher):
@@ -166,7 +169,7 @@ def test_a_load_that_fails_everywhere_is_told_to_the_trainer(pool, engines, publ
         engine.fail_next_load = LoadFailedError("out of slots")
     with pytest.raises(LoadFailedError, match="out of slots"):
         publisher.push_adapter(peft_of(Model()), "math")
-    assert publisher.push_adapter(peft_of(Model()), "math").version == 2
+    assert publisher.push_adapter(peft_of(Model()), "math").version.version == 2
 
 
 def test_a_replica_that_fails_to_load_leaves_service_and_returns_with_the_next_push(
@@ -206,8 +209,9 @@ def restart_coordinator(pool):
 @pytest.mark.parametrize("require", [1, "all"])
 def test_a_coordinator_that_is_restarted_in_mid_push_ends_no_push(pool, engines, require):
     with striking(pool, lambda: restart_coordinator(pool), require=require) as publisher:
-        assert publisher.push_base(Model(1)).version > 1, "the first number was used"
-        (remark,) = (r for r in publisher.last_report.remarks if "begun again" in r)
+        version, report = publisher.push_base(Model(1))
+        assert version.version > 1, "the first number was used"
+        (remark,) = (r for r in report.remarks if "begun again" in r)
         assert "restarted" in remark or "dropped" in remark
     until(lambda: all(same(engine.base, weights(Model(1))) for engine in engines))
 
@@ -224,9 +228,10 @@ def test_a_push_waits_for_a_replica_where_none_is_left(pool):
 
     timers = []
     with striking(pool, lose_the_only_one) as publisher:
-        assert str(publisher.push_base(Model(1))) == "base@2"
-        assert publisher.last_report.num_replicas == 1
-        (remark,) = publisher.last_report.remarks
+        version, report = publisher.push_base(Model(1))
+        assert str(version) == "base@2"
+        assert report.num_replicas == 1
+        (remark,) = report.remarks
         assert remark.startswith("begun again, for replica-0 is gone")
     timers[0].join()
     assert same(after.base, weights(Model(1)))
@@ -249,7 +254,7 @@ def test_what_cannot_be_read_twice_is_not_begun_twice(pool):
     with striking(pool, lose) as publisher:
         began = time.monotonic()
         with pytest.raises(PeerUnavailableError, match="replica-0 is gone") as caught:
-            publisher.push_base(named_tensors=Model(1).named_parameters())
+            publisher.push_tensors(Model(1).named_parameters())
         assert caught.value.reason == "PEER_GONE"
         assert "cannot be read again" in caught.value.message
         assert time.monotonic() - began < 10
@@ -260,7 +265,7 @@ def test_all_means_all_and_is_final(pool, engines):
     with striking(pool, lose, require="all") as publisher:
         with pytest.raises(PeerUnavailableError, match="replica-1 is gone"):
             publisher.push_base(Model(1))
-        assert str(publisher.push_base(Model(2))) == "base@2"
+        assert str(publisher.push_base(Model(2)).version) == "base@2"
 
 
 # -- interrupts ------------------------------------------------------------------------------
@@ -343,7 +348,7 @@ def _nested(publisher, adapter):
     for call in (
         lambda: publisher.push_adapter(adapter, "math"),
         lambda: publisher.push_base_async(Model(2)),
-        publisher.sleep_rollouts,
+        lambda: publisher.rollouts_asleep().__enter__(),
         publisher.close,
     ):
         with pytest.raises(InvalidRequestError, match="from within a push"):
@@ -374,7 +379,7 @@ def test_a_push_from_within_a_push_is_refused_at_once(where, pool, engines):
         elif where == "progress of a push beside":
             publisher.push_base_async(Model(1)).result(20)
         elif where == "tensors":
-            publisher.push_base(named_tensors=tensors)
+            publisher.push_tensors(tensors)
         else:
             before = signal.signal(signal.SIGUSR1, nest)
             try:
@@ -385,7 +390,7 @@ def test_a_push_from_within_a_push_is_refused_at_once(where, pool, engines):
                             os.kill(os.getpid(), signal.SIGUSR1)
                         yield pair
 
-                publisher.push_base(named_tensors=signalling)
+                publisher.push_tensors(signalling)
             finally:
                 signal.signal(signal.SIGUSR1, before)
         assert took, "it was tried"
@@ -416,7 +421,7 @@ def test_a_push_behind_another_has_its_time_from_its_call_on(pool, engines):
         go_on.set()
         slow.join()
         beside.result(20)
-        assert str(publisher.push_adapter(adapter, "math")) == "math@1"
+        assert str(publisher.push_adapter(adapter, "math").version) == "math@1"
 
 
 def _said_by_a_child(publisher):
@@ -429,7 +434,7 @@ def _said_by_a_child(publisher):
             lambda: publisher.push_base(Model(2)),
             lambda: publisher.push_base_async(Model(2)),
             lambda: publisher.wanted,
-            publisher.wake_rollouts,
+            lambda: publisher.rollouts_asleep().__enter__(),
             publisher.close,
         ):
             try:
@@ -456,4 +461,4 @@ def test_a_forked_process_is_told_at_once_that_the_publisher_is_its_parents(pool
         for _ in range(10):
             publisher.push_base(Model(1))
             assert _said_by_a_child(publisher) == (bytes([1] * 5), 0)
-        assert str(publisher.push_base(Model(3))) == "base@11"
+        assert str(publisher.push_base(Model(3)).version) == "base@11"

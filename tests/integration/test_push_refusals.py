@@ -33,7 +33,7 @@ def test_minimum_number_of_replicas(pool, engines, publisher):
     with pytest.raises(PeerUnavailableError) as caught:
         publisher.push_base(Model(1), require=3, timeout_seconds=0.7)
     assert caught.value.reason == "POOL_EMPTY"
-    assert str(publisher.push_base(Model(1), require=2)) == "base@1"
+    assert str(publisher.push_base(Model(1), require=2).version) == "base@1"
 
 
 def _without(model):
@@ -73,7 +73,7 @@ def test_a_base_that_does_not_fit_is_refused_and_nothing_changes(
         publisher.push_base(spoil(Model(2)))
     assert same(engines[0].base, weights(Model(1)))
     assert engines[0].store.usage().staging_bytes == 0
-    assert str(publisher.push_base(Model(3))) == "base@2"  # no version was burned
+    assert str(publisher.push_base(Model(3)).version) == "base@2"  # no version was burned
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_adapters_that_vllm_cannot_serve_are_refused_at_begin(
     with pytest.raises(InvalidAdapterError, match=words):
         publisher.push_adapter(peft_of(Model(), **settings), "math")
     assert pool.agents["replica-0"].serving.vector.adapters == {}
-    assert str(publisher.push_adapter(peft_of(Model()), "math")) == "math@1"
+    assert str(publisher.push_adapter(peft_of(Model()), "math").version) == "math@1"
 
 
 def test_adapter_for_another_base(pool, engines, publisher):
@@ -115,7 +115,7 @@ def test_an_adapter_store_without_room_refuses_before_a_byte_moves(tmp_path):
             with pytest.raises(CapacityError, match="replica-0") as caught:
                 publisher.push_adapter(peft_of(Model()), "math")
             assert caught.value.reason == "STAGING_FULL"
-            assert str(publisher.push_base(Model(1))) == "base@1"
+            assert str(publisher.push_base(Model(1)).version) == "base@1"
 
 
 def test_another_base_model_is_refused_at_registration(pool, engines):

@@ -43,7 +43,7 @@ _UNIT = torch.finfo(torch.float32).eps
 
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "tp", "zero1", "zero2", "zero3")
 
-#: What ``last_report`` says was found.
+#: What the report says was found.
 FOUND = {
     "ddp": "DDP", "fsdp1": "FSDP1", "fsdp1_flat": "FSDP1", "fsdp2": "FSDP2", "tp": "FSDP2",
     "zero1": "DeepSpeed", "zero2": "DeepSpeed", "zero3": "DeepSpeed ZeRO-3",
@@ -552,8 +552,8 @@ def test_rank_0_alone_may_give_named_tensors(engine, trainer, tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"stop": [5, -1]}, "named_tensors ended on one rank of this trainer and not on another"),
-        ({"stop": [-1, 5]}, "named_tensors ended on one rank of this trainer and not on another"),
+        ({"stop": [5, -1]}, "push_tensors ended on one rank of this trainer and not on another"),
+        ({"stop": [-1, 5]}, "push_tensors ended on one rank of this trainer and not on another"),
         ({"stop": [5, 5]}, "is missing"),
         ({"fail": [-1, 5]}, "out of memory"),
         ({"fail": [5, -1]}, "out of memory"),

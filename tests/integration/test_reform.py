@@ -69,16 +69,17 @@ def publisher_that_loses(replicas, victim, signum, **settings):
 def test_survivors_go_on_after_a_kill(replicas, victim):
     survivors = sorted(set(replicas.processes) - {victim})
     with publisher_that_loses(replicas, victim, signal.SIGKILL, require=2) as publisher:
-        assert str(publisher.push_base(model(1.0))) == "base@1"
-        assert publisher.last_report.num_replicas == 2
-        (remark,) = publisher.last_report.remarks
+        version, report = publisher.push_base(model(1.0))
+        assert str(version) == "base@1"
+        assert report.num_replicas == 2
+        (remark,) = report.remarks
         assert remark.startswith(f"{victim} does not serve it: it was lost before the commit")
         for name in survivors:
             served = replicas.ask(name)
             assert (served["base"], served["firsts"], served["is_whole"]) == (1, [1.0], True)
         # The group of the survivors is kept; nothing of the old one is left behind.
         epoch = publisher._pushing._client._sender.ticket.epoch
-        assert str(publisher.push_base(model(2.0))) == "base@2"
+        assert str(publisher.push_base(model(2.0)).version) == "base@2"
         assert publisher._pushing._client._sender.ticket.epoch == epoch
         for name in survivors:
             served = replicas.ask(name)
@@ -94,7 +95,7 @@ def test_require_all_fails_by_name_and_the_next_push_succeeds(replicas):
         assert caught.value.metadata["member"] == "replica-1"
         for name in ("replica-0", "replica-2"):
             assert replicas.ask(name)["base"] == 0
-        assert str(publisher.push_base(model(2.0))) == "base@2"
+        assert str(publisher.push_base(model(2.0)).version) == "base@2"
         for name in ("replica-0", "replica-2"):
             served = replicas.ask(name)
             assert (served["firsts"], served["staging_bytes"]) == ([2.0], 0)
@@ -103,7 +104,7 @@ def test_require_all_fails_by_name_and_the_next_push_succeeds(replicas):
 def test_survivors_go_on_without_a_replica_that_stopped(replicas):
     """SIGSTOP breaks no connection: silence is what tells."""
     with publisher_that_loses(replicas, "replica-1", signal.SIGSTOP) as publisher:  # the default
-        assert str(publisher.push_base(model(1.0))) == "base@1"
+        assert str(publisher.push_base(model(1.0)).version) == "base@1"
         for name in ("replica-0", "replica-2"):
             served = replicas.ask(name)
             assert (served["base"], served["firsts"], served["is_whole"]) == (1, [1.0], True)
@@ -111,7 +112,7 @@ def test_survivors_go_on_without_a_replica_that_stopped(replicas):
         stale = replicas.ask("replica-1")
         assert (stale["base"], stale["firsts"]) == (0, [0.0])
         # It takes part again, or, heard too late for this push, catches up with it.
-        assert str(publisher.push_base(model(2.0))) == "base@2"
+        assert str(publisher.push_base(model(2.0)).version) == "base@2"
         deadline = time.monotonic() + 15
         while replicas.ask("replica-1")["firsts"] != [2.0]:
             assert time.monotonic() < deadline

@@ -128,7 +128,7 @@ def test_a_whole_pool_comes_back_by_itself(
     until(lambda: is_ready(pool, "replica-9"))
     assert same(late.base, weights(Model(5)))
     with trainer(pool) as publisher:
-        assert str(publisher.push_adapter(adapters["math@1"], "math")) == "math@3"
+        assert str(publisher.push_adapter(adapters["math@1"], "math").version) == "math@3"
 
 
 def test_a_corrupt_version_is_refused_and_nothing_changes(
@@ -279,7 +279,7 @@ def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_
         pool.add_replica("late", double())
         until(lambda: is_back(pool, "late"), 20)
         serves(pool, "late", adapters)
-        assert publisher.push_base(Model(6)) == PolicyVersion("base", 1002)
+        assert publisher.push_base(Model(6)).version == PolicyVersion("base", 1002)
         until(lambda: policy(pool, "math").versions == [1, 2])
         pool.remove_replica("late")
     for name in names:
@@ -296,7 +296,7 @@ def test_a_lost_catalog_is_written_anew_from_what_replicas_hold(pool: Pool, tmp_
     assert isinstance(engine, EngineDouble)
     assert same(engine.base, weights(Model(6)))
     with trainer(pool) as publisher:
-        assert publisher.push_base(Model(5)).version > 1002
+        assert publisher.push_base(Model(5)).version.version > 1002
 
 
 def test_a_file_whose_read_hangs_holds_up_neither_its_replica_nor_a_push(
@@ -324,7 +324,7 @@ def test_a_file_whose_read_hangs_holds_up_neither_its_replica_nor_a_push(
     until(lambda: policy(pool, "code").served_version == 1 and "code" in served(pool), 20)
     assert "math" not in served(pool)
     with trainer(pool) as publisher:
-        assert str(publisher.push_adapter(adapter, "math")) == "math@2"
+        assert str(publisher.push_adapter(adapter, "math").version) == "math@2"
     until(lambda: is_ready(pool, "replica-0"), 20)
     file.write_bytes(b"x")  # ends the read
 

@@ -68,7 +68,7 @@ def test_a_base_goes_back_and_a_push_goes_on(
     for engine in engines:
         assert same(engine.base, weights(Model(1)))
     assert weft(pool, "rollback", "base", "--to", "1") == "base@1 is served already"
-    assert str(publisher.push_base(Model(3))) == "base@3"
+    assert str(publisher.push_base(Model(3)).version) == "base@3"
     for engine in engines:
         assert same(engine.base, weights(Model(3)))
         assert engine.store.retained_bases() == (3, 1)
@@ -92,7 +92,7 @@ def test_an_adapter_goes_back_and_a_push_goes_on(
     until(lambda: _all_serve(pool, 0, math=AdapterVersions((1, 2), 1)))
     assert late.aliases == {"math": 1}
     assert same(late.adapter("math@2"), lora(adapters[1]))
-    assert str(publisher.push_adapter(adapters[2], "math")) == "math@3"
+    assert str(publisher.push_adapter(adapters[2], "math").version) == "math@3"
     until(lambda: _all_serve(pool, 0, math=AdapterVersions((2, 3), 3)))
 
 

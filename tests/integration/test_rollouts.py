@@ -43,7 +43,7 @@ def rollouts(pool: Pool, engines: list[EngineDouble]) -> Iterator[RolloutClient]
 def test_groups_come_whole_with_what_made_them(
     rollouts: RolloutClient, publisher: Publisher
 ) -> None:
-    groups = rollouts.generate([[1, 2], "ab"], sampling=Sampling(num_samples=3, max_tokens=4))
+    groups = rollouts.generate([[1, 2], "ab"], n=3, sampling=Sampling(max_tokens=4))
     assert [group.prompt_token_ids for group in groups] == [[1, 2], [97, 98]]
     assert [group.index for group in groups] == [0, 1]
     for group in groups:
@@ -55,19 +55,18 @@ def test_groups_come_whole_with_what_made_them(
 
 
 def _push(publisher: Publisher, policy: str) -> PolicyVersion:
-    return publisher.push_adapter(peft_of(Model()), policy)
+    return publisher.push_adapter(peft_of(Model()), policy).version
 
 
 def test_versions_are_insisted_on(rollouts: RolloutClient, publisher: Publisher) -> None:
     first, second = _push(publisher, "math"), _push(publisher, "math")
     how = Sampling(max_tokens=2)
     for asked, number in (
-        ({"policy": "math"}, 2),
-        ({"policy": "math@1"}, 1),
-        ({"policy": "math", "exact": first}, 1),
-        ({"policy": "math", "exact": 2}, 2),
-        ({"policy": "math", "min_version": second}, 2),
-        ({"policy": "math", "min_version": 1}, 2),
+        ({"model": "math"}, 2),
+        ({"model": "math@1"}, 1),
+        ({"model": first}, 1),
+        ({"model": "math", "min_version": second}, 2),
+        ({"model": "math", "min_version": "math@1"}, 2),
     ):
         (group,) = rollouts.generate([[1]], sampling=how, **asked)
         (sample,) = group.samples
@@ -80,23 +79,23 @@ def test_samples_over_another_base_say_so(
     rollouts: RolloutClient, publisher: Publisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = peft_of(Model())
-    publisher.push_adapter(model, "math", base_version=0)
-    (group,) = rollouts.generate([[1, 2]], policy="math", exact=1)
+    publisher.push_adapter(model, "math", base="base@0")
+    (group,) = rollouts.generate([[1, 2]], model="math@1")
     assert group.remarks == ()
     publisher.push_base(Model(2))
     remark = "math@1 was trained on base@0, served over base@1"
 
     def remarks() -> tuple[str, ...]:
-        (group,) = rollouts.generate([[1, 2]], policy="math", exact=1)
+        (group,) = rollouts.generate([[1, 2]], model="math@1")
         return group.remarks
 
     until(lambda: remarks() == (remark,))
     assert remarks() == (remark,)
     assert len([text for text in caplog.messages if text.startswith(remark)]) == 1
-    (group,) = rollouts.generate([[1, 2]], policy="base")
+    (group,) = rollouts.generate([[1, 2]], model="base")
     assert group.remarks == ()
-    publisher.push_adapter(model, "math", base_version=1)
-    (group,) = rollouts.generate([[1, 2]], policy="math", exact=2)
+    publisher.push_adapter(model, "math", base="base@1")
+    (group,) = rollouts.generate([[1, 2]], model="math@2")
     assert group.remarks == ()
 
 
@@ -104,8 +103,8 @@ def test_a_version_to_come_is_waited_for(rollouts: RolloutClient, publisher: Pub
     _push(publisher, "math")
     with ThreadPoolExecutor() as threads:
         asked = [
-            threads.submit(rollouts.generate, [[1]], policy="math", **how)
-            for how in ({"exact": 2}, {"min_version": 2})
+            threads.submit(rollouts.generate, [[1]], **how)
+            for how in ({"model": "math@2"}, {"model": "math", "min_version": "math@2"})
         ]
         time.sleep(0.5)
         assert not any(each.done() for each in asked)
@@ -120,17 +119,17 @@ def test_what_never_comes_says_so(rollouts: RolloutClient, publisher: Publisher)
         _push(publisher, "math")
     for asked in ("maht", "maht@3"):
         with pytest.raises(NotFoundError, match=f"nothing here is called {asked}"):
-            rollouts.generate([[1]], policy=asked)
+            rollouts.generate([[1]], model=asked)
     with pytest.raises(
         TransferTimeoutError, match="math@9 or a newer one; the newest of math is @2"
     ):
-        rollouts.generate([[1]], policy="math", min_version=9, timeout_seconds=0.5)
+        rollouts.generate([[1]], model="math", min_version="math@9", timeout_seconds=0.5)
     rollouts.generate([[1]] * 8)  # connected to both: what follows has no time for that
     with pytest.raises(TransferTimeoutError, match=r"math@9 did .*math@9 is not here yet"):
-        rollouts.generate([[1]], policy="math", exact=9, timeout_seconds=1.0)
+        rollouts.generate([[1]], model="math@9", timeout_seconds=1.0)
     publisher.push_base(Model())
     with pytest.raises(NotFoundError, match="base@0 was retired, rolled back or replaced"):
-        rollouts.generate([[1]], exact=0)
+        rollouts.generate([[1]], model="base@0")
 
 
 def test_what_no_replica_may_answer_says_why(
@@ -165,16 +164,14 @@ def test_what_no_replica_may_answer_says_why(
 def test_a_failed_prompt_is_kept_apart_where_asked(
     rollouts: RolloutClient, engines: list[EngineDouble]
 ) -> None:
-    (group,) = rollouts.generate(
-        [[1]], policy="math", sampling=Sampling(num_samples=2), on_error="keep"
-    )
+    (group,) = rollouts.generate([[1]], model="math", n=2, on_error="keep")
     for sample in group.samples:
         assert isinstance(sample.error, NotFoundError)
         assert (len(sample.token_ids), sample.finish_reason) == (0, "abort")
 
 
 def test_prompts_are_spread_and_groups_kept_together(rollouts: RolloutClient) -> None:
-    groups = rollouts.generate([[1]] * 40, sampling=Sampling(num_samples=2, max_tokens=5))
+    groups = rollouts.generate([[1]] * 40, n=2, sampling=Sampling(max_tokens=5))
     used = [group.replica_ids for group in groups]
     assert all(first == second for first, second in used)
     assert {first for first, _ in used} == {"replica-0", "replica-1"}
@@ -217,8 +214,8 @@ def test_a_replica_that_dies_loses_no_sample(
     pool: Pool, engines: list[EngineDouble], rollouts: RolloutClient, publisher: Publisher
 ) -> None:
     _push(publisher, "math")
-    how = Sampling(num_samples=3, max_tokens=3000)
-    asked = _generate_beside(rollouts, policy="math", sampling=how)
+    how = Sampling(max_tokens=3000)
+    asked = _generate_beside(rollouts, model="math", n=3, sampling=how)
     _half_way(engines, 4)
     pool.call(engines[0].stepping.clear)
     _push(publisher, "math")  # what starts again is of the version that it began with
@@ -237,7 +234,7 @@ def test_a_replica_that_stands_still_loses_no_sample(
     with RolloutClient(pool.target, timeout_seconds=20, stall_seconds=0.5) as rollouts:
         pool.call(engines[1].stepping.clear)
         began = time.monotonic()
-        groups = rollouts.generate([[1]] * 4, sampling=Sampling(num_samples=2, max_tokens=3))
+        groups = rollouts.generate([[1]] * 4, n=2, sampling=Sampling(max_tokens=3))
         assert time.monotonic() - began < 10
         assert {name for group in groups for name in group.replica_ids} == {"replica-0"}
         until(lambda: not engines[1].answers)
@@ -251,7 +248,7 @@ def test_a_base_that_changes_is_told_or_refused(
     for engine in engines:
         pool.call(engine.stepping.clear)
     goes_on = _generate_beside(rollouts, sampling=how)
-    ends = _generate_beside(rollouts, sampling=how, exact=0, on_error="keep")
+    ends = _generate_beside(rollouts, model="base@0", sampling=how, on_error="keep")
     until(lambda: sum(len(engine.answers) for engine in engines) == 8)
     for engine in engines:
         pool.call(engine.stepping.set)
@@ -330,9 +327,9 @@ def test_the_last_routes_stand_while_the_coordinator_is_away(
     pool: Pool, rollouts: RolloutClient, publisher: Publisher
 ) -> None:
     _push(publisher, "math")
-    rollouts.generate([[1]], policy="math@1")
+    rollouts.generate([[1]], model="math@1")
     pool.stop_coordinator()
-    (group,) = rollouts.generate([[1]], policy="math@1", sampling=Sampling(max_tokens=1))
+    (group,) = rollouts.generate([[1]], model="math@1", sampling=Sampling(max_tokens=1))
     assert group.samples[0].adapter == PolicyVersion("math", 1)
 
 
@@ -383,10 +380,10 @@ def test_no_streamed_sample_is_older_than_said(
     _push(publisher, "math")
     chance = random.Random(max_staleness)
     prompts = ([1] * chance.randrange(1, 5) for _ in range(60))
-    how = Sampling(num_samples=2, max_tokens=6)
+    how = Sampling(max_tokens=6)
     seen: list[int] = []
     with rollouts.stream(
-        prompts, policy="math", sampling=how, batch_size=8, max_staleness=max_staleness
+        prompts, model="math", n=2, sampling=how, batch_size=8, max_staleness=max_staleness
     ) as stream:
         for step in range(1, 16):
             batch = list(itertools.islice(stream, 4))

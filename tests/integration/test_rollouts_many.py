@@ -29,9 +29,9 @@ def test_each_answer_is_of_the_version_that_it_names(
         count = 0
         while not is_done.is_set():
             if count % 2:
-                newest["base"] = publisher.push_base(Model(count)).version
+                newest["base"] = publisher.push_base(Model(count)).version.version
             else:
-                newest["math"] = publisher.push_adapter(peft_of(Model()), "math").version
+                newest["math"] = publisher.push_adapter(peft_of(Model()), "math").version.version
             count += 1
         return count
 
@@ -39,8 +39,8 @@ def test_each_answer_is_of_the_version_that_it_names(
         policy = ("base", "math")[number % 2]
         at_least = newest[policy]
         prompts = [[number, i + 1] for i in range(_PER_CALL)]
-        how = {"min_version": at_least} if number % 3 else {}
-        groups = rollouts.generate(prompts, policy=policy, sampling=_HOW, **how)
+        how = {"min_version": f"{policy}@{at_least}"} if number % 3 else {}
+        groups = rollouts.generate(prompts, model=policy, sampling=_HOW, **how)
         assert [group.prompt_token_ids for group in groups] == prompts
         return [(policy, at_least, groups)]
 

@@ -94,11 +94,11 @@ def test_a_push_goes_through_and_one_of_another_policy_does_not(
     pool, known = secured
     model = peft_of(Model())
     with Publisher(pool.target, trainer_id="t", timeout_seconds=20, **known) as publisher:
-        assert str(publisher.push_adapter(model, "math")) == "math@1"
+        assert str(publisher.push_adapter(model, "math").version) == "math@1"
         with pytest.raises(NotAllowedError) as refused:
             publisher.push_adapter(model, "chess")
         assert refused.value.reason == "POLICY_NOT_ALLOWED"
-        assert str(publisher.push_base(Model(seed=5))) == "base@1"
+        assert str(publisher.push_base(Model(seed=5)).version) == "base@1"
     assert all(same(engine.adapter("math@1"), lora(model)) for engine in _engines(pool))
 
 
@@ -143,7 +143,7 @@ def test_a_mistake_that_refuses_every_replica_ends_none(
         assert all(str(agent.requested("math@1")) == "math@1" for agent in agents)
         file.write_text(right)
         _eventually(lambda: all(agent.is_ready for agent in agents))
-        assert str(publisher.push_adapter(model, "math")) == "math@2"
+        assert str(publisher.push_adapter(model, "math").version) == "math@2"
 
 
 def _eventually(condition: Callable[[], bool]) -> None:
@@ -165,7 +165,7 @@ def test_certificates_are_rotated_under_running_pushes(
         with Publisher(pool.target, trainer_id="t", timeout_seconds=20, **known) as publisher:
             while not stop.is_set():
                 try:
-                    pushed.append(str(publisher.push_adapter(peft_of(Model()), "math")))
+                    pushed.append(str(publisher.push_adapter(peft_of(Model()), "math").version))
                 except WeftError as error:
                     failures.append(error)
 

@@ -79,17 +79,19 @@ def test_a_push_goes_on_without_a_hung_worker_which_comes_back_by_itself(
     healthy, stuck = add(pool, "replica-0"), add(pool, "replica-1")
     stuck.store.reserve = hang.before(stuck.store.reserve)  # type: ignore[method-assign]
     with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
-        version = publisher.push_base(Model(1), require=1)
+        version = publisher.push_base(Model(1), require=1).version
         assert hang.reached.is_set()
         suspect = inspect_pb2.REPLICA_STATE_SUSPECT
         assert states(pool)["replica-1"] == suspect
-        assert publisher.push_base(Model(2)).version == version.version + 1, "all but the suspect"
+        assert publisher.push_base(Model(2)).version.version == version.version + 1, (
+            "all but the suspect"
+        )
         assert states(pool)["replica-1"] == suspect, "a fresh thread does not answer for it"
         assert routed(pool) == ["replica-0"]
         hang.end()
         ready = inspect_pb2.REPLICA_STATE_READY
         until(lambda: states(pool) == {"replica-0": ready, "replica-1": ready})
-        assert publisher.push_base(Model(3)).version == version.version + 2
+        assert publisher.push_base(Model(3)).version.version == version.version + 2
     assert pool.run(healthy.holds())["firsts"] == pool.run(stuck.holds())["firsts"]
 
 

@@ -159,7 +159,7 @@ def test_each_push_is_one_trace_of_all_who_take_part(traced_pool, collector, pro
     with _publisher(pool) as publisher:
         for number in (1, 2):  # the second one finds the group there: nobody is asked to join
             with provider.get_tracer("training").start_as_current_span("step") as step:
-                publisher.push_adapter(peft_of(Model(), number), "math")
+                report = publisher.push_adapter(peft_of(Model(), number), "math").report
             spans = [s for s in _wait_for_pushes(collector, number) if s not in seen]
             seen += spans
             root = _of(spans, "weft.push")
@@ -170,7 +170,7 @@ def test_each_push_is_one_trace_of_all_who_take_part(traced_pool, collector, pro
                 "weft.policy": "math",
                 "weft.kind": "adapter",
                 "weft.backend": "one-sided",
-                "weft.bytes": publisher.last_report.total_bytes,
+                "weft.bytes": report.total_bytes,
                 "weft.version": number,
                 "weft.transfer_id": _of(spans, "weft.transfer").attributes["weft.transfer_id"],
                 "weft.replicas": 2,
@@ -181,7 +181,7 @@ def test_each_push_is_one_trace_of_all_who_take_part(traced_pool, collector, pro
                 for span in of_name:
                     assert span.attributes["weft.version"] == number
             received = next(span for span in spans if span.name == "weft.receive")
-            assert received.attributes["weft.bytes"] == publisher.last_report.total_bytes
+            assert received.attributes["weft.bytes"] == report.total_bytes
             assert received.attributes["weft.verify_seconds"] > 0
     for span in seen:
         assert not [key for key in span.attributes for name in _SECRET_NAMES if name in key]
@@ -194,7 +194,7 @@ def test_a_push_beside_the_training_is_a_part_of_the_step_that_asked(
     with _publisher(pool) as publisher:
         with provider.get_tracer("training").start_as_current_span("step") as step:
             pushed = publisher.push_base_async(Model(seed=3))
-        assert str(pushed.result(20)) == "base@1"
+        assert str(pushed.result(20).version) == "base@1"
     spans = [span for span in _wait_for_pushes(collector, 1) if span.name != "step"]
     _check_whole(spans)
     root = _of(spans, "weft.push")

@@ -102,7 +102,7 @@ def test_an_adapter_with_what_it_was_trained_on(
     publisher.push_base(Model(5))
     adapter, path = peft_of(Model(5), 1), tmp_path / "adapter"
     adapter.save_pretrained(path)
-    publisher.push_adapter(adapter, "math", base_version=1)
+    publisher.push_adapter(adapter, "math", base="base@1")
     five = str(saved(tmp_path / "five", 5))
     code, found = facts(pool, path, "math", "--base", five)
     assert code == 0

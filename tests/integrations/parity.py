@@ -28,9 +28,9 @@ def logprob_error(model: Any, prompt: list[int], tokens: list[int], said: list[f
 
 def sampled(coordinator: str, policy: str) -> SampleGroup:
     """What the pool answers now."""
-    sampling = Sampling(max_tokens=12, ignore_eos=True, num_samples=4)
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
     with RolloutClient(coordinator) as client:
-        (group,) = client.generate([PROMPT], policy=policy, sampling=sampling)
+        (group,) = client.generate([PROMPT], model=policy, n=4, sampling=sampling)
     return group
 
 

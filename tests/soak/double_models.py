@@ -35,7 +35,7 @@ class DoubleModels:
                 for name, tensor in base_weights(NUM_TENSORS, ELEMENTS).items()
             }
             save_file(tensors, path / "model.safetensors")
-            return publisher.push_base(path)
+            return publisher.push_base(path).version
         rank = RANKS[policy]
         tensors = {
             f"{_PROJECTION}.lora_A.weight": torch.full((rank, _WIDTH), float(seed)),
@@ -46,4 +46,4 @@ class DoubleModels:
             "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]
         }  # fmt: skip
         (path / "adapter_config.json").write_text(json.dumps(config))
-        return publisher.push_adapter(path, policy)
+        return publisher.push_adapter(path, policy).version

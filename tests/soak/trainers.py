@@ -49,9 +49,9 @@ class RealModels:
         model = self._models[policy]
         if policy == BASE_POLICY:
             draw_base(model, seed)
-            return publisher.push_base(model)
+            return publisher.push_base(model).version
         draw_adapter(model, seed)
-        return publisher.push_adapter(model, policy)
+        return publisher.push_adapter(model, policy).version
 
 
 def push_at_random(

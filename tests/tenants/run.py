@@ -159,12 +159,11 @@ class _Run:
             for number in numbers:
                 tenant.draw(number)
                 began = time.monotonic()
-                version = publisher.push_adapter(tenant.model, tenant.policy)
+                version, report = publisher.push_adapter(tenant.model, tenant.policy)
                 pushes.append(Push(version, began, time.monotonic()))
                 if version != tenant.version(number):
                     self.outcome.problems.append(f"{tenant.version(number)} became {version}")
-                report = publisher.last_report
-                if report is None or report.num_replicas != len(REPLICAS) or report.remarks:
+                if report.num_replicas != len(REPLICAS) or report.remarks:
                     self.outcome.problems.append(f"{version}: {report}")
             return pushes
 
@@ -184,9 +183,7 @@ class _Run:
     def _generate(
         self, version: PolicyVersion, prompts: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[Answer]:
-        groups = self.client.generate(
-            prompts, policy=version.policy, exact=version, sampling=sampling
-        )
+        groups = self.client.generate(prompts, model=version, sampling=sampling)
         return [
             Answer(
                 asked=version,

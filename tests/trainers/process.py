@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
-from trainer_side import PolicyVersion, Publisher
+from trainer_side import Publisher, PushOptions, PushResult
 from trainer_side.pool.peer import Peer
 from trainer_side.pushes import rank_push as shard_push
 from trainer_side.pushes.rank_push import ShardedPush
@@ -94,7 +94,7 @@ class Rank:
         self._publisher: Publisher | None = None
         self._trainer: Trainer | None = None
         self._step = 0
-        self._futures: list[Future[PolicyVersion]] = []
+        self._futures: list[Future[PushResult]] = []
         #: Buckets' parts that this rank handed to another in the last push, and slices that it
         #: packed: runs of several pieces.
         self._handed = self._slices = 0
@@ -257,7 +257,12 @@ class Rank:
         )
 
     def push(
-        self, what: str, timeout: float = 60.0, model: bool = True, **arguments: Any
+        self,
+        what: str,
+        timeout: float = 60.0,
+        model: bool = True,
+        check_finite: bool = False,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """``push_<what>`` of the publisher; how it ended."""
         assert self._trainer is not None
@@ -269,9 +274,8 @@ class Rank:
         method = getattr(self._publisher, f"push_{what}")
         try:
             given = (self._trainer.model,) if model else ()
-            version = method(*given, timeout_seconds=timeout, **arguments)
-            assert self._publisher.last_report is not None
-            report = self._publisher.last_report
+            options = PushOptions(check_finite=check_finite)
+            version, report = method(*given, timeout_seconds=timeout, options=options, **arguments)
             outcome: dict[str, Any] = {
                 "version": version.version, "source": report.source, "handed": self._handed,
                 "remarks": report.remarks, "backend": report.backend, "slices": self._slices,
@@ -287,7 +291,7 @@ class Rank:
     def push_named(
         self, seed: int, stop: list[int], fail: list[int], give: list[int], timeout: float = 60.0
     ) -> dict[str, Any]:
-        """``push_base`` of what ``full_tensor`` gathers, in the order of a seed.
+        """``push_tensors`` of what ``full_tensor`` gathers, in the order of a seed.
 
         Args:
             stop: After how many tensors each rank's iterator ends; -1 for none.
@@ -310,8 +314,8 @@ class Rank:
                 yield name, param.full_tensor() if hasattr(param, "full_tensor") else param
                 gathered += 1
 
-        named = {"named_tensors": gather} if give[rank] else {}
-        return {**self.push("base", timeout, model=False, **named), "gathered": gathered}
+        named = {"tensors": gather} if give[rank] else {}
+        return {**self.push("tensors", timeout, model=False, **named), "gathered": gathered}
 
     def push_beside(self, what: str, steps: int, **arguments: Any) -> dict[str, Any]:
         """Push asynchronously and train on meanwhile."""
@@ -320,7 +324,7 @@ class Rank:
         future = getattr(self._publisher, f"push_{what}_async")(self._trainer.model, **arguments)
         self.train(steps)
         was_done = future.done()
-        return {"version": future.result(60).version, "was_done": was_done}
+        return {"version": future.result(60).version.version, "was_done": was_done}
 
     def push_async(self, what: str, timeout: float = 60.0, **arguments: Any) -> dict[str, Any]:
         """``push_<what>_async``; for how long the call blocked. See ``outcomes``."""
@@ -339,7 +343,7 @@ class Rank:
         errors = [future.exception(60) for future in futures]
         return {
             "outcomes": [
-                f"{type(error).__name__} {error}" if error else str(future.result())
+                f"{type(error).__name__} {error}" if error else str(future.result().version)
                 for future, error in zip(futures, errors, strict=True)
             ]
         }

@@ -34,7 +34,7 @@ TRAINERS = {
 USER = """\
 from trainer_side import PolicyVersion, Publisher
 with Publisher("127.0.0.1:50051", trainer_id="a") as publisher:
-    version: PolicyVersion = publisher.push_adapter("adapter", policy="math")
+    version: PolicyVersion = publisher.push_adapter("adapter", policy="math").version
 """
 MISUSE = 'from trainer_side import Publisher\nPublisher("127.0.0.1:50051", trainer_id=7)\n'
 
@@ -53,7 +53,8 @@ for name, shape in {"t0": (1024,), "q_proj": (64, 64)}.items():
     part.weight = torch.nn.Parameter(torch.ones(shape))
     root.layers[0].add_module(name, part)
 with Publisher(sys.argv[1], trainer_id="a", timeout_seconds=60, progress=None) as publisher:
-    print(publisher.push_base(root), publisher.last_report.num_replicas)
+    version, report = publisher.push_base(root)
+    print(version, report.num_replicas)
 """
 
 PROTOS = """\

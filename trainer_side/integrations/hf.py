@@ -10,8 +10,9 @@ from transformers import TrainerCallback
 
 from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
+from trainer_side.push_result import PushResult
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.names import PolicyVersion, check_name
+from weft_rl.contract.names import check_name
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._model: torch.nn.Module | None = None
         self._state: Any = None
         self._pushed_step = -1
-        self.version: PolicyVersion | None = None
-        """Version that was pushed last."""
+        self.pushed: PushResult | None = None
+        """Result of the last push; None before the first."""
 
-    def push(self) -> PolicyVersion:
+    def push(self) -> PushResult:
         """Push now; collective.
 
         Called at the same point on every rank, between steps (from another callback, say).
@@ -67,11 +68,11 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             raise InvalidRequestError(
                 "training has not begun: push through the publisher itself before it does"
             )
-        self.version = push_policy(self._publisher, self._model, self._policy)
+        self.pushed = push_policy(self._publisher, self._model, self._policy)
         self._pushed_step = self._state.global_step
         if self._state.is_world_process_zero:
-            _log.info("step %s, pushed %s", self._pushed_step, self.version)
-        return self.version
+            _log.info("step %s, pushed %s", self._pushed_step, self.pushed.version)
+        return self.pushed
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **_: Any

@@ -21,9 +21,15 @@ from swift.infer_engine.protocol import (
 from swift.rlhf_trainers import rollout_mixin
 from transformers import TrainerCallback
 
-from trainer_side import PolicyVersion, Publisher, RolloutClient, Sample, Sampling
-from trainer_side.integrations.policies import push_policy
-from weft_rl.contract.errors import UnsupportedError
+from trainer_side import (
+    PolicyVersion,
+    Publisher,
+    RolloutClient,
+    Sample,
+    Sampling,
+    UnsupportedError,
+)
+from trainer_side.integrations.policies import open_publisher, push_policy
 from weft_rl.contract.names import BASE_POLICY
 
 #: What a request may carry beside its messages, and a replica does not take.
@@ -89,9 +95,9 @@ class WeftClient:
             prompts = [prompt for prompt, indices in groups.items() if len(indices) == size]
             answers = self._client.generate(
                 prompts,
-                policy=version.policy,
-                sampling=self._sampling(request_config, size),
-                exact=None if is_base else version,
+                model=version.policy if is_base else version,
+                n=size,
+                sampling=self._sampling(request_config),
                 min_version=version if is_base else None,
             )
             for prompt, answer in zip(prompts, answers, strict=True):
@@ -105,7 +111,7 @@ class WeftClient:
         inputs = self._template.encode(RolloutInferRequest(**request))
         return tuple(inputs["input_ids"])
 
-    def _sampling(self, config: Mapping[str, Any], num_samples: int) -> Sampling:
+    def _sampling(self, config: Mapping[str, Any]) -> Sampling:
         """Return ms-swift's sampling parameters as Weft's, with the stop words of the template."""
         asked = {name: config.get(name, usual) for name, usual in _WITHOUT.items()}
         if given := sorted(name for name, usual in _WITHOUT.items() if asked[name] != usual):
@@ -121,7 +127,6 @@ class WeftClient:
             else:
                 stop.append(text)
         return Sampling(
-            num_samples=num_samples,
             top_k=max(0, config.get("top_k") or 0),  # vLLM's -1 considers all tokens, too
             stop=tuple(dict.fromkeys(stop)),
             stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
@@ -193,9 +198,9 @@ def install(
         policy: Policy that a LoRA adapter is pushed as; "base" has it merged into the base on its
             way out. Full fine-tuning pushes the base.
         trainer_id: Trainer id of the ``Publisher``.
-        publisher, client: Further arguments of ``Publisher`` and ``RolloutClient``.
+        publisher, client: Further arguments of ``Publisher`` and ``RolloutClient``; the
+            publisher's ``options`` may be a mapping.
     """
-    options = {"progress": None, **(publisher or {})}
     pushing: list[Publisher] = []
 
     def push(trainer: Any, skip_async_check: bool = False) -> None:
@@ -203,9 +208,9 @@ def install(
         if trainer.args.async_generate and not skip_async_check:
             trainer._wait_queue()
         if not pushing:  # made by all ranks at once
-            pushing.append(Publisher(coordinator, trainer_id=trainer_id, **options))
+            pushing.append(open_publisher(coordinator, trainer_id, publisher or {}))
             trainer.add_callback(_CloseAtEnd(pushing))
-        version = push_policy(pushing[0], trainer.model_wrapped, policy)
+        version = push_policy(pushing[0], trainer.model_wrapped, policy).version
         if trainer.accelerator.is_main_process:
             trainer.vllm_client.serve(version, trainer.template)
 

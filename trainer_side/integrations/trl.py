@@ -8,21 +8,22 @@ replaced but attributes of that one trainer, and no vLLM is needed where it trai
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
+from trainer_side.push_result import PushResult
 from trainer_side.rollouts.client import RolloutClient
 from trainer_side.rollouts.sample import SampleGroup
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
-from weft_rl.contract.names import PolicyVersion, check_name
+from weft_rl.contract.names import check_name
 from weft_rl.contract.sampling import Sampling
 
 #: Of GRPOConfig.generation_kwargs, which names what vLLM's SamplingParams does.
-_NAMED_ALIKE = {field.name for field in fields(Sampling)} - {"num_samples"}
+_NAMED_ALIKE = {field.name for field in fields(Sampling)}
 
 
 def attach(
@@ -76,8 +77,8 @@ class PoolGeneration:
         self._trainer, self._publisher = trainer, publisher
         self._rollouts, self._policy = rollouts, policy
         self._sampling = sampling_of(trainer)
-        self.version: PolicyVersion | None = None
-        """Version that was pushed last, which generates."""
+        self.pushed: PushResult | None = None
+        """Result of the last push, whose version generates; None before the first."""
 
     def sync_weights(self) -> None:
         """Push the weights.
@@ -86,7 +87,7 @@ class PoolGeneration:
         """
         # As DDP, FSDP and DeepSpeed hold it, which is known only now.
         model = self._trainer.model_wrapped
-        self.version = push_policy(self._publisher, model, self._policy)
+        self.pushed = push_policy(self._publisher, model, self._policy)
 
     def generate(
         self,
@@ -135,13 +136,13 @@ class PoolGeneration:
         """Return a group for each prompt of all ranks."""
         if any(has_images for _, has_images in shares):
             raise UnsupportedError("prompts with images cannot be sent to the pool")
-        assert self.version is not None  # TRL syncs first
+        assert self.pushed is not None  # TRL syncs first
         repeated = [prompt for share, _ in shares for prompt in share]
         return self._rollouts.generate(
             repeated[::num_generations],
-            policy=self.version.policy,
-            exact=self.version,
-            sampling=replace(self._sampling, num_samples=num_generations),
+            model=self.pushed.version,
+            n=num_generations,
+            sampling=self._sampling,
         )
 
 
@@ -156,7 +157,7 @@ def _as_trl_has_it(
 
 
 def sampling_of(trainer: Any) -> Sampling:
-    """Return a trainer's sampling settings, for one sample a prompt.
+    """Return a trainer's sampling settings.
 
     Raises:
         UnsupportedError: A setting is one that a replica does not offer; names it.

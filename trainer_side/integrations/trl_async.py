@@ -22,7 +22,7 @@ from trainer_side.integrations.policies import push_policy
 from trainer_side.publisher import Publisher
 from trainer_side.rollouts.client import RolloutClient
 from weft_rl.contract.errors import InvalidRequestError, WeftError
-from weft_rl.contract.names import BASE_POLICY, check_name
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft_rl.contract.sampling import Sampling
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.pool_listing import list_policies
@@ -38,7 +38,8 @@ class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[m
 
     def __init__(self, *, policy: str, open_rollouts: partial[RolloutClient], **given: Any) -> None:
         super().__init__(**given)
-        self._policy, self._open_rollouts = policy, open_rollouts
+        self._policy, self._is_base = policy, policy == BASE_POLICY
+        self._open_rollouts = open_rollouts
         self._rollouts: RolloutClient | None = None
         self._sampling = Sampling(
             temperature=self.temperature,
@@ -60,10 +61,12 @@ class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[m
         replica holds one version, answers by that one or a later one.
         """
         assert self._rollouts is not None
-        number = self.model_version
-        wanted = {"min_version": number} if self._policy == BASE_POLICY else {"exact": number}
+        version, is_base = PolicyVersion(self._policy, self.model_version), self._is_base
         (group,) = await self._rollouts.agenerate(
-            [prompt_ids], policy=self._policy, sampling=self._sampling, **wanted
+            [prompt_ids],
+            model=BASE_POLICY if is_base else version,
+            sampling=self._sampling,
+            min_version=version if is_base else None,
         )
         (sample,) = group.samples
         return sample.token_ids.tolist(), sample.logprobs.tolist()
@@ -121,7 +124,7 @@ class PoolAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]  # trl is no
     def _sync_weight(self) -> None:
         """Push the weights, and have the loop ask for them from now on; collective."""
         began = time.monotonic()
-        version = push_policy(self._publisher, self.model_wrapped, self._policy)
+        version = push_policy(self._publisher, self.model_wrapped, self._policy).version
         if not self._is_retention_known and self._policy != BASE_POLICY:
             self._check_retention()
         self.model_version = version.version

@@ -31,14 +31,20 @@ from verl.workers.rollout.replica import (
     TokenOutput,
 )
 
-from trainer_side import Publisher, RolloutClient, Sampling
-from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
+from trainer_side import (
+    InvalidRequestError,
+    Publisher,
+    RolloutClient,
+    Sampling,
+    UnsupportedError,
+)
+from trainer_side.integrations.policies import open_publisher
 from weft_rl.contract.names import BASE_POLICY
 
 NAME = "weft"
 #: The branch of verl's workers that hands over the training engine in place of its tensors.
 _WITH_ENGINE = "delta_sharded"
-_SAMPLING = {each.name for each in fields(Sampling)} - {"num_samples"}
+_SAMPLING = {each.name for each in fields(Sampling)}
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -51,7 +57,7 @@ class Settings:
     policy: str = BASE_POLICY
     trainer_id: str = "verl"
     publisher: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the ``Publisher``."""
+    """Further arguments of the ``Publisher``; its ``options`` as a mapping."""
     client: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the ``RolloutClient``."""
 
@@ -101,24 +107,20 @@ class Sender:
             )  # fmt: skip
         if self._publisher is None:  # made in the first push, by all ranks at once
             settings = self._settings
-            options = {"progress": None, **settings.publisher}
-            self._publisher = Publisher(
-                settings.coordinator, trainer_id=settings.trainer_id, **options
+            self._publisher = open_publisher(
+                settings.coordinator, settings.trainer_id, settings.publisher
             )
         if has_adapter:
-            version = self._publisher.push_adapter(trained.module, policy)
+            version, report = self._publisher.push_adapter(trained.module, policy)
         else:
             tensors = trained.get_per_tensor_param()[0] if is_engine else trained
-            version = self._publisher.push_base(named_tensors=tensors)
-        report = self._publisher.last_report
-        metrics: dict[str, float] = {"weft/version": version.version}
-        if report is not None:
-            metrics |= {
-                "weft/bytes": report.total_bytes,
-                "weft/seconds": report.seconds,
-                "weft/pause_seconds": report.pause_seconds,
-            }
-        return metrics
+            version, report = self._publisher.push_tensors(tensors)
+        return {
+            "weft/version": version.version,
+            "weft/bytes": report.total_bytes,
+            "weft/seconds": report.seconds,
+            "weft/pause_seconds": report.pause_seconds,
+        }
 
     def close(self) -> None:
         """Release the leases."""
@@ -253,7 +255,7 @@ class WeftServer:
             raise UnsupportedError(f"{', '.join(given)}: replicas take token ids alone")
         prompt = [int(token) for token in prompt_ids]
         sampling = sampling_of(sampling_params, self._most_tokens(len(prompt)))
-        groups = await self._client.agenerate([prompt], policy=self._policy, sampling=sampling)
+        groups = await self._client.agenerate([prompt], model=self._policy, sampling=sampling)
         (sample,) = groups[0].samples
         oldest, newest = int(sample.versions.min()), int(sample.versions.max())
         return TokenOutput(

@@ -324,7 +324,7 @@ class NamedBase:
         Raises:
             UnsupportedError: Named tensors exist only while they are pushed.
         """
-        raise UnsupportedError("named tensors cannot be copied for a later push: use push_base")
+        raise UnsupportedError("named tensors cannot be copied for a later push: use push_tensors")
 
     @property
     def base(self) -> BaseOf:

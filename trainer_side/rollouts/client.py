@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from trainer_side.rollouts.loop import LoopThread, closed_error
 from trainer_side.rollouts.requests import (
     Ask,
-    Number,
     OnError,
     Prompt,
     Wanted,
     check_sampling,
     checked_prompts,
+    closed_error,
     wanted_of,
 )
 from trainer_side.rollouts.sample import SampleGroup
@@ -26,7 +26,7 @@ from trainer_side.rollouts.stream import RolloutStream
 from trainer_side.rollouts.window import Window
 from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.errors import InvalidRequestError, WeftError
-from weft_rl.contract.names import BASE_POLICY
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.contract.push_defaults import DEFAULT_CONNECT_SECONDS
 from weft_rl.contract.sampling import Sampling
 from weft_rl.rpc.channel import check_target
@@ -37,6 +37,8 @@ DEFAULT_STALL_SECONDS = 60.0
 DEFAULT_MAX_REQUESTS = 256
 #: Streams that one connection, and one caller at a replica, may have.
 _MAX_REQUESTS = 1000
+
+_STOP_SECONDS = 10.0
 
 _T = TypeVar("_T")
 
@@ -53,7 +55,8 @@ class RolloutClient:
     coordinator; while it is away, the last list stands. A sample whose replica dies or stalls
     starts again from its prompt on another one: by the same exact version of an adapter, or it
     fails; of the base itself, which a replica holds one version of, by the same or a later one
-    unless ``exact=`` is given. Its former tokens are dropped, and whole samples of its group stay.
+    unless one version is asked for. Its former tokens are dropped, and whole samples of its group
+    stay.
 
     Everything may be called from any number of threads and event loops; the work is done on a
     thread of the client's own. Not to be carried over a fork.
@@ -115,7 +118,7 @@ class RolloutClient:
                 max_requests_per_replica=max_requests_per_replica,
             )
         )
-        self._loop = LoopThread("weft-rollouts")
+        self._loop = _LoopThread("weft-rollouts")
         self._running = self._loop.submit(self._sampler.run())
         self._stop = weakref.finalize(self, self._loop.stop)
 
@@ -123,10 +126,10 @@ class RolloutClient:
         self,
         prompts: Sequence[Prompt],
         *,
-        policy: str = BASE_POLICY,
+        model: str | PolicyVersion = BASE_POLICY,
+        n: int = 1,
         sampling: Sampling | None = None,
-        exact: Number | None = None,
-        min_version: Number | None = None,
+        min_version: str | PolicyVersion | None = None,
         strict: bool | None = None,
         timeout_seconds: float | None = None,
         on_error: OnError = "raise",
@@ -137,12 +140,14 @@ class RolloutClient:
 
         Args:
             prompts: Texts, or sequences of token ids.
-            policy: An adapter's name (``math``), or ``base``: what the name stands for when a
-                replica takes the prompt answers. ``math@17`` is ``exact=17``.
-            sampling: Sampling options; by default one sample of the model's own distribution.
-            exact: The version that answers; of the base, the one that must be served when a
-                replica takes the prompt.
-            min_version: This version or a newer one; waited for.
+            model: Who answers, in the words of OpenAI's API. An adapter's name ("math"), or "base":
+                the version that the name stands for when a replica takes the prompt. One version,
+                "math@17" or a ``PolicyVersion``: that alone; of the base, which a replica holds one
+                version of, the one that must be served when a replica takes the prompt.
+            n: Samples of each prompt, at most 1024.
+            sampling: Sampling options; by default the model's own distribution.
+            min_version: This version ("math@17" or a ``PolicyVersion``) or a newer one answers;
+                waited for. Not with one version as ``model``.
             strict: True if a sample fails with ``VERSION_CHANGED`` when the base changes before its
                 end, instead of going on under the next one (``base_versions`` say so). By default
                 where an exact version of the base is asked for.
@@ -151,10 +156,12 @@ class RolloutClient:
                 without tokens (after ``VERSION_CHANGED``, with those so far), and with ``error``.
 
         Returns:
-            The groups, in the order of the prompts.
+            A group of ``n`` samples for each prompt, in their order. Its tensors are on the CPU and
+            belong to the caller.
 
         Raises:
             InvalidRequestError: An argument cannot be right, or the engine refuses it.
+            InvalidNameError: No model or version can have that name.
             NotFoundError: The version is gone, or nothing is called so.
             VersionChangedError: See ``strict``.
             UnsupportedError: The replica's log-probabilities are not what this client expects.
@@ -163,7 +170,7 @@ class RolloutClient:
             TransferTimeoutError: The deadline passed.
         """
         asked = self._asks(
-            prompts, policy, sampling, exact, min_version, strict, timeout_seconds, on_error
+            prompts, model, n, sampling, min_version, strict, timeout_seconds, on_error
         )
         future = self._submit(self._sample_all(asked, on_error))
         try:
@@ -177,10 +184,10 @@ class RolloutClient:
         self,
         prompts: Sequence[Prompt],
         *,
-        policy: str = BASE_POLICY,
+        model: str | PolicyVersion = BASE_POLICY,
+        n: int = 1,
         sampling: Sampling | None = None,
-        exact: Number | None = None,
-        min_version: Number | None = None,
+        min_version: str | PolicyVersion | None = None,
         strict: bool | None = None,
         timeout_seconds: float | None = None,
         on_error: OnError = "raise",
@@ -188,7 +195,7 @@ class RolloutClient:
         """Sample as ``generate`` does, awaited on any event loop. Cancelling it ends the
         requests."""
         asked = self._asks(
-            prompts, policy, sampling, exact, min_version, strict, timeout_seconds, on_error
+            prompts, model, n, sampling, min_version, strict, timeout_seconds, on_error
         )
         try:
             return await asyncio.wrap_future(self._submit(self._sample_all(asked, on_error)))
@@ -203,9 +210,10 @@ class RolloutClient:
         *,
         batch_size: int,
         max_staleness: int,
-        policy: str = BASE_POLICY,
+        model: str | PolicyVersion = BASE_POLICY,
+        n: int = 1,
         sampling: Sampling | None = None,
-        min_version: Number | None = None,
+        min_version: str | PolicyVersion | None = None,
         timeout_seconds: float | None = None,
         on_error: OnError = "raise",
     ) -> RolloutStream:
@@ -219,18 +227,18 @@ class RolloutClient:
         Args:
             prompts: Prompts, drawn one by one as they are admitted, by the threads that iterate and
                 report; may be endless.
-            batch_size: Samples that a step of training consumes; a multiple of
-                ``sampling.num_samples``.
+            batch_size: Samples that a step of training consumes; a multiple of ``n``.
             max_staleness: 0 has generation wait for training.
-            policy, sampling, min_version, timeout_seconds, on_error: See ``generate``.
+            model, n, sampling, min_version, timeout_seconds, on_error: See ``generate``.
 
         Raises:
             InvalidRequestError: An argument cannot be right.
         """
         how = Sampling() if sampling is None else sampling
-        check_sampling(how)
+        check_sampling(how, n)
         check_choice("on_error", on_error, OnError)
-        window = Window(batch_size, max_staleness, how.num_samples)
+        window = Window(batch_size, max_staleness, n)
+        wanted = wanted_of(model, min_version)
         seconds = self._seconds(timeout_seconds)
 
         def sample(prompt: Prompt, wanted: Wanted, index: int) -> Future[SampleGroup]:
@@ -238,13 +246,14 @@ class RolloutClient:
                 index=index,
                 prompt=prompt,
                 wanted=wanted,
+                num_samples=n,
                 sampling=how,
                 strict=False,
                 timeout_seconds=seconds,
             )
             return self._submit(self._sampler.sample(ask, keep=on_error == "keep"))
 
-        return RolloutStream(prompts, window, wanted_of(policy, None, min_version), seconds, sample)
+        return RolloutStream(prompts, window, wanted, seconds, sample)
 
     def close(self) -> None:
         """End all running samples, here and in the engines; idempotent."""
@@ -266,23 +275,24 @@ class RolloutClient:
     def _asks(
         self,
         prompts: Sequence[Prompt],
-        policy: str,
+        model: str | PolicyVersion,
+        n: int,
         sampling: Sampling | None,
-        exact: Number | None,
-        min_version: Number | None,
+        min_version: str | PolicyVersion | None,
         strict: bool | None,
         timeout_seconds: float | None,
         on_error: OnError,
     ) -> list[Ask]:
         how = Sampling() if sampling is None else sampling
-        check_sampling(how)
+        check_sampling(how, n)
         check_choice("on_error", on_error, OnError)
-        wanted = wanted_of(policy, exact, min_version)
+        wanted = wanted_of(model, min_version)
         return [
             Ask(
                 index=index,
                 prompt=prompt,
                 wanted=wanted,
+                num_samples=n,
                 sampling=how,
                 strict=(wanted.is_base and wanted.exact is not None) if strict is None else strict,
                 timeout_seconds=self._seconds(timeout_seconds),
@@ -316,3 +326,40 @@ class RolloutClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _LoopThread:
+    """Daemon thread that runs an event loop until ``stop``."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        """Cancel everything that still runs on the loop and end the thread; idempotent."""
+        if not self._thread.is_alive():
+            return
+        if threading.current_thread() is self._thread:  # its owner was collected there
+            self._loop.stop()
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_STOP_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_SECONDS)
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, check_name
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, version_of
 from weft_rl.contract.sampling import Sampling
 from weft_rl.v1 import generate_pb2 as pb
 
 #: Text, which the model's own tokenizer makes into tokens, or token ids.
 Prompt = str | Sequence[int]
-Number = int | PolicyVersion
 OnError = Literal["raise", "keep"]
 
 #: Tokens that a sample is taken to have where the request does not bound it.
@@ -50,41 +49,38 @@ class Wanted:
         return self.policy == BASE_POLICY
 
 
-def wanted_of(policy: str, exact: Number | None, min_version: Number | None) -> Wanted:
-    """Return the versions that a caller asks for.
-
-    Args:
-        policy: Name of a policy, or of one version of it.
+def wanted_of(model: str | PolicyVersion, min_version: str | PolicyVersion | None) -> Wanted:
+    """Return the versions that a caller asks for; see ``RolloutClient.generate``.
 
     Raises:
         InvalidRequestError: The arguments contradict each other.
-        InvalidNameError: No policy can have that name.
+        InvalidNameError: No policy can have that name, or it is no version.
     """
-    if isinstance(policy, str) and "@" in policy:
-        if exact is not None:
-            raise InvalidRequestError(f"policy={policy!r} names a version, and so does exact=")
-        exact = PolicyVersion.parse(policy)
-        policy = exact.policy
-    check_name(policy, "policy")
-    if exact is not None and min_version is not None:
-        raise InvalidRequestError("give exact= or min_version=, not both")
-    return Wanted(
-        policy, _number("exact", exact, policy), _number("min_version", min_version, policy)
-    )
+    if isinstance(model, PolicyVersion) or "@" in str(model):
+        if min_version is not None:
+            raise InvalidRequestError(
+                f"model={model} is one version, and min_version={min_version} asks for others: "
+                "give one of them"
+            )
+        exact = version_of(model)
+        return Wanted(exact.policy, exact=exact.version)
+    policy = check_name(model, "policy")
+    if min_version is None:
+        return Wanted(policy)
+    return Wanted(policy, at_least=number_of(policy, "min_version", min_version))
 
 
-def _number(name: str, given: Number | None, policy: str) -> int | None:
-    if isinstance(given, PolicyVersion):
-        if given.policy != policy:
-            raise InvalidRequestError(f"{name}={given} is no version of {policy}")
-        return given.version
-    if given is not None and (
-        isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_VERSION
-    ):
-        raise InvalidRequestError(
-            f"{name}={given!r:.80}: give the number of a version, or a PolicyVersion"
-        )
-    return given
+def number_of(policy: str, name: str, given: str | PolicyVersion) -> int:
+    """Return the number of a policy's version that was given as argument ``name``.
+
+    Raises:
+        InvalidRequestError: It is a version of another policy.
+        InvalidNameError: It is no version.
+    """
+    version = version_of(given)
+    if version.policy != policy:
+        raise InvalidRequestError(f"{name}={version} is no version of {policy}")
+    return version.version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +91,8 @@ class Ask:
     """Index of the prompt, among those of the call or stream."""
     prompt: Prompt
     wanted: Wanted
+    num_samples: int
+    """Number of samples of the prompt."""
     sampling: Sampling
     strict: bool
     timeout_seconds: float
@@ -102,8 +100,7 @@ class Ask:
     @property
     def cost_tokens(self) -> int:
         """Estimated cost for a replica, in tokens."""
-        how = self.sampling
-        return len(self.prompt) + how.num_samples * (how.max_tokens or _USUAL_TOKENS)
+        return len(self.prompt) + self.num_samples * (self.sampling.max_tokens or _USUAL_TOKENS)
 
     def next_samples(self, are_whole: Sequence[bool]) -> list[int]:
         """Return the samples that the next request asks for; empty when all are whole.
@@ -125,7 +122,7 @@ class Ask:
         how = self.sampling
         seed = how.seed
         if seed is not None:
-            seed = (seed + self.index * how.num_samples + samples[0]) % 2**63
+            seed = (seed + self.index * self.num_samples + samples[0]) % 2**63
         request = pb.GenerateRequest(
             policy=wanted.name,
             strict=self.strict,
@@ -188,17 +185,24 @@ def checked_prompts(prompts: Any) -> list[Prompt]:
     return [checked_prompt(prompt) for prompt in prompts]
 
 
-def check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling, num_samples: int) -> None:
     """Refuse sampling options of wrong kinds; the engine judges the rest.
 
     Raises:
         InvalidRequestError: An option is of a wrong kind.
     """
+    if type(num_samples) is not int or num_samples < 1:
+        raise InvalidRequestError(f"n={num_samples!r:.80}: give a number of samples, at least 1")
     if not isinstance(sampling, Sampling):
         raise InvalidRequestError(f"sampling={sampling!r:.80}: give trainer_side.Sampling(...)")
-    if sampling.num_samples < 1 or (sampling.max_tokens is not None and sampling.max_tokens < 1):
-        raise InvalidRequestError("num_samples and max_tokens must be at least 1")
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise InvalidRequestError("max_tokens must be at least 1")
     try:
         pb.Sampling(**{field.name: getattr(sampling, field.name) for field in fields(sampling)})
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"{sampling}: {error}") from error
+
+
+def closed_error(what: str = "RolloutClient") -> InvalidRequestError:
+    """Return the error of calls on a closed client or stream."""
+    return InvalidRequestError(f"this {what} is closed", reason="PUBLISHER_CLOSED")

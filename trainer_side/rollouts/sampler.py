@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 
-from trainer_side.rollouts.dispatch import Dispatch, Place, Target
-from trainer_side.rollouts.failures import Next, after
+from trainer_side.rollouts.dispatch import Dispatch, Next, Place, Target, after
 from trainer_side.rollouts.requests import Ask, Wanted
 from trainer_side.rollouts.routes import Routes
 from trainer_side.rollouts.sample import Draft, Sample, SampleGroup
@@ -151,8 +150,8 @@ class Sampler:
             ask=ask,
             place=Place(ask.wanted),
             number=self._dispatch.number(),
-            drafts=[Draft() for _ in range(ask.sampling.num_samples)],
-            made_by=[""] * ask.sampling.num_samples,
+            drafts=[Draft() for _ in range(ask.num_samples)],
+            made_by=[""] * ask.num_samples,
             prompt_token_ids=[] if isinstance(ask.prompt, str) else list(ask.prompt),
         )
         failure: WeftError | None = None

@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 
-from trainer_side.rollouts.loop import closed_error
-from trainer_side.rollouts.requests import Number, Prompt, Wanted, checked_prompt, wanted_of
+from trainer_side.rollouts.requests import (
+    Prompt,
+    Wanted,
+    checked_prompt,
+    closed_error,
+    number_of,
+)
 from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.window import Admitted, Window
 from weft_rl.contract.errors import TransferTimeoutError
+from weft_rl.contract.names import PolicyVersion
 
 #: Sends one prompt: (prompt, wanted version, index of its group).
 SampleOne = Callable[[Prompt, Wanted, int], "Future[SampleGroup]"]
@@ -46,15 +52,17 @@ class RolloutStream:
         self._is_drawn = self._is_closed = False
         self._failure: Exception | None = None
 
-    def consumed(self, count: int, *, version: Number | None = None) -> None:
+    def consumed(self, count: int, *, version: str | PolicyVersion | None = None) -> None:
         """Report that so many samples were used, and that the version trained on them is served.
 
         Called after the push returned, or its future is done. Draws the prompts that may be
         admitted now.
 
         Args:
-            version: Version that was learnt from them: prompts that are admitted from now on are
-                answered by it or a newer one, whatever replica they go to.
+            count: Samples, not groups.
+            version: Version that was learnt from them (``push_base(...).version``, or "base@3"):
+                prompts that are admitted from now on are answered by it or a newer one, whatever
+                replica they go to.
 
         Raises:
             InvalidRequestError: More than were handed out, or ``version`` is not one of the policy.
@@ -62,7 +70,8 @@ class RolloutStream:
         with self._changed:
             wanted = self._wanted
             if version is not None:
-                wanted = wanted_of(wanted.policy, None, version)
+                number = number_of(wanted.policy, "version", version)
+                wanted = Wanted(wanted.policy, at_least=number)
             self._window.consume(count)
             self._wanted = wanted
         self._admit()

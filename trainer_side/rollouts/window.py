@@ -58,7 +58,7 @@ class Window:
             )
         if self.batch_size % self.group_size:
             raise InvalidRequestError(
-                f"batch_size={self.batch_size} is no multiple of num_samples={self.group_size}: "
+                f"batch_size={self.batch_size} is no multiple of n={self.group_size}: "
                 "a step of training consumes whole groups"
             )
 

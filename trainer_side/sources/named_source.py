@@ -1,4 +1,4 @@
-"""Sources of ``push_base(named_tensors=)``, in order of arrival or in an order known beforehand."""
+"""Sources of ``push_tensors``, in order of arrival or in an order known beforehand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft_rl.contract.tensors import DataType, Reference, TensorMeta, check_base
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.wire.buckets import run_parts
 
-#: What ``push_base(named_tensors=)`` takes: pairs of a checkpoint name and a full tensor.
+#: What ``push_tensors`` takes: pairs of a checkpoint name and a full tensor.
 NamedTensors = (
     Iterable[tuple[str, torch.Tensor]]
     | Mapping[str, torch.Tensor]
@@ -41,8 +41,8 @@ def check_named(given: object) -> None:
     is_wrong = isinstance(given, torch.nn.Module | torch.Tensor | str | bytes)
     if is_wrong or not (isinstance(given, Iterable) or callable(given)):
         raise InvalidRequestError(
-            f"named_tensors={type(given).__name__}: give an iterator of (name, tensor) pairs, or "
-            "a function that makes one"
+            "push_tensors takes an iterator of (name, tensor) pairs, or a function that makes one, "
+            f"not {type(given).__name__}"
         )
 
 
@@ -114,8 +114,8 @@ class NamedSteps:
         told = self._ranks.agree(None, self._flags)
         if told == _HAS | _ENDED:
             error = InvalidRequestError(
-                "named_tensors ended on one rank of this trainer and not on another, about "
-                f"{self.num_tensors} tensors in: every rank must give as many"
+                "the iterator of push_tensors ended on one rank of this trainer and not on "
+                f"another, about {self.num_tensors} tensors in: every rank must give as many"
             )
             self._ranks.agree(error)
             raise error
@@ -135,13 +135,14 @@ def _begin(given: NamedTensors) -> Iterator[object]:
 def _pair(item: object) -> tuple[str, torch.Tensor]:
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise InvalidRequestError(
-            f"named_tensors gave {type(item).__name__}: it must give pairs of a name and a tensor"
+            f"push_tensors was given {type(item).__name__} by the iterator: it must give pairs of "
+            "a name and a tensor"
         )
     name, tensor = item
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise InvalidRequestError(
-            f"named_tensors gave a pair of {type(name).__name__} and {type(tensor).__name__}: it "
-            "must be a name and a tensor"
+            f"push_tensors was given a pair of {type(name).__name__} and "
+            f"{type(tensor).__name__}: it must be a name and a tensor"
         )
     if type(tensor).__name__ == "DTensor" or tensor.is_meta or tensor.layout is not torch.strided:
         raise InvalidRequestError(
@@ -351,7 +352,7 @@ class RunSource:
         missing = [meta.name for meta in self.metas if meta.name not in self._seen]
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         return InvalidManifestError(
-            f"{missing[0]!r} is missing{more}: named_tensors ended after "
+            f"{missing[0]!r} is missing{more}: the iterator ended after "
             f"{self._steps.num_tensors} tensors, and the served model expects it",
             metadata={"num_problems": str(len(missing)), "first": missing[0]},
         )
@@ -429,14 +430,14 @@ class OrderedSource:
             if name != said:
                 raise InvalidManifestError(
                     f"{name!r} came where metadata says {said!r}: metadata must list what "
-                    "named_tensors gives, in its order"
+                    "the iterator gives, in its order"
                 )
             if name == wanted:
                 return tensor
             self._tied.drop(name, tensor)
         if wanted is not None or self._steps.num_tensors < len(self._order):
             raise InvalidManifestError(
-                f"{self._order[self._steps.num_tensors]!r} is missing: named_tensors ended after "
+                f"{self._order[self._steps.num_tensors]!r} is missing: the iterator ended after "
                 f"{self._steps.num_tensors} tensors of {len(self._order)}"
             )
         return None

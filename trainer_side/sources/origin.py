@@ -118,7 +118,7 @@ class Origins:
         if base.module is not None and base.module in self._pushed:
             return Origin(self._pushed[base.module])
         if not base.loaded_from:
-            return Origin(None, "its base does not say what it was loaded from: say base_version=")
+            return Origin(None, "its base does not say what it was loaded from: say base='base@N'")
         key = (base.loaded_from, base.revision)
         seconds = deadline - time.monotonic() if must_know else 0.0
         reader = self._readers.get(key)
@@ -139,9 +139,9 @@ def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> Origin:
         case CheckpointState.READING:
             return Origin(None, f"{name}, which its base was loaded from, is still being read")
         case CheckpointState.NOT_COMPARED:
-            return Origin(None, f"{own.reason}: say base_version=")
+            return Origin(None, f"{own.reason}: say base='base@N'")
     if not base_checkpoint:
-        return Origin(None, "no replica has told what base@0 is: say base_version=")
+        return Origin(None, "no replica has told what base@0 is: say base='base@N'")
     if own.digest != base_checkpoint:
         return Origin(None, f"its base was loaded from {name}, which is not what base@0 is")
     return Origin(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +12,12 @@ from rich.console import Console
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
 from weft_rl.cli.console.output import plural, print_json, rate
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.names import BASE_POLICY, MAX_VERSION
+from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.push_defaults import (
+    DEFAULT_BASE,
     DEFAULT_CONNECT_SECONDS,
-    DEFAULT_ON_BASE_CHANGE,
     DEFAULT_REQUIRE,
     DEFAULT_TIMEOUT_SECONDS,
-    OnBaseChange,
     Require,
 )
 
@@ -70,57 +68,41 @@ def push(
             "--check-finite", help="Refuse NaN and infinities, looked for after the cast."
         ),
     ] = False,
-    base_version: Annotated[
-        int | None,
-        typer.Option(
-            metavar="VERSION",
-            help="Version of the base that the adapter was trained on.",
-            min=0,
-            max=MAX_VERSION,
-        ),
-    ] = None,
-    on_base_change: Annotated[
+    base: Annotated[
         str,
         typer.Option(
-            metavar="ACTION",
-            help="If the pool serves another base than that: 'warn', 'refuse' or 'ignore'.",
+            metavar="BASE",
+            help="Base that the adapter is for: 'auto' finds out, 'base@N' says which one it was "
+            "trained on, 'same' and 'only base@N' refuse any other, 'any' compares nothing.",
         ),
-    ] = DEFAULT_ON_BASE_CHANGE,
+    ] = DEFAULT_BASE,
     json_output: Json = False,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
     if not path.exists():
         raise InvalidRequestError(f"{path} does not exist")
-    from trainer_side import Publisher
+    from trainer_side import Publisher, PushOptions
 
     with Publisher(
         coordinator,
         trainer_id=trainer_id,
         require=parse_require(require),
         timeout_seconds=timeout,
-        check_finite=check_finite or None,
         connect_seconds=connect_seconds,
         takeover=takeover,
+        options=PushOptions(cast=cast, check_finite=check_finite),
     ) as publisher:
         if policy == BASE_POLICY:
-            publisher.push_base(path, cast=cast)
+            version, report = publisher.push_base(path)
         else:
-            publisher.push_adapter(
-                path,
-                policy,
-                cast=cast,
-                base_version=base_version,
-                on_base_change=typing.cast(OnBaseChange, on_base_change),
-            )
-        report = publisher.last_report
-        assert report is not None
+            version, report = publisher.push_adapter(path, policy, base=base)
     if json_output:
-        print_json(dataclasses.asdict(report) | {"version": str(report.version)})
+        print_json({"version": str(version)} | dataclasses.asdict(report))
         return
     speed = rate(report.total_bytes, report.staging_seconds)
     at = f" at {speed}" if speed else ""
     Console().print(
-        f"[bold green]{report.version}[/] is served by {plural(report.num_replicas, 'replica')}: "
+        f"[bold green]{version}[/] is served by {plural(report.num_replicas, 'replica')}: "
         f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
         f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f}{at}, "
         f"committing {report.committing_seconds:.3f})",

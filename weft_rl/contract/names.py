@@ -89,6 +89,19 @@ class PolicyVersion:
         return cls(check_name(policy, "policy"), int(digits))
 
 
+def version_of(given: str | PolicyVersion) -> PolicyVersion:
+    """Return a version that was given as ``math@17`` or as a value.
+
+    Raises:
+        InvalidNameError: It is neither.
+    """
+    if isinstance(given, PolicyVersion):
+        return given
+    if not isinstance(given, str):  # handed over by a user's program
+        raise InvalidNameError(f"{given!r:.80} is no version: give 'name@N' or a PolicyVersion")
+    return PolicyVersion.parse(given)
+
+
 #: What an engine was started with.
 STARTED_WITH: Final = PolicyVersion(BASE_POLICY, 0)
 

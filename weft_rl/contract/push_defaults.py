@@ -10,8 +10,6 @@ from typing import Final, Literal
 #: Which replicas must hold a version before it is committed: at least so many, whoever they
 #: are, or all that are ready when the push begins.
 Require = Literal["all"] | int
-#: What becomes of an adapter that would be served over another base than its own.
-OnBaseChange = Literal["warn", "refuse", "ignore"]
 
 #: Whoever remains: the loss of a replica ends nobody's training.
 DEFAULT_REQUIRE: Final = 1
@@ -19,4 +17,5 @@ DEFAULT_REQUIRE: Final = 1
 DEFAULT_TIMEOUT_SECONDS = 600.0
 #: Longest wait for a coordinator that was never reached.
 DEFAULT_CONNECT_SECONDS = 5.0
-DEFAULT_ON_BASE_CHANGE: Final = "warn"
+#: Base of an adapter: found out, and a remark where the pool serves another.
+DEFAULT_BASE: Final = "auto"

@@ -13,8 +13,6 @@ class Sampling:
     """Settings by which the samples of a prompt are drawn; what is not given leaves the
     distribution of the model as it is. See ``weft.v1.Sampling``."""
 
-    num_samples: int = 1
-    """Number of samples of each prompt, at most 1024."""
     temperature: float = 1.0
     """Temperature; 0 takes the most likely token."""
     top_p: float = 1.0

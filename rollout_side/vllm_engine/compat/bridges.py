@@ -182,10 +182,11 @@ def loras_in_use(engine: Any) -> set[str]:
     return {state.lora_name for state in states if state.lora_name is not None}
 
 
-def sampling_params(sampling: Sampling, chunk_tokens: int = 0) -> Any:
+def sampling_params(sampling: Sampling, num_samples: int = 1, chunk_tokens: int = 0) -> Any:
     """Make vLLM's ``SamplingParams`` for answers in pieces, each token with its log-probability.
 
     Args:
+        num_samples: Number of samples of the prompt.
         chunk_tokens: Minimum number of tokens in a piece; used from vLLM 0.27 on.
 
     Raises:
@@ -193,7 +194,7 @@ def sampling_params(sampling: Sampling, chunk_tokens: int = 0) -> Any:
     """
     module = importlib.import_module("vllm.sampling_params")
     params = module.SamplingParams(
-        n=sampling.num_samples,
+        n=num_samples,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

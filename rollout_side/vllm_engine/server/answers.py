@@ -51,7 +51,7 @@ class Answers:
             raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
         lora = self._models.request_of(order.adapter) if order.adapter else None
         with bridges.typed_failures():
-            params = bridges.sampling_params(order.sampling, order.chunk_tokens)
+            params = bridges.sampling_params(order.sampling, order.num_samples, order.chunk_tokens)
         request_id = f"weft-{next(self._numbers)}"
         prompt = (
             order.prompt if isinstance(order.prompt, str) else {"prompt_token_ids": order.prompt}
@@ -134,7 +134,7 @@ class VllmAnswer:
         self.changed_to: int | None = None
         self._is_text = isinstance(order.prompt, str)
         self._outputs, self._ended = outputs, ended
-        self._num_tokens = [0] * order.sampling.num_samples
+        self._num_tokens = [0] * order.num_samples
         #: By sample, where a version of the base began, as long as vLLM does not say so.
         self._starts = [[(base, 0)] for _ in self._num_tokens]
         self._has_begun = False

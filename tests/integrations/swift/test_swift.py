@@ -117,11 +117,11 @@ def client() -> Iterator[WeftClient]:
 
 def test_what_ms_swift_says_of_sampling_is_said_to_replicas(client: WeftClient) -> None:
     usual = asdict(RequestConfig(max_tokens=8, temperature=0.9, top_k=-1, top_p=1.0, stop=["w9"]))
-    assert client._sampling(usual, 4) == Sampling(
-        num_samples=4, max_tokens=8, temperature=0.9, stop_token_ids=(9, 2), stop=("w7 w8",)
+    assert client._sampling(usual) == Sampling(
+        max_tokens=8, temperature=0.9, stop_token_ids=(9, 2), stop=("w7 w8",)
     )
     with pytest.raises(UnsupportedError, match="frequency_penalty, prompt_logprobs: not known"):
-        client._sampling({**usual, "frequency_penalty": 0.5, "prompt_logprobs": 1}, 4)
+        client._sampling({**usual, "frequency_penalty": 0.5, "prompt_logprobs": 1})
 
 
 def test_what_cannot_be_answered_is_refused(client: WeftClient) -> None:

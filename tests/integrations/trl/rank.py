@@ -87,7 +87,7 @@ class Watched:
         model.train(was_training)
         self.parity.append(largest[0])
         self.drift.append(largest[1])
-        self.asked.append(str(how["exact"]))
+        self.asked.append(str(how["model"]))
         self.versions.append(
             sorted({v for g in groups for s in g.samples for v in s.versions.tolist()})
         )
@@ -167,7 +167,7 @@ class Rank:
                 return {"error": str(error), "type": type(error).__name__, "asked": watched.asked}
         key = "sampling/sampling_logp_difference/max"
         return {
-            "last": str(generation.version),
+            "last": str(generation.pushed.version),
             "asked": watched.asked,
             "versions": watched.versions,
             "parity": watched.parity,
@@ -206,13 +206,13 @@ class Rank:
             callback = PushCallback(publisher, policy, every_steps=every)
             trainer.add_callback(callback)
             trainer.train()
-            assert publisher.last_report is not None
-            source = publisher.last_report.source
+            assert callback.pushed is not None
+            version, report = callback.pushed
         module: Any = trainer.accelerator.unwrap_model(trainer.model)
         with _gathered(module) if zero3 else nullcontext():
             if trainer.is_world_process_zero():
                 module.save_pretrained(saved)
-        return {"version": str(callback.version), "source": source}
+        return {"version": str(version), "source": report.source}
 
 
 def _zero3() -> dict[str, Any]:

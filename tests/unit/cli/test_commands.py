@@ -81,7 +81,7 @@ MISUSES = [
     "push . --policy math --require some",
     "push . --policy math --timeout 0",
     "push . --policy math --trainer-id a/b",
-    "push . --policy math --on-base-change maybe",
+    "push . --policy math --base maybe",
     "verify nowhere --policy math",
     "rollback math",
     "rollback a/b --to 1",

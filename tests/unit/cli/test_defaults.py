@@ -8,7 +8,7 @@ import typer.main
 
 from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.vllm_engine.launch import open_engine
-from trainer_side import Publisher
+from trainer_side import Publisher, PushOptions
 from weft_rl.cli.main import app
 from weft_rl.cli.push import parse_require
 from weft_rl.coordinator.config import CoordinatorConfig
@@ -72,9 +72,10 @@ def test_the_defaults_of_weft_push_are_the_publishers():
     options = options_of("push")
     options["timeout_seconds"] = options.pop("timeout")
     options["require"] = parse_require(options["require"])
-    assert options.pop("check_finite") is False  # a flag; not given, it is the publisher's None
-    for name in ("cast", "base_version"):
-        assert options.pop(name) == of_a_push[name].default
+    assert options.pop("base") == of_a_push["base"].default
+    assert PushOptions(**{name: options.pop(name) for name in ("cast", "check_finite")}) == (
+        PushOptions()
+    )
     assert options == {name: publisher[name].default for name in options}
 
 

@@ -52,7 +52,7 @@ class Trainer:
         request = PushRequest(
             policy=policy,
             content=content,
-            check_finite=None,
+            check_finite=False,
             require="all",
             timeout_seconds=seconds,
         )

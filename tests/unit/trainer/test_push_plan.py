@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from tests.doubles.shards import sharded
-from trainer_side.push_request import PushPlan, PushSettings, checks_finite, plan_push
+from trainer_side.push_request import PushOptions, PushPlan, PushSettings, checks_finite, plan_push
 from trainer_side.pushes.content import Weights
 from trainer_side.pushes.rank_push import GatheredPush, Packings, ShardedPush
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout import send_plan
-from weft_rl.contract.push_defaults import DEFAULT_ON_BASE_CHANGE
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
@@ -32,13 +31,11 @@ def _request(weights: Mapping[str, torch.Tensor]) -> Any:
         module.register_parameter(name, torch.nn.Parameter(weight))
     settings = PushSettings(
         ranks=OneRank(),
-        kind="auto",
         require="all",
         timeout_seconds=5.0,
-        check_finite=None,
-        on_base_change=DEFAULT_ON_BASE_CHANGE,
+        options=PushOptions(cast=False),
     )
-    return settings.base(module, cast=False)
+    return settings.base(module)
 
 
 def test_a_layout_is_made_once_and_cut_as_told() -> None:
@@ -93,14 +90,14 @@ def test_a_plan_says_why_rank_0_gathers_all_unless_it_was_asked_to(
 @pytest.mark.parametrize(
     ("wanted", "backend", "is_adapter", "checked"),
     [
-        (None, "nccl", True, True),
-        (None, "gloo", True, False),
-        (None, "nccl", False, False),
+        (False, "nccl", True, True),
+        (False, "gloo", True, False),
+        (False, "nccl", False, False),
         (True, "gloo", False, True),
-        (False, "nccl", True, False),
+        (True, "nccl", True, True),
     ],
 )
-def test_unless_it_is_said_adapters_are_checked_where_it_is_cheap(
-    wanted: bool | None, backend: str, is_adapter: bool, checked: bool
+def test_adapters_are_checked_where_it_is_cheap_whatever_is_said(
+    wanted: bool, backend: str, is_adapter: bool, checked: bool
 ) -> None:
     assert checks_finite(wanted, backend, is_adapter=is_adapter) is checked

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side import Publisher
-from trainer_side.push_request import BaseOptions
+from trainer_side import PolicyVersion, Publisher, PushOptions
+from trainer_side.push_request import RequestedBase
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 
 # Nobody listens there, and nothing of this connects.
@@ -33,7 +33,7 @@ NOWHERE = "127.0.0.1:1"
         ({"ranks": "x"}, "ranks='x': use 'all', 'this' or a torch.distributed process group"),
         ({"ranks": None}, "ranks=None"),
         ({"backend": "mpi"}, "use one of 'auto', 'nccl', 'one-sided', 'gloo'"),
-        ({"kind": "megatron"}, "'zero3'"),
+        ({"options": "fast"}, r"options='fast': give trainer_side.PushOptions\(...\)"),
         ({"device": "cuda:0"}, "this process has no CUDA device"),
         ({"device": "cpu"}, "is no CUDA device"),
         ({"device": "gpu"}, "device='gpu'"),
@@ -77,7 +77,12 @@ _MODEL = torch.nn.Linear(2, 2)
 @pytest.mark.parametrize(
     ("push", "match"),
     [
-        (lambda p: p.push_base(None), "push_base: give a model, a directory, or named_tensors="),
+        (lambda p: p.push_base(None), "push_base takes a torch module or a directory, not None"),
+        (lambda p: p.push_base([("a", torch.ones(1))]), "not list: push_tensors takes named"),
+        (lambda p: p.push_tensors(), "push_tensors: give an iterator of"),
+        (lambda p: p.push_tensors(_MODEL), "push_tensors takes an iterator of .*, not Linear"),
+        (lambda p: p.push_tensors(7), "push_tensors takes an iterator of .*, not int"),
+        (lambda p: p.push_base(_MODEL, options={}), r"options=\{\}: give trainer_side.PushOptions"),
         (lambda p: p.push_base(_MODEL.state_dict()), "not a state_dict"),
         (lambda p: p.push_base_async(OrderedDict()), "not a state_dict"),
         (lambda p: p.push_adapter(3, "math"), "push_adapter takes .*, not int"),
@@ -113,10 +118,36 @@ def test_a_closed_publisher_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"version": -1}, {"version": 2**62}, {"version": True}, {"version": "1"},
-     {"on_change": "explode"}],
-)  # fmt: skip
-def test_what_cannot_be_meant_of_a_base(settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError):
-        BaseOptions(**settings)
+    ("options", "match"),
+    [
+        ({"kind": "megatron"}, "'zero3'"),
+        ({"check_finite": None}, "check_finite=None: use one of True, False"),
+        ({"cast": 1}, "cast=1: use one of True, False"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        PushOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("base", "requested"),
+    [
+        ("auto", RequestedBase()),
+        ("same", RequestedBase(is_required=True)),
+        ("any", RequestedBase(is_compared=False)),
+        ("base@3", RequestedBase(version=3)),
+        (PolicyVersion("base", 0), RequestedBase(version=0)),
+        ("only base@3", RequestedBase(version=3, is_required=True)),
+    ],
+)
+def test_one_word_says_which_base_an_adapter_is_for(base: Any, requested: RequestedBase) -> None:
+    assert RequestedBase.parse(base) == requested
+
+
+@pytest.mark.parametrize(
+    "base", [None, 3, True, "", "warn", "base", "base@-1", "base@x", "math@3", "only", "only same"]
+)
+def test_what_cannot_be_meant_of_a_base(base: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="'auto', 'same', 'any', 'base@N' of the base"):
+        RequestedBase.parse(base)

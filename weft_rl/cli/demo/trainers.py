@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer_side import PolicyVersion, Publisher
+from trainer_side import PolicyVersion, Publisher, PushResult
 from weft_rl.cli.demo.tiny_model import VOCAB_SIZE, load_model
 
 _STEPS = 4
@@ -47,15 +47,16 @@ def lora_trainer(coordinator: str, model_path: Path, out: Path) -> None:
     )
     trained: dict[PolicyVersion, Any] = {}
 
-    def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> None:
+    def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> PushResult:
         assert base is not None, "an adapter is trained on a base"
         if base not in trained:
             path = out / str(base) if base.version else model_path
             trained[base] = get_peft_model(load_model(path), config)
         model = trained[base]
         train(model, seed=number)
-        version = publisher.push_adapter(model, "math", base_version=base.version)
-        model.save_pretrained(out / str(version))
+        result = publisher.push_adapter(model, "math", base=base)
+        model.save_pretrained(out / str(result.version))
+        return result
 
     _serve("lora-trainer", coordinator, push)
 
@@ -64,12 +65,13 @@ def base_trainer(coordinator: str, model_path: Path, out: Path) -> None:
     """Fine-tune every weight with plain torch; push the base."""
     model = load_model(model_path)
 
-    def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> None:
+    def push(publisher: Publisher, number: int, base: PolicyVersion | None) -> PushResult:
         if base is not None:
             train(model, seed=100 + number)
-        version = publisher.push_base(model)
+        result = publisher.push_base(model)
         if base is not None:
-            model.save_pretrained(out / str(version))
+            model.save_pretrained(out / str(result.version))
+        return result
 
     _serve("base-trainer", coordinator, push)
 
@@ -81,11 +83,9 @@ def _serve(trainer_id: str, coordinator: str, push: Any) -> None:
             order, _, base = line.strip().partition(" ")
             if order not in ("push", "again"):
                 break
-            push(publisher, number, PolicyVersion.parse(base) if base else None)
-            report = publisher.last_report
-            assert report is not None
+            version, report = push(publisher, number, PolicyVersion.parse(base) if base else None)
             answer = {
-                "version": str(report.version),
+                "version": str(version),
                 "bytes": report.total_bytes,
                 "seconds": report.seconds,
                 "forming_seconds": report.forming_seconds,

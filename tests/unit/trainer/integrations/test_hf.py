@@ -8,6 +8,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trainer_side.integrations.hf import PushCallback
+from trainer_side.push_result import PushResult
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
 
@@ -46,7 +47,7 @@ class Publisher:
 
     def _push(self, kind, model, policy):
         self.pushed.append((kind, round(model.weight.item(), 4)))
-        return PolicyVersion(policy, len(self.pushed))
+        return PushResult(PolicyVersion(policy, len(self.pushed)), None)
 
 
 def train(work: Path, callbacks, *, steps=5, model=None, **settings):
@@ -89,7 +90,7 @@ def test_it_pushes_after_steps_and_at_the_end(tmp_path, every, at_end, weights):
     callback = PushCallback(publisher, "base", every_steps=every, at_end=at_end)
     train(tmp_path, [callback])
     assert publisher.pushed == [("base", weight) for weight in weights]
-    assert callback.version == (PolicyVersion("base", len(weights)) if weights else None)
+    assert (callback.pushed and callback.pushed.version.version) == (len(weights) or None)
 
 
 def test_it_pushes_once_an_optimizer_step_however_many_batches_make_it(tmp_path):
@@ -106,7 +107,7 @@ def test_it_pushes_when_another_callback_says_so(tmp_path):
     class AtThird(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 3:
-                assert str(callback.push()) == "base@1"
+                assert str(callback.push().version) == "base@1"
 
     train(tmp_path, [callback, AtThird()])
     assert publisher.pushed == [("base", 0.7)]
@@ -134,7 +135,7 @@ def test_the_policy_says_which_push(tmp_path, model, policy, kind):
     callback = PushCallback(publisher, policy)
     train(tmp_path, [callback], steps=1, model=model())
     assert publisher.pushed == [(kind, 0.9)]
-    assert callback.version == PolicyVersion(policy, 1)
+    assert callback.pushed.version == PolicyVersion(policy, 1)
 
 
 def test_what_cannot_be_right_is_refused():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trainer_side.integrations.trl import PoolGeneration, sampling_of
+from trainer_side.push_result import PushResult
 from trainer_side.rollouts.sample import Sample, SampleGroup
 from weft_rl.contract.errors import PeerUnavailableError, UnsupportedError
 from weft_rl.contract.names import PolicyVersion
@@ -30,10 +31,10 @@ def trainer(generation_kwargs=None, regex=None, **settings):
 
 class Publisher:
     def push_base(self, model):
-        return PolicyVersion("base", 3)
+        return PushResult(PolicyVersion("base", 3), None)
 
     def push_adapter(self, model, policy):
-        return PolicyVersion(policy, 17)
+        return PushResult(PolicyVersion(policy, 17), None)
 
 
 class Rollouts:
@@ -46,7 +47,7 @@ class Rollouts:
         if self.error is not None:
             raise self.error
         self.asked.append((prompts, how))
-        return [self._group(i, p, how["sampling"].num_samples) for i, p in enumerate(prompts)]
+        return [self._group(i, p, how["n"]) for i, p in enumerate(prompts)]
 
     def _group(self, index, prompt, num_samples):
         samples = []
@@ -92,7 +93,7 @@ def test_sampling_is_all_that_a_trainer_was_told():
     [
         ({"generation_kwargs": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"generation_kwargs": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
-        ({"generation_kwargs": {"num_samples": 4}}, "num_samples"),
+        ({"generation_kwargs": {"n": 4}}, "n"),
         ({"regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
     ],
 )
@@ -105,15 +106,15 @@ def test_a_prompt_is_sent_once_and_answered_as_often_as_it_stands_there():
     rollouts = Rollouts()
     generation = PoolGeneration(trainer(temperature=0.5), Publisher(), rollouts, "math")
     generation.sync_weights()
-    assert generation.version == PolicyVersion("math", 17)
+    assert generation.pushed.version == PolicyVersion("math", 17)
     prompts = [[1, 2], [1, 2], [3], [3]]
     echoed, completions, logprobs, tokens = generation.generate(prompts, None, 2)
     ((sent, how),) = rollouts.asked
     assert sent == [[1, 2], [3]]
     assert how == {
-        "policy": "math",
-        "exact": PolicyVersion("math", 17),
-        "sampling": Sampling(temperature=0.5, max_tokens=256, num_samples=2),
+        "model": PolicyVersion("math", 17),
+        "n": 2,
+        "sampling": Sampling(temperature=0.5, max_tokens=256),
     }
     assert echoed == prompts
     assert completions == [[20], [20, 21], [30], [30, 31]]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer_side.rollouts.padding import pad
-from trainer_side.rollouts.sample import Sample, SampleGroup
+from trainer_side.rollouts.sample import Sample, SampleGroup, pad
 from weft_rl.contract.errors import InvalidRequestError, NotFoundError
 
 

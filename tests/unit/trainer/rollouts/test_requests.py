@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.rollouts.failures import Next, after
+from trainer_side.rollouts.dispatch import Next, after
 from trainer_side.rollouts.requests import (
     Ask,
     Wanted,
@@ -34,29 +34,26 @@ from weft_rl.v1 import types_pb2
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (("math", None, None), Wanted("math")),
-        (("math@3", None, None), Wanted("math", exact=3)),
-        (("math", PolicyVersion("math", 3), None), Wanted("math", exact=3)),
-        (("base", 0, None), Wanted("base", exact=0)),
-        (("math", None, 2), Wanted("math", at_least=2)),
+        (("math", None), Wanted("math")),
+        (("math@3", None), Wanted("math", exact=3)),
+        ((PolicyVersion("math", 3), None), Wanted("math", exact=3)),
+        (("base@0", None), Wanted("base", exact=0)),
+        (("math", "math@2"), Wanted("math", at_least=2)),
+        (("math", PolicyVersion("math", 2)), Wanted("math", at_least=2)),
     ],
 )
-def test_versions_are_given_in_several_ways(given: tuple[Any, Any, Any], wanted: Wanted) -> None:
+def test_a_version_is_said_in_one_way(given: tuple[Any, Any], wanted: Wanted) -> None:
     assert wanted_of(*given) == wanted
 
 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (("math@3", 3, None), "names a version, and so does exact="),
-        (("math", 3, 3), "not both"),
-        (("math", PolicyVersion("poet", 3), None), "poet@3 is no version of math"),
-        (("math", True, None), "exact=True"),
-        (("math", None, -1), "min_version=-1"),
-        (("math", "3", None), "exact='3'"),
+        (("math@3", "math@3"), "model=math@3 is one version, and min_version=math@3 asks for"),
+        (("math", "poet@3"), "min_version=poet@3 is no version of math"),
     ],
 )
-def test_contradictions_are_refused(given: tuple[Any, Any, Any], what: str) -> None:
+def test_contradictions_are_refused(given: tuple[Any, Any], what: str) -> None:
     with pytest.raises(InvalidRequestError, match=what):
         wanted_of(*given)
 
@@ -64,7 +61,13 @@ def test_contradictions_are_refused(given: tuple[Any, Any, Any], what: str) -> N
 @pytest.mark.parametrize("name", ["", "a b", "math@", "math@x", "@3", 7])
 def test_names_that_nothing_has_are_refused(name: Any) -> None:
     with pytest.raises(InvalidNameError):
-        wanted_of(name, None, None)
+        wanted_of(name, None)
+
+
+@pytest.mark.parametrize("version", [3, True, "3", "math", "math@-1", 1.5])
+def test_what_is_no_version_is_refused(version: Any) -> None:
+    with pytest.raises(InvalidNameError):
+        wanted_of("math", version)
 
 
 def test_prompts_are_taken_as_they_come() -> None:
@@ -84,7 +87,6 @@ def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
     "given",
     [
         None,
-        Sampling(num_samples=0),
         Sampling(max_tokens=0),
         Sampling(temperature="hot"),  # type: ignore[arg-type]
         Sampling(seed=2**70),
@@ -92,14 +94,21 @@ def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
 )
 def test_sampling_of_another_kind_is_refused(given: Any) -> None:
     with pytest.raises(InvalidRequestError):
-        check_sampling(given)
+        check_sampling(given, 1)
 
 
-def _ask(how: Sampling, index: int = 0) -> Ask:
+@pytest.mark.parametrize("n", [0, True, "2", None, 1.0])
+def test_a_number_of_samples_is_one(n: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="n="):
+        check_sampling(Sampling(), n)
+
+
+def _ask(how: Sampling, num_samples: int = 5, index: int = 0) -> Ask:
     return Ask(
         index=index,
         prompt=[1, 2],
         wanted=Wanted("math", exact=3),
+        num_samples=num_samples,
         sampling=how,
         strict=True,
         timeout_seconds=1,
@@ -108,8 +117,8 @@ def _ask(how: Sampling, index: int = 0) -> Ask:
 
 def test_samples_that_are_missing_are_asked_for_together_unless_seeds_forbid_it() -> None:
     whole = [True, False, True, False, False]
-    assert _ask(Sampling(num_samples=5)).next_samples(whole) == [1, 3, 4]
-    seeded = _ask(Sampling(num_samples=5, seed=1))
+    assert _ask(Sampling()).next_samples(whole) == [1, 3, 4]
+    seeded = _ask(Sampling(seed=1))
     assert seeded.next_samples(whole) == [1]
     assert seeded.next_samples([True, True, True, False, False]) == [3, 4]
     assert seeded.next_samples([True] * 5) == []
@@ -117,10 +126,10 @@ def test_samples_that_are_missing_are_asked_for_together_unless_seeds_forbid_it(
 
 def test_a_request_says_it_all() -> None:
     how = Sampling(
-        num_samples=4, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
+        temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
         seed=7, max_tokens=5, min_tokens=2, stop=("x",), stop_token_ids=(2,), ignore_eos=True,
     )  # fmt: skip
-    ask = _ask(how, index=10)
+    ask = _ask(how, num_samples=4, index=10)
     request = ask.request(ask.wanted, [2, 3])
     assert (request.policy, request.strict, list(request.token_ids.ids)) == ("math@3", True, [1, 2])
     told = request.sampling
@@ -213,8 +222,6 @@ def test_stops_of_another_kind_are_refused(stops: dict[str, Any]) -> None:
 
 
 def test_numbers_beyond_all_versions_are_refused() -> None:
-    for how in ({"exact": 10**20}, {"min_version": 10**20}):
-        with pytest.raises(InvalidRequestError, match="number of a version"):
-            wanted_of("math", how.get("exact"), how.get("min_version"))
-    with pytest.raises(InvalidNameError):
-        wanted_of(f"math@{10**20}", None, None)
+    for model, min_version in ((f"math@{10**20}", None), ("math", f"math@{10**20}")):
+        with pytest.raises(InvalidNameError, match="has a number above"):
+            wanted_of(model, min_version)

@@ -94,7 +94,7 @@ def test_a_step_that_is_consumed_in_parts_admits_when_it_is_whole() -> None:
         ((0, 0, 1), "batch_size=0"),
         ((4, -1, 1), "max_staleness=-1"),
         ((4, True, 1), "max_staleness=True"),
-        ((6, 0, 4), "no multiple of num_samples=4"),
+        ((6, 0, 4), "no multiple of n=4"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[int, int, int], what: str) -> None:

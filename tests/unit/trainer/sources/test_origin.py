@@ -68,7 +68,7 @@ def test_then_the_checkpoint_that_it_was_loaded_from(origins: Origins, tmp_path:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("", "say base_version="), ("nobody/has-this", "not on this machine"),
+    [("", "say base="), ("nobody/has-this", "not on this machine"),
      ("/", "no safetensors files")],
 )  # fmt: skip
 def test_else_nobody_knows(origins: Origins, name: str, words: str) -> None:

@@ -125,8 +125,8 @@ def _check_base(state: PoolState, adapter: AdapterSpec) -> None:
     if trained_on is not None and trained_on > newest:
         raise InvalidAdapterError(
             f"the adapter is said to be trained on {BASE_POLICY}@{trained_on}, which never was: "
-            f"the newest number of the base is {newest}; give base_version= the one that it was "
-            "trained on",
+            f"the newest number of the base is {newest}; give base= the one that it was trained "
+            "on",
             metadata={"trained_on_base_version": str(trained_on)},
         )
 

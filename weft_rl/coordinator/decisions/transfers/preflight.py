@@ -239,9 +239,9 @@ def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | No
         return None
     trained_on = "?" if spec.trained_on_base_version is None else spec.trained_on_base_version
     remedy = (
-        "say base_version="
+        "say base='only base@N'"
         if spec.trained_on_base_version is None
-        else "train on the newer base, or push with on_base_change='warn'"
+        else f"train on the newer base, or push with base='base@{trained_on}' to serve it over this"
     )
     return Failure(
         "BASE_MISMATCH",

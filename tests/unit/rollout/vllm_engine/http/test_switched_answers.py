@@ -13,9 +13,8 @@ import pytest_asyncio
 from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.compat import requests
 from rollout_side.vllm_engine.http.version_headers import name_versions
-from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
+from tests.doubles.vllm import BASE, GeneratingEngine, make_replica, sampling_params
 from weft_rl.contract.capabilities import RunningRequests
-from weft_rl.contract.sampling import Sampling
 
 
 class _Failed(Exception):
@@ -68,7 +67,7 @@ class _Server:
         await send({"type": "http.response.body", "body": body})
 
     def _outputs(self, scope: Any) -> Any:
-        return self.engine.generate([1], Sampling(num_samples=1), scope["id"])
+        return self.engine.generate([1], sampling_params(None), scope["id"])
 
     def ask(self, model: str, *, stream: bool = True, request_id: str = "h1") -> _Request:
         return _Request(self, model, stream, request_id)

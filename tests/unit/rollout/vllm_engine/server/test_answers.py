@@ -20,7 +20,7 @@ from rollout_side.generation import (
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS, VllmReplica
-from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
+from tests.doubles.vllm import BASE, GeneratingEngine, make_replica, sampling_params
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -29,7 +29,6 @@ from weft_rl.contract.errors import (
     VersionChangedError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.sampling import Sampling
 
 MATH_1 = PolicyVersion("math", 1)
 _ID = "weft-1"
@@ -37,16 +36,15 @@ _ID = "weft-1"
 
 @pytest_asyncio.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GeneratingEngine]:
-    monkeypatch.setattr(bridges, "sampling_params", lambda sampling, chunk_tokens: sampling)
+    monkeypatch.setattr(bridges, "sampling_params", sampling_params)
     made = GeneratingEngine()
     yield made
     made.close()
 
 
 def _order(num_samples: int = 1, *, strict: bool = False, **more: Any) -> GenerateOrder:
-    sampling = Sampling(num_samples=num_samples)
     return GenerateOrder(
-        **{"prompt": [1], "adapter": None, "sampling": sampling, "strict": strict, **more}
+        **{"prompt": [1], "adapter": None, "num_samples": num_samples, "strict": strict, **more}
     )
 
 

@@ -13,10 +13,9 @@ from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, Sampl
 from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
 from rollout_side.vllm_engine.replica import VllmReplica
-from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
+from tests.doubles.vllm import BASE, GeneratingEngine, make_replica, sampling_params
 from weft_rl.contract.errors import LoadFailedError, VersionChangedError
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.sampling import Sampling
 
 
 class Again(Exception):
@@ -25,7 +24,7 @@ class Again(Exception):
 
 @pytest_asyncio.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GeneratingEngine]:
-    monkeypatch.setattr(bridges, "sampling_params", lambda sampling, chunk_tokens: sampling)
+    monkeypatch.setattr(bridges, "sampling_params", sampling_params)
     monkeypatch.setattr(requests, "failure", lambda message, status: Again(message))
     made = GeneratingEngine()
     yield made
@@ -36,7 +35,7 @@ class _Http:
     """A request of vLLM's server: what it gets from the engine."""
 
     def __init__(self, engine: GeneratingEngine, request_id: str, num_samples: int = 1) -> None:
-        self._outputs = engine.generate([1], Sampling(num_samples=num_samples), request_id)
+        self._outputs = engine.generate([1], sampling_params(None, num_samples), request_id)
         self.tokens: list[int] = []
         self.task = asyncio.create_task(self._read())
 
@@ -46,9 +45,7 @@ class _Http:
 
 
 async def _generate(replica: VllmReplica) -> list[SampleChunk]:
-    answer = replica.generate(
-        GenerateOrder(prompt=[1], adapter=None, sampling=Sampling(num_samples=1))
-    )
+    answer = replica.generate(GenerateOrder(prompt=[1], adapter=None))
     found: list[SampleChunk] = []
     try:
         async for chunks in answer.chunks():
@@ -180,7 +177,7 @@ async def test_what_ends_in_time_is_whole(engine: GeneratingEngine) -> None:
 
 async def test_aborting_closes_what_a_client_leaves(engine: GeneratingEngine) -> None:
     replica = make_replica(engine, running_requests="abort")
-    outputs: Any = engine.generate([1], Sampling(num_samples=1), "h1")
+    outputs: Any = engine.generate([1], sampling_params(None), "h1")
     first = asyncio.ensure_future(anext(outputs))
     await _begun(engine, 1)
     engine.emit("h1", [10])

@@ -1,9 +1,10 @@
-"""Report of a push that succeeded: its cost, and what success does not tell."""
+"""Result of a push that succeeded: its version, its cost, and what success does not tell."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.v1 import publish_pb2 as pb
@@ -11,17 +12,20 @@ from weft_rl.v1 import publish_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """Cost of a push, as the coordinator saw it."""
+    """Cost of a push as the coordinator measured it, with remarks on its outcome."""
 
-    version: PolicyVersion
     total_bytes: int
+    """Payload of the version, in bytes; each replica received as much."""
     num_replicas: int
     """Replicas that served the version when the push ended; ``remarks`` names the others."""
     seconds: float
     """Time from the call until every replica had switched, or had failed to."""
     forming_seconds: float
+    """Time from the request to begin until every receiver was ready."""
     staging_seconds: float
+    """Time from then until every receiver had verified the last bucket."""
     committing_seconds: float
+    """Time from then until every replica served the version."""
     pause_seconds: float
     """Longest time that a replica paused generation."""
     source: str
@@ -31,12 +35,20 @@ class PushReport:
     backend_reason: str
     """Reason for this backend, and against those that the pool would have preferred."""
     remarks: tuple[str, ...] = ()
-    """Facts that success does not tell: replicas that did not switch and why, a quantised base,
-    ..."""
+    """Facts that success does not tell, each a sentence: replicas that did not switch and why, a
+    quantised base, a base that is not the one that the adapter was trained on."""
+
+
+class PushResult(NamedTuple):
+    """Version that a push made, and the push's report."""
+
+    version: PolicyVersion
+    """Version that the replicas serve, for example ``math@17``."""
+    report: PushReport
+    """Cost and remarks of the push."""
 
 
 def report_of(
-    version: PolicyVersion,
     transfer: pb.Transfer,
     *,
     total_bytes: int,
@@ -52,7 +64,6 @@ def report_of(
         remarks: The trainer's own remarks; those on replicas that do not serve it follow.
     """
     return PushReport(
-        version=version,
         total_bytes=total_bytes,
         num_replicas=len(transfer.serving_replica_ids),
         seconds=seconds,
