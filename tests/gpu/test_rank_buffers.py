@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from rollout_side.memory.ranks.messages import HEAD, Buffers, pack, read_head, unpack
+from rollout_side.memory.ranks.messages import MESSAGES, Buffers
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Segment
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
@@ -25,8 +25,8 @@ def test_another_process_maps_what_it_is_told_of() -> None:
     segments = [_made(SIZE), _made(3 * SIZE)]
     for number, segment in enumerate(segments):
         segment.data.copy_(torch.arange(segment.num_bytes) % (97 + number))
-    told = pack(Buffers([segment.ref for segment in segments]))
-    command = [sys.executable, "-m", "tests.gpu.test_rank_buffers"]
+    number, told = MESSAGES.encode(Buffers([segment.ref for segment in segments]))
+    command = [sys.executable, "-m", "tests.gpu.test_rank_buffers", str(number)]
     done = subprocess.run(command, input=told, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     sums = [int(segment.data.sum(dtype=torch.int64)) for segment in segments]
@@ -41,9 +41,7 @@ def _made(num_bytes: int) -> Segment:
 
 def _map() -> None:
     """The other process: says the sum of each buffer's bytes."""
-    told = sys.stdin.buffer.read()
-    number, size = read_head(told[: HEAD.size])
-    message = unpack(number, told[HEAD.size : HEAD.size + size])
+    message = MESSAGES.decode(int(sys.argv[1]), sys.stdin.buffer.read())
     assert isinstance(message, Buffers)
     for ref in message.refs:
         print(int(ref.attach().data.sum(dtype=torch.int64)))

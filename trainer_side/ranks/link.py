@@ -1,33 +1,42 @@
-"""Connections between the ranks of one trainer, and messages over them.
+"""Link between the ranks of one trainer: how they meet, and messages between them.
 
 TCP connections of our own. A process group could carry the same, but would leave ranks waiting for
 one that is gone: gloo (torch 2.13) reports a broken connection to no rank whose message was under
 way, and ends nothing before its timeout. Here a rank that leaves, or dies, is noticed at once by
-those that wait for it, and ``close`` ends every wait of this rank.
+those that wait for it, and ``close`` ends every wait of this rank. Ranks find each other by the
+application's store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from datetime import timedelta
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
-from weft_rl.ipc.sockets import close_in_children
+from weft_rl.ipc.connection import Codec, Connection, Incoming, Outgoing, PeerError, finish
+from weft_rl.ipc.handshake import Handshake
+from weft_rl.ipc.listener import Arrivals
+from weft_rl.rpc.channel import local_address_towards
 
-#: Which call a message belongs to, and how many bytes follow.
-_HEAD: Final = struct.Struct("<IQ")
-# Whatever says that the other side is gone; none has to be asked for but the first, which is
-# Linux's.
-_HANGS_UP: Final = getattr(select, "POLLRDHUP", select.POLLHUP)
+_log = logging.getLogger(__name__)
+
+#: Frames between ranks, whose kind is the number of the call that they belong to.
+_FRAMES: Final = Codec[bytes](b"WEFL", 1)
 # In a call's place: whoever sends this leaves, and what follows is why.
-_LEAVES: Final = 2**32 - 1
+_LEAVES: Final = 2**16 - 1
 # Before the reason: the rank that had it, if it is not who sends it.
 _WHO: Final = struct.Struct("<i")
 _SELF: Final = -1
@@ -36,10 +45,22 @@ MAX_BYTES: Final = 2**30
 #: Why a rank leaves is said in at most so many bytes.
 MAX_REASON_BYTES: Final = 2**13
 
+_SECRET_BYTES: Final = 32
+#: What a rank says of itself as it connects: its number, and for which traffic.
+_IDENTITY: Final = "<IB"
+#: Connections that are silent, beside those of the ranks that are expected.
+_MAX_STRANGERS: Final = 256
+_LOOPBACK: Final = "127.0.0.1"
+# Of documentation (RFC 5737): the default route leads there, and nothing is sent.
+_ANYWHERE: Final = "192.0.2.1:9"
+# Of Linux: the address of an interface. After its name follows a sockaddr_in.
+_SIOCGIFADDR: Final = 0x8915
+_IFREQ: Final = struct.Struct("<16s4x4s232x")
 
-class Channel(IntEnum):
-    """Channel of messages that run beside others. Each has connections of its own, used by one
-    thread at a time."""
+
+class Traffic(IntEnum):
+    """Traffic that runs beside others. Each has connections of its own, used by one thread at a
+    time."""
 
     STAR = 0
     """Messages between rank 0 and each other rank."""
@@ -49,7 +70,7 @@ class Channel(IntEnum):
     """Sums over the same pairs as ``STAR``, beside it."""
 
 
-class LinkError(Exception):
+class LinkError(PeerError):
     """Error of a link that cannot be used any more.
 
     A rank is gone, says what was not asked for, or was silent until the deadline; or this rank has
@@ -67,22 +88,19 @@ class LinkError(Exception):
 
 
 class RankLink:
-    """Connections of one rank, once it has met the others; see ``meeting.meet``.
+    """Connections of one rank, once it has met the others; see ``meet``.
 
-    Thread-safe between channels. A message that fails, or is interrupted, leaves its connection
-    in the middle of it, so the link is closed.
+    Thread-safe between kinds of traffic. A message that fails, or is interrupted, leaves its
+    connection in the middle of it, so the link is closed.
 
     Args:
-        sockets: Sockets by channel and rank; they belong to the link from now on.
+        connections: Connections by traffic and rank; they belong to the link from now on.
     """
 
-    def __init__(self, sockets: Mapping[tuple[Channel, int], socket.socket]) -> None:
-        self._sockets = dict(sockets)
-        for each in self._sockets.values():
-            each.setblocking(False)
-            close_in_children(each)
+    def __init__(self, connections: Mapping[tuple[Traffic, int], Connection[bytes]]) -> None:
+        self._connections = dict(connections)
         self._lock = threading.Lock()  # guards the three below
-        self._inside_of = dict.fromkeys(Channel, 0)
+        self._inside_of = dict.fromkeys(Traffic, 0)
         self._why_closed = ""
         self._left: tuple[int, bytes] = (-1, b"")
 
@@ -93,7 +111,7 @@ class RankLink:
 
     def swap(
         self,
-        channel: Channel,
+        traffic: Traffic,
         call: int,
         outgoing: Mapping[int, memoryview],
         incoming: Mapping[int, memoryview | None],
@@ -118,39 +136,36 @@ class RankLink:
         Raises:
             LinkError: The link is closed.
         """
-        with self._inside(channel):
+        with self._inside(traffic):
+            send = _OutgoingIfThere if whoever_is_there else Outgoing
             sends = [
-                _Send(self._sockets[channel, rank], rank, call, content, whoever_is_there)
+                send(self._connections[traffic, rank], call, content)
                 for rank, content in outgoing.items()
             ]
-            receives = [
-                _Receive(self._sockets[channel, rank], rank, call, out)
+            receives = {
+                rank: _Message(self._connections[traffic, rank], rank, call, out)
                 for rank, out in incoming.items()
-            ]
+            }
             try:
-                _finish([*sends, *receives], deadline)
-            except LinkError as error:
-                begun = {each.sock for each in receives if each.has_begun}
-                self._note_who_left(error, channel, begun)
+                finish([*sends, *receives.values()], deadline)
+            except PeerError as error:
+                begun = {each.connection for each in receives.values() if each.has_begun}
+                self._note_who_left(error, traffic, begun)
                 raise
-            return {each.rank: each.content for each in receives}
+            return {rank: each.content for rank, each in receives.items()}
 
-    def check(self, channel: Channel) -> None:
+    def check(self, traffic: Traffic) -> None:
         """Check that all ranks are still there, also those that were heard before they went.
 
         Raises:
             LinkError: A rank is gone; names it. The link is closed.
         """
-        with self._inside(channel):
-            poll, ranks = select.poll(), {}
-            for (each, rank), sock in self._sockets.items():
-                if each is channel:
-                    poll.register(sock, _HANGS_UP)
-                    ranks[sock.fileno()] = rank
-            for number, _ in poll.poll(0):
-                error = LinkError(f"rank {ranks[number]} has left")
-                self._note_who_left(error, channel, set())
-                raise error
+        with self._inside(traffic):
+            for (each, rank), connection in self._connections.items():
+                if each is traffic and connection.is_ended:
+                    error = LinkError(f"rank {rank} has left")
+                    self._note_who_left(error, traffic, set())
+                    raise error
 
     def close(
         self, why: str = "this rank has left the push", reason: bytes = b"", rank: int = _SELF
@@ -169,51 +184,52 @@ class RankLink:
             if self.closed:
                 return
             self._why_closed = why
-            said = _WHO.pack(rank) + reason
-            for (channel, _), each in self._sockets.items():
-                if reason and channel is not Channel.SUM and not self._inside_of[channel]:
-                    with contextlib.suppress(OSError):
-                        each.sendmsg([_HEAD.pack(_LEAVES, len(said)), said])
-            for each in self._sockets.values():  # once all were told: it is noticed first
-                with contextlib.suppress(OSError):  # the other side was first
-                    each.shutdown(socket.SHUT_RDWR)  # wakes who waits for it, also here
-            self._close_sockets()
+            said = memoryview(_WHO.pack(rank) + reason)
+            for (traffic, _), each in self._connections.items():
+                if reason and traffic is not Traffic.SUM and not self._inside_of[traffic]:
+                    with contextlib.suppress(PeerError):
+                        Outgoing(each, _LEAVES, said).advance()
+            for each in self._connections.values():  # once all were told: it is noticed first
+                each.shut()  # wakes who waits for it, also here
+            self._close_connections()
 
-    def _note_who_left(self, error: LinkError, channel: Channel, begun: set[socket.socket]) -> None:
+    def _note_who_left(
+        self, error: PeerError, traffic: Traffic, begun: set[Connection[bytes]]
+    ) -> None:
         """Note the reason of a rank that has left, if it has said one.
 
         It is said to ranks that first noticed another's leaving, or that wait for another.
 
         Args:
-            channel: Channel whose use has ended with ``error``.
+            traffic: Traffic whose use has ended with ``error``.
             begun: Connections in the middle of a message.
         """
-        if error.reason:
+        if isinstance(error, LinkError) and error.reason:
             self._left = error.rank, error.reason
             return
         with self._lock:  # nobody begins to use what is read here
-            for (each, rank), sock in self._sockets.items():
-                is_idle = self._inside_of[each] == (1 if each is channel else 0)
-                if each is Channel.SUM or not is_idle or sock in begun:
+            for (each, rank), connection in self._connections.items():
+                is_idle = self._inside_of[each] == (1 if each is traffic else 0)
+                if each is Traffic.SUM or not is_idle or connection in begun:
                     continue
                 try:
-                    _Receive(sock, rank, _LEAVES, None).advance()
+                    _Message(connection, rank, _LEAVES, None).advance()
                 except LinkError as said:
                     if said.reason:
                         self._left = said.rank, said.reason
                         return
-                except OSError:
+                except PeerError:
                     continue
 
     @contextmanager
-    def _inside(self, channel: Channel) -> Iterator[None]:
+    def _inside(self, traffic: Traffic) -> Iterator[None]:
         with self._lock:
             if self.closed:
                 raise LinkError(self._why_closed, *self._left)
-            self._inside_of[channel] += 1
+            self._inside_of[traffic] += 1
         try:
             yield
-        except LinkError as error:
+        except PeerError as error:
             rank, reason = self._left
             self.close(str(error), reason, rank)
             raise LinkError(self._why_closed, *self._left) from error  # perhaps another thread's
@@ -222,125 +238,222 @@ class RankLink:
             raise
         finally:
             with self._lock:
-                self._inside_of[channel] -= 1
-                self._close_sockets()
+                self._inside_of[traffic] -= 1
+                self._close_connections()
 
-    def _close_sockets(self) -> None:
+    def _close_connections(self) -> None:
         """Close the sockets of a closed link once none is in use. Their numbers may be those of
         other files at once."""
         if self.closed and not any(self._inside_of.values()):
-            for each in self._sockets.values():
+            for each in self._connections.values():
                 each.close()
 
 
-class _Send:
-    """Message on its way out."""
+class _OutgoingIfThere(Outgoing):
+    """Message to a rank that may be gone."""
 
-    events = select.POLLOUT
+    def advance(self) -> bool:
+        try:
+            return super().advance()
+        except PeerError:
+            return True
+
+
+class _Message(Incoming):
+    """Message of a rank on its way in, unless the rank says in its place that it leaves."""
 
     def __init__(
-        self, sock: socket.socket, rank: int, call: int, content: memoryview, may_be_gone: bool
+        self, connection: Connection[bytes], rank: int, call: int, out: memoryview | None
     ) -> None:
-        self.sock, self.rank = sock, rank
-        self._may_be_gone = may_be_gone
-        self._parts = [memoryview(_HEAD.pack(call, len(content))), content]
+        super().__init__(connection)
+        self._rank, self._call, self._wanted = rank, call, out
 
-    def advance(self) -> bool:
-        """Send as much as goes without waiting; return whether all is sent."""
-        while self._parts:
-            try:
-                num_bytes = self.sock.sendmsg(self._parts)
-            except BlockingIOError:
-                return False
-            except OSError:
-                if self._may_be_gone:
-                    return True
-                raise
-            while self._parts and num_bytes >= len(self._parts[0]):
-                num_bytes -= len(self._parts.pop(0))
-            if self._parts:
-                self._parts[0] = self._parts[0][num_bytes:]
-        return True
-
-
-class _Receive:
-    """Message on its way in."""
-
-    events = select.POLLIN
-
-    def __init__(self, sock: socket.socket, rank: int, call: int, out: memoryview | None) -> None:
-        self.sock, self.rank = sock, rank
-        self._call, self._out = call, out
-        self._head: memoryview | None = memoryview(bytearray(_HEAD.size))
-        self._left = self._head
-        self._leaves = False
-        self.content = memoryview(b"")
-
-    @property
-    def has_begun(self) -> bool:
-        """True if some of the message has come."""
-        return self._head is None or len(self._left or b"") < _HEAD.size
-
-    def advance(self) -> bool:
-        """Receive as much as there is without waiting; return whether all has come."""
-        while True:
-            while self._left:
-                try:
-                    num_bytes = self.sock.recv_into(self._left)
-                except BlockingIOError:
-                    return False
-                if not num_bytes:
-                    raise ConnectionResetError("it has left")
-                self._left = self._left[num_bytes:]
-            if self._leaves:
-                (who,) = _WHO.unpack_from(self.content)
-                who = self.rank if who == _SELF else who
-                raise LinkError(f"rank {who} has left", who, bytes(self.content[_WHO.size :]))
-            if self._head is None:
-                return True
-            self._begin(*_HEAD.unpack(self._head))
-
-    def _begin(self, call: int, num_bytes: int) -> None:
-        self._leaves = call == _LEAVES and _WHO.size < num_bytes <= _WHO.size + MAX_REASON_BYTES
-        if self._leaves:
-            self._out = None
-        wanted = MAX_BYTES if self._out is None else len(self._out)
-        if not self._leaves and (
-            call != self._call or num_bytes > wanted or (self._out and num_bytes < wanted)
-        ):
+    def accept(self, kind: int, num_bytes: int) -> memoryview | None:
+        out = self._wanted
+        if kind == _LEAVES and _WHO.size < num_bytes <= _WHO.size + MAX_REASON_BYTES:
+            return None
+        most = MAX_BYTES if out is None else len(out)
+        if kind != self._call or num_bytes > most or (out and num_bytes < most):
             raise LinkError(
-                f"rank {self.rank} takes part in something else: {num_bytes} bytes of call {call}, "
-                f"where call {self._call} was awaited"
+                f"rank {self._rank} takes part in something else: {num_bytes} bytes of call "
+                f"{kind}, where call {self._call} was awaited"
             )
-        self._head = None
-        self.content = memoryview(bytearray(num_bytes)) if self._out is None else self._out
-        self._left = self.content
+        return out
+
+    def advance(self) -> bool:
+        is_whole = super().advance()
+        if is_whole and self.kind == _LEAVES:
+            (who,) = _WHO.unpack_from(self.content)
+            who = self._rank if who == _SELF else who
+            raise LinkError(f"rank {who} has left", who, bytes(self.content[_WHO.size :]))
+        return is_whole
 
 
-def _finish(operations: list[_Send | _Receive], deadline: float) -> None:
-    pending = _advance(operations)
-    while pending:
-        poll = select.poll()
-        events: dict[int, int] = {}
-        for each in pending:
-            number = each.sock.fileno()
-            events[number] = events.get(number, 0) | each.events
-        for number, wanted in events.items():
-            poll.register(number, wanted)
-        left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000 + 1):
-            silent = ", ".join(str(each.rank) for each in pending)
-            raise LinkError(f"nothing came of rank {silent} in time")
-        pending = _advance(pending)
+# -- meeting ---------------------------------------------------------------------------
 
 
-def _advance(operations: list[_Send | _Receive]) -> list[_Send | _Receive]:
-    """Advance operations; return those that are not done."""
-    left = []
-    for each in operations:
+def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
+    """Connect to every other rank; collective, blocks until all are there.
+
+    Args:
+        store: Store of the application (``torch.distributed.Store``), under a prefix that was never
+            used. Any process that reads it can take part.
+        deadline: ``time.monotonic()`` seconds.
+
+    Raises:
+        LinkError: Not all came in time, one cannot be reached, or the store is gone.
+    """
+    connections: dict[tuple[Traffic, int], Connection[bytes]] = {}
+    try:
+        with closing(_listen(store)) as listener:
+            _write(store, str(rank), json.dumps(listener.getsockname()[:2]))
+            if rank == 0:
+                _write(store, "secret", secrets.token_hex(_SECRET_BYTES))
+            secret = bytes.fromhex(_read(store, "secret", deadline))
+            handshake = Handshake(secret, _IDENTITY)
+            for other in range(rank):
+                address = tuple(json.loads(_read(store, str(other), deadline)))
+                for traffic in _traffic_of(other):
+                    connection = connections[traffic, other] = _connect(other, address, deadline)
+                    handshake.begin(connection, rank, traffic)
+            expected = {
+                (traffic, other) for other in range(rank + 1, size) for traffic in _traffic_of(rank)
+            }
+            _accept(listener, handshake, expected, connections, deadline)
+        for (_, other), connection in connections.items():
+            if other < rank:  # once this rank has answered those that wait for it
+                handshake.check_answer(connection, deadline)
+            # A message waits for an answer: it must not wait for more to be sent with it.
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A host that vanished says nothing.
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException as error:
+        for connection in connections.values():
+            connection.close()
+        if isinstance(error, OSError | PeerError) and not isinstance(error, LinkError):
+            raise LinkError(f"this rank cannot connect to the others: {error}") from error
+        raise
+    return RankLink(connections)
+
+
+def _traffic_of(lower: int) -> tuple[Traffic, ...]:
+    """Return the traffic between a rank and any higher one."""
+    return tuple(Traffic) if lower == 0 else (Traffic.PAIRS,)
+
+
+def _write(store: Any, key: str, value: str) -> None:
+    try:
+        store.set(key, value)
+    except RuntimeError as error:
+        raise LinkError(f"the store of torch.distributed fails: {error}") from error
+
+
+def _read(store: Any, key: str, deadline: float) -> str:
+    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    who = "rank 0" if key == "secret" else f"rank {key}"
+    try:
+        store.wait([key], left)
+        return str(store.get(key), "utf-8")
+    except RuntimeError as error:
+        raise LinkError(f"{who} did not come in time: {error}") from error
+
+
+def _connect(other: int, address: tuple[str, int], deadline: float) -> Connection[bytes]:
+    left = max(0.001, deadline - time.monotonic())
+    try:
+        return Connection(socket.create_connection(address, left), _FRAMES, f"rank {other}")
+    except OSError as error:
+        raise LinkError(f"rank {other} cannot be reached at {address}: {error}") from error
+
+
+def _accept(
+    listener: socket.socket,
+    handshake: Handshake,
+    expected: set[tuple[Traffic, int]],
+    connections: dict[tuple[Traffic, int], Connection[bytes]],
+    deadline: float,
+) -> None:
+    """Accept the connections of all ranks that are ``expected``.
+
+    Others are turned away, however slowly they speak; those that are silent are bounded in number.
+    """
+    arrivals = Arrivals(listener, len(expected) + _MAX_STRANGERS, handshake.hello_bytes)
+    with closing(arrivals):
+        while expected:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = ", ".join(map(str, sorted({rank for _, rank in expected})))
+                raise LinkError(f"rank {missing} did not connect in time")
+            for connected in arrivals.take(left):
+                connection = Connection(connected, _FRAMES)
+                try:
+                    rank, traffic = handshake.hear(connection)
+                    expected.remove(key := (Traffic(traffic), rank))
+                    handshake.answer(connection)
+                except (PeerError, ValueError, KeyError):
+                    _log.warning("turned away a connection that is no rank's of this trainer")
+                    connection.close()
+                else:
+                    connection.peer = f"rank {rank}"
+                    connections[key] = connection
+
+
+def _listen(store: Any) -> socket.socket:
+    spans_hosts = _spans_hosts()
+    for host in _hosts(store):
         try:
-            if not each.advance():
-                left.append(each)
-        except OSError as error:
-            raise LinkError(f"rank {each.rank}: {error}") from error
-    return left
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            if spans_hosts and ipaddress.ip_address(address[0]).is_loopback:
+                continue
+            return socket.create_server((str(address[0]), 0), family=family, backlog=1024)
+        except (OSError, ValueError) as error:  # a name that is none is a ValueError
+            _log.info("cannot listen at %s: %s", host, error)
+    raise LinkError(
+        "this rank found no address that the others may reach it at; GLOO_SOCKET_IFNAME names the "
+        "network interface to use"
+    )
+
+
+def _spans_hosts() -> bool:
+    """Return whether ranks are known to be on several hosts: torchrun says so."""
+    size, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    return size.isdigit() and here.isdigit() and int(here) < int(size)
+
+
+def _hosts(store: Any) -> Iterator[str]:
+    """Yield addresses at which other ranks may reach this one, best first.
+
+    The choice is gloo's, except that a route to the application's store counts more than the host's
+    own name, which often is loopback's.
+    """
+    for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if interface:
+            try:
+                yield _address_of(interface)
+            except OSError as error:
+                _log.warning("GLOO_SOCKET_IFNAME names %s: %s", interface, error)
+    if towards := _store_host(store) or os.environ.get("MASTER_ADDR"):
+        try:
+            yield local_address_towards(f"[{towards}]:1" if ":" in towards else f"{towards}:1")
+        except (OSError, ValueError) as error:
+            _log.info("no route to %s: %s", towards, error)
+    yield socket.gethostname()
+    try:
+        yield local_address_towards(_ANYWHERE)
+    except OSError as error:
+        _log.info("no route to other hosts: %s", error)
+    yield _LOOPBACK
+
+
+def _store_host(store: Any) -> str | None:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host = getattr(store, "host", None)
+    return host if isinstance(host, str) and host else None
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = interface.encode()[:15].ljust(_IFREQ.size, b"\0")
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+    return socket.inet_ntoa(_IFREQ.unpack(answer)[1])

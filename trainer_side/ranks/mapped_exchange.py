@@ -14,9 +14,13 @@ from typing import Protocol
 import torch
 
 from weft_rl.contract.errors import CapacityError
-from weft_rl.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
-from weft_rl.transport.one_sided.errors import OneSidedError
-from weft_rl.transport.one_sided.messages import ExportDevice
+from weft_rl.transport.one_sided.device_memory import (
+    DeviceMapping,
+    allocate,
+    record_event,
+    view_of,
+)
+from weft_rl.transport.one_sided.messages import ExportDevice, OneSidedError
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ class MappedExchange:
                 continue
             messages.append(torch.empty(size, dtype=torch.uint8, device=device))
             if size:
-                self._mappings[rank].copy(0, messages[-1], lambda: None, _event(device))
+                self._mappings[rank].copy(0, messages[-1], lambda: None, record_event(device))
         return messages
 
     def close(self) -> None:
@@ -133,13 +137,3 @@ def is_gpu(device: torch.device) -> bool:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event after the work of the caller's stream on memory it had before; None on a
-    CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event

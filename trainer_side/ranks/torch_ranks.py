@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from trainer_side.ranks.link import Channel, LinkError, RankLink
+from trainer_side.ranks.link import LinkError, RankLink, Traffic, meet
 from trainer_side.ranks.mapped_exchange import MappedExchange
-from trainer_side.ranks.meeting import meet
 from trainer_side.ranks.ranks import (
     SENDER,
     OneRank,
@@ -177,16 +176,16 @@ class TorchRanks:
         """See ``Ranks.collect``."""
         if self.rank == SENDER:
             outs = {rank: _bytes_of(buffer) for rank, buffer in theirs.items()}
-            self._swap(Channel.STAR, _Call.COLLECT, {}, outs)
+            self._swap(Traffic.STAR, _Call.COLLECT, {}, outs)
         elif mine is not None:
-            self._swap(Channel.STAR, _Call.COLLECT, {SENDER: _bytes_of(mine)}, {})
+            self._swap(Traffic.STAR, _Call.COLLECT, {SENDER: _bytes_of(mine)}, {})
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
         """See ``Ranks.exchange``."""
         contents = {rank: _bytes_of(each) for rank, each in enumerate(messages) if each.numel()}
         own = contents.pop(self.rank, None)
         to_all = {} if own is None else dict.fromkeys(self._others, own)
-        self._swap(Channel.PAIRS, _Call.EXCHANGE, to_all, contents)
+        self._swap(Traffic.PAIRS, _Call.EXCHANGE, to_all, contents)
 
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
@@ -206,11 +205,11 @@ class TorchRanks:
 
     def give(self, rank: int, message: torch.Tensor) -> None:
         """See ``Ranks.give``."""
-        self._swap(Channel.PAIRS, _Call.GIVE, {rank: _bytes_of(message)}, {})
+        self._swap(Traffic.PAIRS, _Call.GIVE, {rank: _bytes_of(message)}, {})
 
     def take(self, rank: int, out: torch.Tensor) -> None:
         """See ``Ranks.take``."""
-        self._swap(Channel.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
+        self._swap(Traffic.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
 
     def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""
@@ -243,10 +242,10 @@ class TorchRanks:
         """Return what every rank says, at the sender; elsewhere nothing. A rank that has died since
         it spoke is reported as gone, too."""
         if self.rank != SENDER:
-            self._swap(Channel.STAR, call, {SENDER: memoryview(own)}, {})
+            self._swap(Traffic.STAR, call, {SENDER: memoryview(own)}, {})
             return {}
-        said = self._swap(Channel.STAR, call, {}, dict.fromkeys(self._others))
-        self._guarded(lambda link: link.check(Channel.STAR))
+        said = self._swap(Traffic.STAR, call, {}, dict.fromkeys(self._others))
+        self._guarded(lambda link: link.check(Traffic.STAR))
         return {SENDER: own} | {rank: bytes(each) for rank, each in said.items()}
 
     def _say_to_all(self, call: _Call, content: bytes) -> bytes:
@@ -254,13 +253,13 @@ class TorchRanks:
         others have them, and come to the next agreement without it."""
         if self.rank == SENDER:
             to_all = dict.fromkeys(self._others, memoryview(content))
-            self._swap(Channel.STAR, call, to_all, {}, whoever_is_there=True)
+            self._swap(Traffic.STAR, call, to_all, {}, whoever_is_there=True)
             return content
-        return bytes(self._swap(Channel.STAR, call, {}, {SENDER: None})[SENDER])
+        return bytes(self._swap(Traffic.STAR, call, {}, {SENDER: None})[SENDER])
 
     def _swap(
         self,
-        channel: Channel,
+        traffic: Traffic,
         call: _Call,
         outgoing: Mapping[int, memoryview],
         incoming: Mapping[int, memoryview | None],
@@ -270,7 +269,7 @@ class TorchRanks:
         """See ``RankLink.swap``."""
         return self._guarded(
             lambda link: link.swap(
-                channel, call, outgoing, incoming, self._until, whoever_is_there=whoever_is_there
+                traffic, call, outgoing, incoming, self._until, whoever_is_there=whoever_is_there
             )
         )
 
@@ -371,7 +370,7 @@ class _LinkSum:
     def _swap(
         self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview | None]
     ) -> None:
-        self._link.swap(Channel.SUM, _Call.ADD_UP, outgoing, incoming, self._until)
+        self._link.swap(Traffic.SUM, _Call.ADD_UP, outgoing, incoming, self._until)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

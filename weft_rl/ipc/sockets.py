@@ -1,9 +1,12 @@
-"""Sockets of this host's processes: connecting in time, closing in forked children."""
+"""Sockets of this host's processes: connecting in time, closing in forked children; and the waker
+of a thread that waits for sockets."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 import weakref
 from typing import Final
@@ -48,3 +51,35 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
+
+
+class Wakeup:
+    """Waker of a thread that waits in ``selectors``; used from any other."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for, for ``selectors``."""
+        return self._fd
+
+    def set(self) -> None:
+        """Wake the thread."""
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Let the thread wait again."""
+        with self._lock:
+            if self._fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor; ``set`` does nothing from now on."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)

@@ -26,9 +26,8 @@ from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
 from weft_rl.transport.one_sided import device_memory
 from weft_rl.transport.one_sided.directory import why_unavailable
+from weft_rl.transport.one_sided.members import Receiving, Sending
 from weft_rl.transport.one_sided.memory_file import allocate as allocate_file
-from weft_rl.transport.one_sided.receiving import Receiving
-from weft_rl.transport.one_sided.sending import Sending
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.options import IN_ITS_BUFFER, WHOLE, Arrived, BucketOptions, write_tail
 

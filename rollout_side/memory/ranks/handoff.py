@@ -24,19 +24,15 @@ from rollout_side.memory.handoff import (
     copy_error,
     synchronize,
 )
-from rollout_side.memory.ranks.channel import (
-    Channel,
-    accept_channel,
-    address_of,
-    connect_channel,
-)
 from rollout_side.memory.ranks.messages import (
+    MESSAGES,
     Arrived,
     Buffers,
     Complete,
     Layout,
     Loaded,
     Message,
+    RankConnection,
     Wanted,
     Working,
 )
@@ -44,8 +40,10 @@ from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.ipc.arrivals import Arrivals
-from weft_rl.ipc.sockets import close_in_children
+from weft_rl.ipc.connection import PeerError, PeerGoneError
+from weft_rl.ipc.handshake import Handshake, derive
+from weft_rl.ipc.listener import Listener
+from weft_rl.ipc.sockets import connect_unix
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.progress import SPEAK_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
@@ -53,12 +51,45 @@ from weft_rl.transport.wire.buckets import in_manifest_order
 _M = TypeVar("_M")
 _log = logging.getLogger(__name__)
 
-# A rank that has connected shows at once who it is, and says what it wants. Until it has there may
-# be so many: each has a thread.
+# A rank that has connected says at once what it wants.
 _HELLO_SECONDS = 10.0
+# Connections of other processes that have not shown who they are.
 _MAX_STRANGERS = 64
-# After an error that is not the socket's end.
-_RETRY_SECONDS = 0.1
+
+
+def address_of(secret: str) -> str:
+    """Return the address of the receiving rank's socket.
+
+    It is abstract, so no file can be left over. Every process of this network namespace can list it
+    and connect to it; in a container with the host's network, or of the same user, that includes
+    processes that are not ours.
+    """
+    return f"\0weft-handoff-{derive(secret.encode(), 'name').hex()[:32]}"
+
+
+def connect(secret: str, timeout_seconds: float) -> RankConnection:
+    """Connect to the receiving rank; block for at most ``timeout_seconds``.
+
+    Args:
+        secret: Secret of the replica's ranks.
+
+    Raises:
+        PeerUnavailableError: Nobody listens, or no rank of this replica.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connect_unix(connected, address_of(secret), timeout_seconds)
+        connection = RankConnection(connected, MESSAGES)
+        handshake = Handshake(secret.encode())
+        handshake.begin(connection)
+        handshake.check_answer(connection, deadline)
+    except BaseException as error:
+        connected.close()
+        if isinstance(error, OSError | PeerError):
+            raise PeerUnavailableError(f"the receiving rank cannot be reached: {error}") from error
+        raise
+    return connection
 
 
 # -- the receiving rank --------------------------------------------------------------
@@ -73,115 +104,89 @@ class RankServer:
     """
 
     def __init__(self, secret: str, find: Callable[[str], HandoffQueue | None]) -> None:
-        self._secret, self._find, self._is_closed = secret, find, False
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        close_in_children(self._listener)
-        self._listener.bind(address_of(secret))
-        self._listener.listen(socket.SOMAXCONN)
-        self._arrivals = Arrivals(self._listener, _MAX_STRANGERS)
-        self._thread = threading.Thread(target=self._accept, name="weft-ranks", daemon=True)
-        self._thread.start()
+        self._find, self._handshake = find, Handshake(secret.encode())
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(address_of(secret))
+        listening.listen(socket.SOMAXCONN)
+        self._listener = Listener(
+            listening,
+            self._admit,
+            name="weft-ranks",
+            max_silent=_MAX_STRANGERS,
+            hello_bytes=self._handshake.hello_bytes,
+        )
 
     def close(self) -> None:
         """Accept no further rank; a load under way ends with its queue. Blocks for some
         milliseconds, at most a second."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
-        self._thread.join(1.0)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                arrived = self._arrivals.take(None)
-            except OSError as error:
-                if self._is_closed:
-                    self._arrivals.close()
-                    self._listener.close()
-                    return
-                _log.warning("no rank can connect: %s", error)
-                time.sleep(_RETRY_SECONDS)
-                continue
-            for connected in arrived:
-                self._begin(connected)
-
-    def _begin(self, connected: socket.socket) -> None:
-        """Serve whoever has connected on a thread of its own, if there may be another."""
-        if not self._strangers.acquire(blocking=False):
-            connected.close()
-            return
-        try:
-            threading.Thread(
-                target=self._admit, args=(connected,), name="weft-rank", daemon=True
-            ).start()
-        except RuntimeError as error:  # this process can have no further thread
-            _log.warning("a rank is turned away: %s", error)
-            self._strangers.release()
-            connected.close()
+        self._listener.close()
 
     def _admit(self, connected: socket.socket) -> None:
-        """Serve a rank; close the connection of anybody else."""
+        """Serve a rank on a thread of its own; close the connection of anybody else."""
         try:
-            channel = accept_channel(connected, self._secret, _HELLO_SECONDS)
-        except WeftError as error:
-            _log.warning("%s", error)
-            return
-        finally:
-            self._strangers.release()
-        self._serve(channel)
+            connection = RankConnection(connected, MESSAGES)
+            self._handshake.hear(connection)
+            self._handshake.answer(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name="weft-rank", daemon=True
+            ).start()
+        except RuntimeError as error:  # also where this process can have no further thread
+            _log.warning("turned away who has connected as a rank of this replica: %s", error)
+            connected.close()
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, connection: RankConnection) -> None:
         handoff: HandoffQueue | None = None
         try:
-            if not channel.poll(_HELLO_SECONDS):
+            if not connection.poll(_HELLO_SECONDS):
                 raise NotReadyError("a rank has connected and said nothing")
-            wanted = channel.receive(Wanted)
+            wanted = connection.hear(Wanted)
             handoff = self._find(wanted.transfer_id)
             if handoff is None:
                 raise NotReadyError(
                     f"transfer {wanted.transfer_id} is not, or no longer, loaded in place"
                 )
-            _give(channel, handoff, wanted.rank)
-        except (EOFError, OSError) as error:
+            _give(connection, handoff, wanted.rank)
+        except PeerGoneError as error:
             if handoff is not None:
                 handoff.fail(LoadFailedError(f"a rank of the replica has ended its load: {error}"))
         except WeftError as error:
             if handoff is not None:
                 handoff.fail(error)
-            channel.fail(error)
+            connection.fail(error)
         except BaseException as error:  # noqa: BLE001 (the edge of a thread)
             _log.exception("a rank cannot be given what it is to load")
             typed = LoadFailedError(f"{type(error).__name__}: {error}")
             if handoff is not None:
                 handoff.fail(typed)
-            channel.fail(typed)
+            connection.fail(typed)
         finally:
-            channel.close()
+            connection.close()
 
 
-def _give(channel: Channel, handoff: HandoffQueue, rank: int) -> None:
+def _give(connection: RankConnection, handoff: HandoffQueue, rank: int) -> None:
     """Give one rank every bucket; returns once it has loaded all."""
-    channel.send(Layout(handoff.manifest))
+    connection.say(Layout(handoff.manifest))
     known: Sequence[Segment] = ()
     for _, shared, digests in handoff.shared_buckets(rank):
         if shared.buffers is not known:
             known = shared.buffers
             # Made for each rank: on an accelerator every process that maps it counts.
-            channel.send(Buffers([segment.ref for segment in known]))
-        channel.send(Arrived(shared.number, digests))
-        _wait_for(Loaded, channel, handoff)
-    _wait_for(Complete, channel, handoff)
+            connection.say(Buffers([segment.ref for segment in known]))
+        connection.say(Arrived(shared.number, digests))
+        _wait_for(Loaded, connection, handoff)
+    _wait_for(Complete, connection, handoff)
     handoff.complete(rank)
 
 
-def _wait_for(kind: type[Loaded] | type[Complete], channel: Channel, handoff: HandoffQueue) -> None:
+def _wait_for(
+    kind: type[Loaded] | type[Complete], connection: RankConnection, handoff: HandoffQueue
+) -> None:
     """Wait for a rank's message of this kind; meanwhile pass on its reports that it works."""
     while True:
-        while not channel.poll(SPEAK_SECONDS):
+        while not connection.poll(SPEAK_SECONDS):
             if (error := handoff.error) is not None:
                 raise copy_error(error)
-        if isinstance(channel.receive(kind, Working), kind):
+        if isinstance(connection.hear(kind, Working), kind):
             return
         handoff.speak()
 
@@ -206,7 +211,7 @@ class RankHandoff:
         self.transfer_id, self.version = transfer_id, version
         self._secret, self._rank = secret, rank
         self._lock = threading.Lock()
-        self._channel: Channel | None = None
+        self._connection: RankConnection | None = None
         self._error: WeftError | None = None
         self._digests: list[Sequence[int]] = []
         self._is_complete = False
@@ -244,9 +249,9 @@ class RankHandoff:
         with self._lock:
             if self._error is not None or self._is_complete:
                 return
-            self._error, channel = copy_error(error), self._channel
-        if channel is not None:
-            channel.fail(error)
+            self._error, connection = copy_error(error), self._connection
+        if connection is not None:
+            connection.fail(error)
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """See ``Handoff``."""
@@ -271,13 +276,13 @@ class RankHandoff:
         """Report that this process runs while its engine finishes its layers. The loader's thread
         cannot report then."""
         until = time.monotonic() + FINISHING_SECONDS
-        with contextlib.suppress(EOFError, OSError, WeftError):
+        with contextlib.suppress(PeerError, WeftError):
             while time.monotonic() < until:
                 with self._lock:
                     if self._is_complete or self._error is not None:
                         return
-                    assert self._channel is not None, "buckets were loaded"
-                    self._channel.send(Working())
+                    assert self._connection is not None, "buckets were loaded"
+                    self._connection.say(Working())
                 time.sleep(SPEAK_SECONDS)
 
     def speak(self) -> None:
@@ -292,33 +297,33 @@ class RankHandoff:
         with self._lock:
             self._check()
             self._is_complete = True
-            channel = self._channel
-        assert channel is not None, "buckets were loaded"
-        with contextlib.suppress(EOFError, OSError, WeftError):
-            channel.send(Complete())  # all of it is loaded here, whoever has gone
-        channel.close()
+            connection = self._connection
+        assert connection is not None, "buckets were loaded"
+        with contextlib.suppress(PeerError, WeftError):
+            connection.say(Complete())  # all of it is loaded here, whoever has gone
+        connection.close()
 
     def _connect(self) -> None:
-        channel = connect_channel(self._secret, _HELLO_SECONDS)
+        connection = connect(self._secret, _HELLO_SECONDS)
         with self._lock:
             if self._error is None:
-                self._channel = channel
-        if self._channel is None:
-            channel.close()
+                self._connection = connection
+        if self._connection is None:
+            connection.close()
             self._check()
 
     def _send(self, message: Message) -> None:
-        assert self._channel is not None, "it has connected"
+        assert self._connection is not None, "it has connected"
         try:
-            self._channel.send(message)
-        except (EOFError, OSError) as error:
+            self._connection.say(message)
+        except PeerGoneError as error:
             raise self._ended(error) from error
 
     def _receive(self, *kinds: type[_M]) -> _M:
-        assert self._channel is not None, "it has connected"
+        assert self._connection is not None, "it has connected"
         try:
-            return self._channel.receive(*kinds)
-        except (EOFError, OSError) as error:
+            return self._connection.hear(*kinds)
+        except PeerGoneError as error:
             raise self._ended(error) from error
 
     def _ended(self, error: BaseException) -> WeftError:

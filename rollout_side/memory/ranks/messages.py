@@ -1,15 +1,15 @@
 """Messages between the ranks of a replica about a base that is loaded in place.
 
-Each message is a head (``WEFR``, version, kind, length) and fields, little-endian; a manifest
-travels as the protos have it. Nothing in them is executed, and each kind has a largest size.
+Fields are little-endian; a manifest travels as the protos have it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -18,13 +18,10 @@ from rollout_side.memory.versions import StagedHandle
 from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
 from weft_rl.contract.layout.manifest import MAX_TENSORS, Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.ipc.connection import Codec, Connection, Kind, PeerError, PeerGoneError
 from weft_rl.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
 from weft_rl.v1 import types_pb2
 
-#: Grows with each change that another rank would not understand: ranks are of one release.
-VERSION: Final = 1
-_MAGIC: Final = b"WEFR"
-HEAD: Final = struct.Struct("<4sHHQ")
 # Of texts, in bytes; a longer one is cut.
 _MAX_ID, _MAX_REASON, _MAX_TEXT = 1_024, 256, 65_536
 # Buffers of one side group, and the bytes that say where one of them is.
@@ -97,47 +94,18 @@ class Failed:
 Message = Wanted | Layout | Buffers | Arrived | Working | Loaded | Complete | Failed
 
 
-def pack(message: Message) -> bytes:
-    """Encode a message as it travels."""
-    number = _NUMBERS[type(message)]
-    body = _KINDS[number].pack(message)
-    return HEAD.pack(_MAGIC, VERSION, number, len(body)) + body
-
-
-def read_head(head: bytes) -> tuple[int, int]:
-    """Return the kind of the message that follows, and its number of bytes.
-
-    Raises:
-        PeerUnavailableError: The head is none of this version, or the message is longer than its
-            kind may be.
-    """
-    magic, version, number, num_bytes = HEAD.unpack(head)
-    if (magic, version) != (_MAGIC, VERSION) or number not in _KINDS:
-        raise PeerUnavailableError("what another rank has said is no message between ranks")
-    if num_bytes > _KINDS[number].max_bytes:
-        name = _KINDS[number].message.__name__
-        raise PeerUnavailableError(f"another rank says {name} of {num_bytes:,} bytes")
-    return number, num_bytes
-
-
-def unpack(number: int, body: bytes) -> Message:
-    """Decode a message of a kind that ``read_head`` has returned.
-
-    Raises:
-        PeerUnavailableError: The bytes are no such message.
-        InvalidManifestError, CapacityError: A manifest that cannot be right.
-    """
-    kind = _KINDS[number]
-    return _whole(body, kind.message.__name__, kind.unpack)
-
-
 def pack_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest for another process of the replica."""
     return b"".join(_string(chunk.SerializeToString()) for chunk in manifest_to_chunks(manifest))
 
 
 def unpack_manifest(content: bytes) -> Manifest:
-    """Decode what ``pack_manifest`` returned; raises as ``unpack``."""
+    """Decode what ``pack_manifest`` returned.
+
+    Raises:
+        PeerUnavailableError: The bytes are no such thing.
+        InvalidManifestError, CapacityError: A manifest that cannot be right.
+    """
     return _whole(content, "a manifest", lambda reader: manifest_from_chunks(_chunks(reader)))
 
 
@@ -156,7 +124,7 @@ def pack_handle(handle: StagedHandle) -> bytes:
 
 
 def unpack_handle(content: bytes) -> StagedHandle:
-    """Decode what ``pack_handle`` returned; raises as ``unpack``."""
+    """Decode what ``pack_handle`` returned; raises as ``unpack_manifest``."""
     return _whole(content, "a staged version", _unpack_handle)
 
 
@@ -321,32 +289,84 @@ def _unpack_failed(reader: _Reader) -> Failed:
     return Failed(reason, reader.take(reader.num_left).decode("utf-8", "replace"))
 
 
-class _Kind(NamedTuple):
-    """Encoding of one kind of message."""
-
-    message: type[Message]
-    max_bytes: int
-    pack: Callable[[Any], bytes]
-    unpack: Callable[[_Reader], Message]
-
-
-def _bare(message: type[Working | Loaded | Complete]) -> _Kind:
+def _bare(message: type[Working | Loaded | Complete]) -> Kind[Message]:
     """Make the encoding of a message without fields."""
-    return _Kind(message, 0, lambda _: b"", lambda _: message())
+    return Kind(message, 0, lambda _: b"", lambda _: message())
 
 
-_KINDS: Final[dict[int, _Kind]] = {
-    1: _Kind(Wanted, _NUMBER.size + _MAX_ID, _pack_wanted, _unpack_wanted),
-    2: _Kind(Layout, _MAX_LAYOUT, _pack_layout, _unpack_layout),
-    3: _Kind(Buffers, _MAX_REFS * _MAX_REF, _pack_buffers, _unpack_buffers),
-    4: _Kind(
-        Arrived, _NUMBER.size + MAX_TENSORS * _DIGEST_BYTES, _pack_arrived, _unpack_arrived
-    ),
-    5: _bare(Working),
-    6: _bare(Loaded),
-    7: _bare(Complete),
-    8: _Kind(
-        Failed, _LENGTH.size + _MAX_REASON + _MAX_TEXT, _pack_failed, _unpack_failed
-    ),
-}  # fmt: skip
-_NUMBERS: Final = {kind.message: number for number, kind in _KINDS.items()}
+def _kind(
+    message: type[Message],
+    max_bytes: int,
+    pack: Callable[[Any], bytes],
+    unpack: Callable[[_Reader], Message],
+) -> Kind[Message]:
+    return Kind(message, max_bytes, pack, lambda body: _whole(body, message.__name__, unpack))
+
+
+MESSAGES: Final = Codec[Message](
+    b"WEFR",
+    2,
+    {
+        1: _kind(Wanted, _NUMBER.size + _MAX_ID, _pack_wanted, _unpack_wanted),
+        2: _kind(Layout, _MAX_LAYOUT, _pack_layout, _unpack_layout),
+        3: _kind(Buffers, _MAX_REFS * _MAX_REF, _pack_buffers, _unpack_buffers),
+        4: _kind(
+            Arrived, _NUMBER.size + MAX_TENSORS * _DIGEST_BYTES, _pack_arrived, _unpack_arrived
+        ),
+        5: _bare(Working),
+        6: _bare(Loaded),
+        7: _bare(Complete),
+        8: _kind(Failed, _LENGTH.size + _MAX_REASON + _MAX_TEXT, _pack_failed, _unpack_failed),
+    },
+)
+
+
+class RankConnection(Connection[Message]):
+    """Connection between two ranks of a replica. One thread uses it; any may call ``fail`` and
+    ``shut``."""
+
+    def say(self, message: Message) -> None:
+        """Send a message; raises as ``hear`` does if the other side has gone.
+
+        Raises:
+            PeerGoneError: The other side has gone, or reads nothing.
+        """
+        try:
+            self.send(message)
+        except PeerGoneError:
+            with contextlib.suppress(PeerGoneError):
+                while True:  # what it said before it went
+                    self._next()
+            raise
+
+    def hear(self, *kinds: type[_T]) -> _T:
+        """Receive a message of these kinds; block until it comes, or the other side is gone.
+
+        Raises:
+            PeerGoneError: The other side has gone, or has sent half a message; or ``shut`` was
+                called.
+            WeftError: The error that the other side has failed with.
+            PeerUnavailableError: The bytes are no message, or one of another kind.
+        """
+        message = self._next()
+        if isinstance(message, kinds):
+            return message
+        raise PeerUnavailableError(f"another rank has said {type(message).__name__} out of turn")
+
+    def _next(self) -> Message:
+        try:
+            message, _ = self.receive()
+        except PeerGoneError:
+            raise
+        except PeerError as error:
+            raise PeerUnavailableError(f"another rank is not understood: {error}") from error
+        if isinstance(message, Failed):
+            raise message.error()
+        return message
+
+    def fail(self, error: WeftError) -> None:
+        """Send the error that has ended this side, and shut the connection; the other side may be
+        gone."""
+        with contextlib.suppress(PeerGoneError):
+            self.send(Failed(error.reason, error.message))
+        self.shut()

@@ -22,7 +22,7 @@ from weft_rl.transport.one_sided.directory import (
     check_directory,
     named_directory,
 )
-from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import OneSidedError
 
 _SIOCGIFADDR = 0x8915
 _GIB = 2**30

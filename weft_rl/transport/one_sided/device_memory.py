@@ -19,8 +19,7 @@ from typing import Any, Final
 import torch
 
 from weft_rl.contract.errors import CapacityError
-from weft_rl.transport.one_sided.errors import OneSidedError
-from weft_rl.transport.one_sided.messages import ExportDevice, next_export_id
+from weft_rl.transport.one_sided.messages import ExportDevice, OneSidedError, next_export_id
 
 # Smaller allocations may lie in a block with others, whose beginning is what a handle names.
 _BLOCK_BYTES: Final = 2 * 2**20
@@ -282,6 +281,15 @@ class DeviceMapping:
             with _on(self._device):
                 _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
             self._address = 0
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event behind what this thread's stream was given for a GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def copy_to(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from weft_rl.ipc.sockets import close_in_children, connect_unix
-from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import OneSidedError
 
 #: Names the directory. The default depends on nothing but the user, so that both ends agree.
 DIRECTORY_VARIABLE: Final = "WEFT_ONE_SIDED_DIR"

@@ -21,8 +21,7 @@ import torch
 
 from weft_rl.contract.errors import CapacityError, UnsupportedError
 from weft_rl.transport.one_sided.device_memory import copy_to
-from weft_rl.transport.one_sided.errors import OneSidedError
-from weft_rl.transport.one_sided.messages import Export, next_export_id
+from weft_rl.transport.one_sided.messages import Export, OneSidedError, next_export_id
 
 # Linux 5.1; Python names it since 3.13.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010

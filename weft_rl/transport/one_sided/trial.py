@@ -7,12 +7,10 @@ the steps that a group would fail in.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -20,21 +18,21 @@ import torch
 
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import CapacityError
-from weft_rl.ipc.arrivals import Arrivals
-from weft_rl.transport.one_sided.device_memory import DeviceMapping, view_of
+from weft_rl.ipc.connection import PeerError
+from weft_rl.ipc.listener import Listener
+from weft_rl.transport.one_sided.device_memory import DeviceMapping, record_event, view_of
 from weft_rl.transport.one_sided.device_memory import allocate as on_device
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
-from weft_rl.transport.one_sided.errors import OneSidedError
 from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
 from weft_rl.transport.one_sided.messages import (
     SECRET_BYTES,
-    Channel,
     ExportDevice,
+    MemberConnection,
+    OneSidedError,
     Tried,
     Try,
     TryDevice,
 )
-from weft_rl.transport.one_sided.works import recorded
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +40,6 @@ CPU = torch.device("cpu")
 _ASK_SECONDS = 2.0
 # Of a memory file that is mapped for a trial: anybody on this host may ask for one.
 _MAX_TRIED_BYTES = 64 * 1024
-# After an error that is not the socket's end.
-_RETRY_SECONDS = 0.1
 # Replicas that a trainer remembers: more than a pool of one host has.
 _MAX_PASSED = 1024
 # Connections of this user's processes that have asked nothing (yet).
@@ -62,49 +58,27 @@ class TrialAnswerer:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
-        self._listener, self.name = listen()
-        self._arrivals = Arrivals(self._listener, _MAX_SILENT)
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="weft-trials", daemon=True)
-        self._thread.start()
+        listening, self.name = listen()
+        self._listener = Listener(listening, self._try, name="weft-trials", max_silent=_MAX_SILENT)
 
     def close(self) -> None:
         """End the thread; blocks for an answer under way, at most some seconds. A second call does
         nothing."""
-        self._closed = True
         unlink(self.name)
-        with contextlib.suppress(OSError):
-            # Whoever waits for arrivals is woken by this, not by ``close``.
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_ASK_SECONDS + 1.0)
-        self._arrivals.close()
-        self._listener.close()
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                arrived = self._arrivals.take(None)
-            except OSError as error:
-                if self._closed:
-                    return
-                _log.warning("no trial of one-sided reading is answered: %s", error)
-                time.sleep(_RETRY_SECONDS)
-                continue
-            for connected in arrived:
-                self._try(connected)
+        self._listener.close(_ASK_SECONDS + 1.0)
 
     def _try(self, connected: socket.socket) -> None:
         try:
-            self._answer(Channel(connected))
-        except OneSidedError as error:
+            self._answer(MemberConnection(connected))
+        except PeerError as error:
             _log.debug("a trial of one-sided reading failed: %s", error)
         except Exception:  # noqa: BLE001 (the edge of a thread)
             _log.exception("a trial of one-sided reading failed")
         finally:
             connected.close()
 
-    def _answer(self, channel: Channel) -> None:
-        asked, fd = channel.receive(_ASK_SECONDS)
+    def _answer(self, connection: MemberConnection) -> None:
+        asked, fd = connection.receive(_ASK_SECONDS)
         mapped: Mapping | DeviceMapping
         try:
             if isinstance(asked, TryDevice):
@@ -121,10 +95,10 @@ class TrialAnswerer:
                 os.close(fd)
         try:
             content = torch.zeros(SECRET_BYTES, dtype=torch.uint8, device=self._device)
-            mapped.copy(0, content, lambda: None, recorded(content))
+            mapped.copy(0, content, lambda: None, record_event(self._device))
         finally:
             mapped.close()
-        channel.send(Tried(content.cpu().numpy().tobytes()))
+        connection.send(Tried(content.cpu().numpy().tobytes()))
 
 
 class Trials:
@@ -172,14 +146,14 @@ def why_not_readable(
         for name in names:
             if not name:
                 return "a replica takes part in no trial"
-            channel = Channel(connect(name, max(0.001, deadline - time.monotonic())))
+            connection = MemberConnection(connect(name, max(0.001, deadline - time.monotonic())))
             try:
-                channel.send(asked, fd)
-                tried, _ = channel.receive(max(0.001, deadline - time.monotonic()))
+                connection.send(asked, fd)
+                tried = connection.hear(deadline - time.monotonic())
             finally:
-                channel.close()
+                connection.close()
             if tried != Tried(secret):
-                return f"the process {channel.pid} read other bytes than were written"
+                return f"{connection.peer} read other bytes than were written"
     except (RuntimeError, CapacityError) as error:
         return str(error)
     return ""

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from tests.doubles.rendezvous import StoreDouble
-from weft_rl.transport.one_sided.receiving import Receiving
-from weft_rl.transport.one_sided.sending import Sending
+from weft_rl.transport.one_sided.members import Receiving, Sending
 
 Wait = Callable[[Callable[[], object]], None]
 Join = Callable[..., "tuple[Sending, list[Receiving]]"]

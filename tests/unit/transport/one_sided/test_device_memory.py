@@ -12,14 +12,11 @@ import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from weft_rl.contract.errors import CapacityError
-from weft_rl.transport.one_sided import device_memory, receiving
+from weft_rl.transport.one_sided import device_memory, members
 from weft_rl.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
-from weft_rl.transport.one_sided.errors import OneSidedError
-from weft_rl.transport.one_sided.messages import ExportDevice
-from weft_rl.transport.one_sided.receiving import Receiving
-from weft_rl.transport.one_sided.sending import Sending
+from weft_rl.transport.one_sided.members import OneSidedWork, Receiving, Sending
+from weft_rl.transport.one_sided.messages import ExportDevice, OneSidedError
 from weft_rl.transport.one_sided.trial import TrialAnswerer, why_not_readable
-from weft_rl.transport.one_sided.works import OneSidedWork
 from weft_rl.transport.wire.options import BucketOptions
 
 CPU = torch.device("cpu")
@@ -118,7 +115,7 @@ class _Near:
 @pytest.fixture
 def lent_by_double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMapping, "lent", lambda mapping, first, num: empty()[:num])
-    monkeypatch.setattr(receiving, "DeviceMapping", _Near)
+    monkeypatch.setattr(members, "DeviceMapping", _Near)
 
 
 @pytest.mark.usefixtures("lent_by_double")
@@ -126,7 +123,7 @@ def lent_by_double(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
     join: Join, cudart: CudartDouble, wait: Wait, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
-    monkeypatch.setattr(receiving, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(members, "_RETURN_SECONDS", 0.05)
     sender, (receiver,) = join(1)
     work = lend(sender, receiver)
     (sender if leaves == "sender" else receiver).abort()
@@ -140,7 +137,7 @@ def test_what_is_read_for_longer_than_is_waited_for_is_not_freed_meanwhile(
     wait(lambda: not cudart.allocated)
     assert not cudart.mapped
     assert not cudart.freed_while_mapped
-    assert not receiving._KEPT
+    assert not members._KEPT
 
 
 @pytest.mark.usefixtures("lent_by_double")
@@ -161,7 +158,7 @@ def test_a_receiver_that_leaves_while_it_reads_is_an_error_at_once(
 def test_what_cuda_does_not_unmap_is_not_freed(
     join: Join, cudart: CudartDouble, wait: Wait, when: str
 ) -> None:
-    """The process's end closes the channel; here the test does."""
+    """The process's end closes the connection; here the test does."""
     sender, receivers = join(1)
     push(sender, receivers, allocate(SIZE, CPU).fill_(1))
     cudart.errors = {"cudaIpcCloseMemHandle": 400}
@@ -178,9 +175,9 @@ def test_what_cuda_does_not_unmap_is_not_freed(
     assert len(cudart.mapped) == 1
     assert not cudart.freed_while_mapped
     assert set(cudart.mapped) <= set(cudart.allocated)
-    (channel,) = receiving._KEPT
-    receiving._KEPT.clear()
-    channel.close()
+    (connection,) = members._KEPT
+    members._KEPT.clear()
+    connection.close()
     wait(lambda: not sender._thread.is_alive())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from weft_rl.transport.one_sided import directory as sockets
 from weft_rl.transport.one_sided.directory import connect, listen, unlink, why_unavailable
-from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.messages import OneSidedError
 from weft_rl.transport.one_sided.trial import TrialAnswerer
 
 DEAD, STARTING = "d" * 32, "." + "5" * 32

@@ -24,23 +24,23 @@ import torch
 
 from tests.doubles.rendezvous import StoreDouble
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.transport.one_sided import sending
+from weft_rl.ipc.connection import PeerError
+from weft_rl.transport.one_sided import members
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
-from weft_rl.transport.one_sided.errors import OneSidedError
+from weft_rl.transport.one_sided.members import Receiving, Sending
 from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
 from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
-    Channel,
     Export,
     Hello,
     Kept,
+    MemberConnection,
+    OneSidedError,
     Ready,
     Taken,
     Welcome,
     Withdraw,
 )
-from weft_rl.transport.one_sided.receiving import Receiving
-from weft_rl.transport.one_sided.sending import Sending
 from weft_rl.transport.wire.options import BucketOptions
 
 SIZE = 2**20
@@ -111,18 +111,18 @@ def test_keeping_what_was_not_taken_ends_the_group(
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
     sender = Sending(store, 2)
-    channel = Channel(connect(listed(store, wait), 5.0))
+    connection = MemberConnection(connect(listed(store, wait), 5.0))
     try:
-        channel.send(Hello(1, secret))
-        assert isinstance(channel.receive(5.0)[0], Welcome)
-        channel.send(Kept(7))  # nobody asked
+        connection.send(Hello(1, secret))
+        assert isinstance(connection.receive(5.0)[0], Welcome)
+        connection.send(Kept(7))  # nobody asked
         sent = sender.broadcast(filled(1), 10.0, BucketOptions(on_kept=lambda: None))
-        channel.send(Kept(0))
+        connection.send(Kept(0))
         assert sent.wait_until(soon())
         with pytest.raises(OneSidedError, match="keeps what it has not taken"):
             sent.finish()
     finally:
-        channel.close()
+        connection.close()
     wait(lambda: not sender._thread.is_alive())
 
 
@@ -171,7 +171,7 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
             assert left.wait(10.0)
         return connect(name, timeout_seconds)
 
-    monkeypatch.setattr("weft_rl.transport.one_sided.receiving.connect", slowly)
+    monkeypatch.setattr("weft_rl.transport.one_sided.members.connect", slowly)
     # The sender comes last: receivers look for it meanwhile.
     second = Receiving(store, 2, torch.device("cpu"))
     wait(lambda: "one-sided/2" in store.values)
@@ -290,14 +290,14 @@ def test_another_process_with_the_wrong_secret_is_refused(
     sender, _ = join(1)
     name = listed(store, wait)
     for rank in (1, 0, 7):
-        stranger = Channel(connect(name, 5.0))
+        stranger = MemberConnection(connect(name, 5.0))
         stranger.send(Hello(rank, bytes(32)))
-        with pytest.raises(OneSidedError, match=r"gone|closed"):
+        with pytest.raises(PeerError, match=r"gone|closed"):
             stranger.receive(5.0)
         stranger.close()
-    odd = Channel(connect(name, 5.0))
+    odd = MemberConnection(connect(name, 5.0))
     odd.send(Taken(0))
-    with pytest.raises(OneSidedError, match=r"gone|closed"):
+    with pytest.raises(PeerError, match=r"gone|closed"):
         odd.receive(5.0)
     odd.close()
     assert not sender._error  # nobody was harmed
@@ -307,7 +307,7 @@ def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: W
     sender, _ = join(0, num_others=1)
     name = listed(store, wait)
     with contextlib.ExitStack() as silent:
-        for _ in range(3 * sending._MAX_SILENT):
+        for _ in range(3 * members._MAX_SILENT):
             silent.enter_context(connect(name, 5.0))
         receiver = Receiving(store, 1, torch.device("cpu"))
         work = receiver.broadcast(into := empty(), 10.0)
@@ -321,9 +321,9 @@ def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: W
 def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> None:
     sender, (receiver,) = join(1)
     wait(lambda: sender._members)
-    again = Channel(connect(listed(store, wait), 5.0))
+    again = MemberConnection(connect(listed(store, wait), 5.0))
     again.send(Hello(1, receiver._place.secret))
-    with pytest.raises(OneSidedError, match=r"gone|closed"):
+    with pytest.raises(PeerError, match=r"gone|closed"):
         again.receive(5.0)
     again.close()
 
@@ -333,9 +333,9 @@ def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatc
     try:
         connected = connect(name, 5.0)
         uid = os.geteuid()
-        monkeypatch.setattr("weft_rl.transport.one_sided.messages.os.geteuid", lambda: uid + 1)
-        with pytest.raises(OneSidedError, match=f"of uid {uid}, this process of {uid + 1}"):
-            Channel(connected)
+        monkeypatch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
+        with pytest.raises(PeerError, match=f"of uid {uid}, this process of {uid + 1}"):
+            MemberConnection(connected)
         assert connected.fileno() == -1
     finally:
         monkeypatch.undo()
@@ -350,75 +350,75 @@ def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
     sender = Sending(store, 2)
-    channel = Channel(connect(listed(store, wait), 5.0))
+    connection = MemberConnection(connect(listed(store, wait), 5.0))
     try:
-        channel.send(Hello(1, secret))
-        assert isinstance(channel.receive(5.0)[0], Welcome)
+        connection.send(Hello(1, secret))
+        assert isinstance(connection.receive(5.0)[0], Welcome)
         sent = sender.broadcast(filled(1), 10.0)
-        channel.send(Taken(99))
+        connection.send(Taken(99))
         assert sent.wait_until(soon())
         with pytest.raises(OneSidedError, match="has taken what it was not given"):
             sent.finish()
     finally:
-        channel.close()
+        connection.close()
     wait(lambda: not sender._thread.is_alive())
 
 
-Lie = Callable[[Channel, bytes], None]
+Lie = Callable[[MemberConnection, bytes], None]
 
 
-def _no_welcome(channel: Channel, secret: bytes) -> None:
-    channel.send(Taken(1))
+def _no_welcome(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Taken(1))
 
 
-def _other_secret(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(bytes(32)))
+def _other_secret(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(bytes(32)))
 
 
-def _unknown_buffer(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
-    channel.send(Ready(0, 7, 0, SIZE))
+def _unknown_buffer(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
+    connection.send(Ready(0, 7, 0, SIZE))
 
 
-def _beyond_the_end(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
+def _beyond_the_end(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
     file, _ = file_of(buffer := filled(1))
-    channel.send(Export(1, buffer.numel()), file.fd)
-    channel.send(Ready(0, 1, 256, SIZE))
+    connection.send(Export(1, buffer.numel()), file.fd)
+    connection.send(Ready(0, 1, 256, SIZE))
 
 
-def _longer_tail(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
+def _longer_tail(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
     file, _ = file_of(filled(1))
-    channel.send(Export(1, SIZE), file.fd)
-    channel.send(Ready(0, 1, 0, SIZE, b"t" * 33))
+    connection.send(Export(1, SIZE), file.fd)
+    connection.send(Ready(0, 1, 0, SIZE, b"t" * 33))
 
 
-def _smaller_file(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
+def _smaller_file(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
     file, _ = file_of(buffer := filled(1))
-    channel.send(Export(1, buffer.numel() + 1), file.fd)
+    connection.send(Export(1, buffer.numel() + 1), file.fd)
 
 
-def _unsealed(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
+def _unsealed(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
     fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE)
-    channel.send(Export(1, SIZE), fd)
+    connection.send(Export(1, SIZE), fd)
     os.close(fd)
 
 
-def _no_memory_file(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
+def _no_memory_file(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
     with open("/dev/zero", "rb") as file:
-        channel.send(Export(1, SIZE), file.fileno())
+        connection.send(Export(1, SIZE), file.fileno())
 
 
-def _too_many_buffers(channel: Channel, secret: bytes) -> None:
-    channel.send(Welcome(secret))
+def _too_many_buffers(connection: MemberConnection, secret: bytes) -> None:
+    connection.send(Welcome(secret))
     file, _ = file_of(buffer := filled(1))
     for number in range(65):
-        channel.send(Export(number, buffer.numel()), file.fd)
+        connection.send(Export(number, buffer.numel()), file.fd)
 
 
 @pytest.mark.parametrize(
@@ -444,10 +444,10 @@ def test_a_sender_that_lies_is_found_out(
     store.set("one-sided/0", f"{hashlib.sha256(secret).hexdigest()} {name}")
     receiver = Receiving(store, 1, torch.device("cpu"))
     work = receiver.broadcast(empty(), 10.0, BucketOptions(tail_bytes=32))
-    channel = Channel(listener.accept()[0])
+    connection = MemberConnection(listener.accept()[0])
     try:
-        assert isinstance(channel.receive(5.0)[0], Hello)
-        lie(channel, secret)
+        assert isinstance(connection.receive(5.0)[0], Hello)
+        lie(connection, secret)
         assert work.wait_until(soon())
         with pytest.raises(OneSidedError, match=found):
             work.finish()
@@ -455,7 +455,7 @@ def test_a_sender_that_lies_is_found_out(
         assert not receiver._mapped
     finally:
         unlink(name)
-        channel.close()
+        connection.close()
         listener.close()
 
 
@@ -464,7 +464,7 @@ import os, sys, time
 import torch
 from tests.doubles.rendezvous import StoreDouble
 from weft_rl.transport.one_sided.memory_file import allocate
-from weft_rl.transport.one_sided.sending import Sending
+from weft_rl.transport.one_sided.members import Sending
 
 store = StoreDouble()
 store.set("one-sided/1", sys.argv[1] + " ")
@@ -636,7 +636,7 @@ def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait)
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
     (member,) = sender._members.values()
-    member.channel.send(Withdraw(file_of(buffer)[0].export_id))
+    member.connection.send(Withdraw(file_of(buffer)[0].export_id))
     wait(lambda: receiver._error)
     assert "being read" in receiver._error
     assert receiver._mapped

@@ -142,8 +142,8 @@ def test_a_rank_that_goes_ends_the_others(replica: Replica) -> None:
     waiting = in_thread(next, buckets)
     replica.land(0)
     assert waiting.result(WAIT_SECONDS)[0] == 0
-    assert gone._channel is not None
-    gone._channel.shut()
+    assert gone._connection is not None
+    gone._connection.shut()
     with pytest.raises(LoadFailedError, match="a rank of the replica has ended"):
         replica.queue.wait_complete(nothing)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_side.memory import segment
 from rollout_side.memory.ranks.messages import (
-    HEAD,
+    MESSAGES,
     Arrived,
     Buffers,
     Complete,
@@ -22,11 +22,8 @@ from rollout_side.memory.ranks.messages import (
     Message,
     Wanted,
     Working,
-    pack,
     pack_handle,
     pack_manifest,
-    read_head,
-    unpack,
     unpack_handle,
     unpack_manifest,
 )
@@ -41,6 +38,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.ipc.connection import PeerError
 
 MANIFEST = plan_buckets([TensorMeta(f"w{i}", DataType.BFLOAT16, (64, 8)) for i in range(9)], 2048)
 DEVICE_REF = DeviceRef(
@@ -55,7 +53,7 @@ DEVICE_REF = DeviceRef(
     event_handle=b"e" * 64,
     event_sync=True,
 )
-MESSAGES: list[Message] = [
+SAID: list[Message] = [
     Wanted("transfer-ä", 3),
     Layout(MANIFEST),
     Buffers([]),
@@ -69,53 +67,46 @@ MESSAGES: list[Message] = [
 ]
 
 
-def received(data: bytes) -> Message:
-    number, num_bytes = read_head(data[: HEAD.size])
-    assert num_bytes == len(data) - HEAD.size
-    return unpack(number, data[HEAD.size :])
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", SAID, ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
-    assert received(pack(message)) == message
+    assert MESSAGES.decode(*MESSAGES.encode(message)) == message
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", SAID, ids=lambda message: type(message).__name__)
 def test_one_that_is_cut_short_or_goes_on_is_refused_or_another(message: Message) -> None:
     """Never half of it, and never by an error of another type."""
-    number, _ = read_head(pack(message)[: HEAD.size])
-    body = pack(message)[HEAD.size :]
+    number, body = MESSAGES.encode(message)
     for said in (*[body[:end] for end in range(len(body))], body + b"\0"):
-        with contextlib.suppress(PeerUnavailableError, InvalidManifestError):
-            assert unpack(number, said) != message
+        with contextlib.suppress(PeerError, PeerUnavailableError, InvalidManifestError):
+            assert MESSAGES.decode(number, said) != message
 
 
 @given(number=st.integers(1, 8), body=st.binary(max_size=200))
 def test_made_up_bytes_are_a_message_or_a_typed_error(number: int, body: bytes) -> None:
-    with contextlib.suppress(PeerUnavailableError, InvalidManifestError):
-        unpack(number, body)
+    with contextlib.suppress(PeerError, PeerUnavailableError, InvalidManifestError):
+        MESSAGES.decode(number, body)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
 def test_one_that_is_longer_than_its_kind_may_be_is_refused_by_its_head(number: int) -> None:
     for num_bytes in (2**30, 2**64 - 1):
-        with pytest.raises(PeerUnavailableError, match=f"of {num_bytes:,} bytes"):
-            read_head(HEAD.pack(b"WEFR", 1, number, num_bytes))
+        with pytest.raises(PeerError, match=f"of {num_bytes:,} bytes"):
+            MESSAGES.check_size(number, num_bytes)
 
 
 def test_there_are_no_more_buffers_than_may_be() -> None:
-    data = pack(Buffers([HostRef(1, 2, 3)] * 257))
+    encoded = MESSAGES.encode(Buffers([HostRef(1, 2, 3)] * 257))
     with pytest.raises(PeerUnavailableError, match="more than 256 buffers"):
-        received(data)
+        MESSAGES.decode(*encoded)
 
 
 def test_memory_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(PeerUnavailableError, match="memory of kind 7"):
-        unpack(3, struct.pack("<B", 7))
+        MESSAGES.decode(3, struct.pack("<B", 7))
 
 
 def test_an_endless_error_is_cut() -> None:
-    said = received(pack(Failed("LOAD_FAILED", "ä" * 100_000)))
+    said = MESSAGES.decode(*MESSAGES.encode(Failed("LOAD_FAILED", "ä" * 100_000)))
     assert isinstance(said, Failed)
     assert 30_000 < len(said.message) < 40_000
     assert said.error().reason == "LOAD_FAILED"
@@ -138,7 +129,7 @@ def test_what_torch_says_of_memory_on_an_accelerator_comes_back_to_torch(
 
     monkeypatch.setattr(segment.reductions, "reduce_tensor", lambda data: (rebuild, given))
     monkeypatch.setattr(segment.reductions, "rebuild_cuda_tensor", rebuild)
-    said = received(pack(Buffers([DeviceRef.of(data)])))
+    said = MESSAGES.decode(*MESSAGES.encode(Buffers([DeviceRef.of(data)])))
     assert isinstance(said, Buffers)
     assert said.refs[0].attach().num_bytes == 64
     assert rebuilt == [given]

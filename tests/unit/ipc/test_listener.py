@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from weft_rl.ipc.arrivals import Arrivals
+from weft_rl.ipc.listener import Arrivals, Listener
 
 
 @pytest.fixture
@@ -74,3 +76,56 @@ def test_a_listener_that_was_shut_down_ends_the_wait(listener: socket.socket) ->
     with pytest.raises(ConnectionAbortedError):
         arrivals.take(None)
     arrivals.close()
+
+
+def test_part_of_a_hello_is_silence_and_wakes_nobody_again(listener: socket.socket) -> None:
+    arrivals = Arrivals(listener, 4, hello_bytes=3)
+    with _connected(listener) as slow, _connected(listener) as gone:
+        for sock in (slow, gone):
+            sock.sendall(b"1")
+        assert arrivals.take(5.0) == []
+        assert arrivals.take() == []  # told of that byte once, at most
+        began = time.monotonic()
+        assert arrivals.take(0.1) == []
+        assert time.monotonic() - began >= 0.1
+        slow.sendall(b"23")
+        (found,) = arrivals.take(5.0)
+        assert found.recv(9) == b"123"
+        found.close()
+        gone.shutdown(socket.SHUT_WR)  # it will never say the rest
+        (left,) = arrivals.take(5.0)
+        left.close()
+    arrivals.close()
+
+
+def test_a_connection_that_is_gone_before_it_is_accepted_keeps_nobody_out(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    born, failed = socket.socket.accept, list[bool]()
+
+    def accept(listening: socket.socket) -> tuple[socket.socket, object]:
+        if not failed:
+            failed.append(True)
+            raise ConnectionAbortedError
+        return born(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    arrivals = Arrivals(listener, 4)
+    with _connected(listener) as late:
+        late.sendall(b"x")
+        (found,) = arrivals.take(5.0)
+        found.close()
+    arrivals.close()
+
+
+def test_a_listener_serves_whoever_speaks_until_it_is_closed(listener: socket.socket) -> None:
+    served: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    serving = Listener(listener.dup(), served.put, name="weft-test", max_silent=4)
+    with _connected(listener), _connected(listener) as speaking:
+        speaking.sendall(b"x")
+        with served.get(timeout=5.0) as found:
+            assert found.recv(9) == b"x"
+        serving.close()
+        serving.close()
+    assert not serving._thread.is_alive()
+    assert served.empty()

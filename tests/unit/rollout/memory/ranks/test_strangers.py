@@ -7,6 +7,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -14,18 +15,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rollout_side.memory.ranks import channel as rank_channel
 from rollout_side.memory.ranks import handoff as rank_handoff
-from rollout_side.memory.ranks.channel import connect_channel
-from rollout_side.memory.ranks.handoff import RankHandoff
+from rollout_side.memory.ranks.handoff import RankHandoff, address_of, connect
 from rollout_side.memory.ranks.messages import (
-    HEAD,
+    MESSAGES,
     Arrived,
     Layout,
     Loaded,
+    Message,
+    RankConnection,
     Wanted,
     Working,
-    pack,
 )
 from rollout_side.receive.in_place_load import InPlaceLoad
 from tests.unit.rollout.memory.ranks.members import (
@@ -36,13 +36,15 @@ from tests.unit.rollout.memory.ranks.members import (
     Replica,
     in_thread,
     nothing,
-    soon,
 )
 from weft_rl.contract.errors import (
     LoadFailedError,
     NotReadyError,
     PeerUnavailableError,
 )
+from weft_rl.ipc import connection as ipc
+from weft_rl.ipc.connection import PeerGoneError
+from weft_rl.ipc.handshake import Handshake
 
 
 class Bomb:
@@ -54,10 +56,30 @@ class Bomb:
         return (Bomb.gone_off.append, (1,))
 
 
+def frame(number: int, body: bytes, num_bytes: int | None = None) -> bytes:
+    """As it travels, or with another length."""
+    size = len(body) if num_bytes is None else num_bytes
+    return MESSAGES.pack_head(number) + struct.pack("<Q", size) + body
+
+
+def packed(message: Message) -> bytes:
+    return frame(*MESSAGES.encode(message))
+
+
+def admitted(connected: socket.socket, secret: str) -> RankConnection:
+    """A rank that has connected, as the receiving rank has it."""
+    connection = RankConnection(connected, MESSAGES)
+    handshake = Handshake(secret.encode())
+    connection.poll(WAIT_SECONDS)
+    handshake.hear(connection)
+    handshake.answer(connection)
+    return connection
+
+
 @contextlib.contextmanager
 def stranger(replica: Replica) -> Iterator[tuple[socket.socket, str]]:
     """A process that has found the socket in the kernel's list, and how that has it."""
-    name = rank_channel.address_of(replica.secret)
+    name = address_of(replica.secret)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as strange:
         strange.settimeout(WAIT_SECONDS)
         strange.connect(name)
@@ -74,16 +96,16 @@ def hears_nothing(strange: socket.socket) -> bool:
 
 def test_another_user_is_sent_away(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    with pytest.raises(PeerUnavailableError, match="no rank of this replica"):
+    with pytest.raises(PeerUnavailableError, match="this process of 4711"):
         _ = replica.rank().manifest
 
 
 def test_one_that_says_nothing_is_let_go(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.05)
-    channel = connect_channel(replica.secret, 5.0)
+    connection = connect(replica.secret, 5.0)
     with pytest.raises(NotReadyError, match="said nothing"):
-        channel.receive(Layout)
-    channel.close()
+        connection.hear(Layout)
+    connection.close()
     assert replica.queue.error is None
 
 
@@ -92,9 +114,10 @@ def test_who_does_not_know_the_secret_is_let_go_unheard(
 ) -> None:
     """Whatever it says: of that nothing is decoded."""
     heard: list[bytes] = []
-    monkeypatch.setattr(rank_channel, "read_head", heard.append)
-    hello = pack(Wanted("t", 1))
-    for said in (b"", b"x", bytes(32), hello, bytes(32) + hello, pickle.dumps(Bomb()) * 9):
+    monkeypatch.setattr(MESSAGES, "decode", lambda number, body: heard.append(body))
+    hello = packed(Wanted("t", 1))
+    proof = frame(0, bytes(32))
+    for said in (b"", b"x", bytes(32), hello, proof + hello, pickle.dumps(Bomb()) * 9):
         with stranger(replica) as (strange, _):
             strange.sendall(said)
             strange.shutdown(socket.SHUT_WR)
@@ -117,52 +140,48 @@ def test_the_silent_keep_nobody_out_and_have_no_thread(replica: Replica) -> None
         assert replica.rank().manifest.layout_digest == MANIFEST.layout_digest
 
 
-def test_those_that_begin_to_speak_keep_nobody_out_for_long(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
+def test_those_that_say_half_a_hello_keep_nobody_out_and_have_no_thread(
+    replica: Replica,
 ) -> None:
-    monkeypatch.setattr(rank_handoff, "_HELLO_SECONDS", 0.3)
+    before = set(threading.enumerate())
     with contextlib.ExitStack() as slow:
-        for _ in range(rank_handoff._MAX_STRANGERS):
-            slow.enter_context(stranger(replica))[0].sendall(b"x")
-        with stranger(replica) as (one_too_many, _):
-            one_too_many.sendall(b"x")
-            assert hears_nothing(one_too_many)
-        assert sum(thread.name == "weft-rank" for thread in threading.enumerate()) <= 64
-        soon(lambda: all(thread.name != "weft-rank" for thread in threading.enumerate()))
+        for _ in range(2 * rank_handoff._MAX_STRANGERS):
+            slow.enter_context(stranger(replica))[0].sendall(frame(0, bytes(32))[:-1])
         assert replica.rank().manifest.layout_digest == MANIFEST.layout_digest
+        begun = set(threading.enumerate()) - before
+        assert [thread.name for thread in begun] == ["weft-rank"]
 
 
 @pytest.mark.parametrize(
     ("said", "found"),
     [
-        (b"nonsense" * 4, "no message between ranks"),
-        (HEAD.pack(b"WEFR", 9, 1, 5), "no message between ranks"),
-        (HEAD.pack(b"WEFR", 1, 99, 5), "no message between ranks"),
-        (HEAD.pack(b"WEFR", 1, 1, 2**40), "Wanted of 1,099,511,627,776 bytes"),
-        (HEAD.pack(b"WEFR", 1, 6, 1) + b"x", "Loaded of 1 bytes"),
-        (HEAD.pack(b"WEFR", 1, 1, 5) + b"\1\0\0\0\xff", "Wanted, garbled"),
-        (pack(Working()), "Working out of turn"),
+        (b"nonsense" * 4, "no message of Weft's"),
+        (frame(99, b"", 5), "a message of kind 99"),
+        (frame(1, b"", 2**40), "Wanted of 1,099,511,627,776 bytes"),
+        (frame(6, b"x"), "Loaded of 1 bytes"),
+        (frame(1, b"\1\0\0\0\xff"), "Wanted, garbled"),
+        (packed(Working()), "Working out of turn"),
     ],
 )
 def test_a_rank_that_says_what_is_no_message_is_told_so(
     replica: Replica, said: bytes, found: str
 ) -> None:
-    channel = connect_channel(replica.secret, 5.0)
-    channel._socket.sendall(said)
+    connection = connect(replica.secret, 5.0)
+    connection.socket.sendall(said)
     with pytest.raises(PeerUnavailableError, match=found):
-        channel.receive(Layout)
-    channel.close()
+        connection.hear(Layout)
+    connection.close()
 
 
-@pytest.mark.parametrize("said", [pack(Loaded())[:5], pack(Arrived(0, [1, 2]))[:-1]])
+@pytest.mark.parametrize("said", [packed(Loaded())[:5], packed(Arrived(0, [1, 2]))[:-1]])
 def test_a_rank_that_goes_in_half_a_message_ends_the_load(replica: Replica, said: bytes) -> None:
     InPlaceLoad(replica.queue, Loader())
-    channel = connect_channel(replica.secret, 5.0)
-    channel.send(Wanted("t", 1))
-    channel.receive(Layout)
+    connection = connect(replica.secret, 5.0)
+    connection.say(Wanted("t", 1))
+    connection.hear(Layout)
     replica.land(0)
-    channel._socket.sendall(said)
-    channel.close()
+    connection.socket.sendall(said)
+    connection.close()
     with pytest.raises(LoadFailedError, match="a rank of the replica has ended"):
         replica.queue.wait_complete(nothing)
 
@@ -170,57 +189,57 @@ def test_a_rank_that_goes_in_half_a_message_ends_the_load(replica: Replica, said
 def test_a_rank_that_stops_in_half_a_message_is_not_waited_for(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_channel, "_MESSAGE_SECONDS", 0.1)
-    channel = connect_channel(replica.secret, 5.0)
-    channel._socket.sendall(pack(Wanted("t", 1))[:-1])
-    with pytest.raises(EOFError):
-        channel.receive(Layout)
-    channel.close()
+    monkeypatch.setattr(ipc, "_FRAME_SECONDS", 0.1)
+    connection = connect(replica.secret, 5.0)
+    connection.socket.sendall(packed(Wanted("t", 1))[:-1])
+    with pytest.raises(PeerGoneError):
+        connection.hear(Layout)
+    connection.close()
 
 
 def test_an_impostor_at_the_name_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has taken the name after the receiving rank ended."""
     secret = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
-        impostor.bind(rank_channel.address_of(secret))
+        impostor.bind(address_of(secret))
         impostor.listen(1)
         reading = in_thread(lambda: RankHandoff(secret, 1, "t", BASE).manifest)
         with impostor.accept()[0] as accepted:
             shown = accepted.recv(4096)
             accepted.sendall(shown)  # what it was shown is not what it is asked for
             assert accepted.recv(4096) == b""
-        with pytest.raises(PeerUnavailableError, match="without the replica's secret"):
+        with pytest.raises(PeerUnavailableError, match="does not know the secret"):
             reading.result(WAIT_SECONDS)
-    assert len(shown) == 32
+    assert len(shown) == Handshake(b"").hello_bytes
 
 
 def test_a_receiving_rank_whose_backlog_is_full_is_waited_for() -> None:
     secret = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy:
-        busy.bind(rank_channel.address_of(secret))
+        busy.bind(address_of(secret))
         busy.listen(0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
-            first.connect(rank_channel.address_of(secret))
-            waiting = in_thread(connect_channel, secret, 5.0)
+            first.connect(address_of(secret))
+            waiting = in_thread(connect, secret, 5.0)
             time.sleep(0.05)
             assert not waiting.done()
             busy.accept()[0].close()
             with busy.accept()[0] as accepted:
-                channel = rank_channel.accept_channel(accepted, secret, 5.0)
+                connection = admitted(accepted, secret)
                 waiting.result(WAIT_SECONDS).close()
-                channel.close()
+                connection.close()
 
 
 def test_a_bucket_in_a_buffer_that_was_never_told_is_refused() -> None:
     secret = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(rank_channel.address_of(secret))
+        listener.bind(address_of(secret))
         listener.listen(1)
         reading = in_thread(lambda: next(RankHandoff(secret, 1, "t", BASE).buckets()))
-        channel = rank_channel.accept_channel(listener.accept()[0], secret, 5.0)
-        channel.receive(Wanted)
-        channel.send(Layout(MANIFEST))
-        channel.send(Arrived(0, [1]))
+        connection = admitted(listener.accept()[0], secret)
+        connection.hear(Wanted)
+        connection.say(Layout(MANIFEST))
+        connection.say(Arrived(0, [1]))
         with pytest.raises(PeerUnavailableError, match="never told"):
             reading.result(WAIT_SECONDS)
-        channel.close()
+        connection.close()
