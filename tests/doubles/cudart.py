@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft_rl.transport.one_sided.device_memory import DeviceView
+from weft_rl.transport.one_sided.memory import DeviceView
 
 #: Of the GPUs, by their index.
 UUIDS = (uuid.UUID(int=1), uuid.UUID(int=2))

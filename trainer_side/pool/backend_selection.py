@@ -12,7 +12,7 @@ from weft_rl.contract.capabilities import GLOO, NCCL, ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import NotReadyError
 from weft_rl.transport.backends import available_backends, gpu_uuid
 from weft_rl.transport.group import CPU
-from weft_rl.transport.one_sided import device_memory
+from weft_rl.transport.one_sided import memory
 from weft_rl.transport.one_sided.directory import why_unavailable
 from weft_rl.transport.one_sided.trial import Trials
 from weft_rl.v1 import publish_pb2 as pb
@@ -104,7 +104,7 @@ class BackendSelection:
         device = self.device_of(ONE_SIDED)
         if device.type == "cpu" and target.gpu_uuids:
             return "replicas receive on GPUs, and this process has none"
-        missing = device_memory.why_unavailable() if device.type == "cuda" else ""
+        missing = memory.why_unavailable() if device.type == "cuda" else ""
         return (
             missing or why_unavailable() or self.trials.why_not_readable(target.trial_names, device)
         )

@@ -7,49 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
+from trainer_side.ranks.ranks import Ranks
 from weft_rl.contract.errors import CapacityError
-from weft_rl.transport.one_sided.device_memory import (
+from weft_rl.transport.one_sided.memory import (
     DeviceMapping,
-    allocate,
+    allocate_block,
+    export_of,
     record_event,
-    view_of,
 )
-from weft_rl.transport.one_sided.messages import ExportDevice, OneSidedError
+from weft_rl.transport.one_sided.messages import MESSAGES, ExportDevice, OneSidedError
 
 _log = logging.getLogger(__name__)
 
-# Whether there is one, its number, its size, the GPU, CUDA's handle.
-_OFFER = struct.Struct("<?QQ16s64s")
+# Said in an offer's place by a rank that can make none.
+_OFFER, _NO_OFFER = MESSAGES.encode(ExportDevice(0, 0, b"", b""))
 _CANNOT = 1
-
-
-class Link(Protocol):
-    """Link that the ranks agree over; see ``Ranks``."""
-
-    rank: int
-    size: int
-
-    def agree(self, error: BaseException | None = None, flags: int = 0) -> int:
-        """See ``Ranks``."""
-
-    def exchange(self, messages: Sequence[torch.Tensor]) -> None:
-        """See ``Ranks``."""
 
 
 class MappedExchange:
     """Memory for exchanges, mapped once and used again by every push.
 
     Args:
-        link: Link of the ranks.
+        link: Ranks, which agree and exchange their offers over the host.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Ranks) -> None:
         self._link = link
         self._room = [0] * link.size
         self._own: torch.Tensor | None = None
@@ -92,25 +78,22 @@ class MappedExchange:
         """Allocate and map memory anew; return whether this rank could."""
         former = self._own  # freed once nobody has it mapped any more
         self.close()
-        offer = None
+        offer = _NO_OFFER
         try:
             if not is_gpu(device):
                 raise OneSidedError(f"what it has lies on {device}")
             if sizes[self._link.rank]:
-                self._own = allocate(sizes[self._link.rank], device)
+                self._own = allocate_block(sizes[self._link.rank], device)
                 _finish(device)
-                found = view_of(self._own)
-                offer = None if found is None else found[0].offer()[0]
+                _, offer = MESSAGES.encode(export_of(self._own)[0].offer()[0])
         except (OneSidedError, CapacityError, OSError) as error:
             _log.info("this rank can map no memory to others: %s", error)
-        offers = [torch.zeros(_OFFER.size, dtype=torch.uint8) for _ in range(self._link.size)]
-        if offer is not None:
-            said = _OFFER.pack(True, offer.export_id, offer.num_bytes, offer.gpu, offer.handle)
-            offers[self._link.rank].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        offers = [torch.zeros(len(offer), dtype=torch.uint8) for _ in range(self._link.size)]
+        offers[self._link.rank] = torch.frombuffer(bytearray(offer), dtype=torch.uint8)
         self._link.exchange(offers)
         del former
         self._room = list(sizes)
-        if (sizes[self._link.rank] and offer is None) or not is_gpu(device):
+        if (sizes[self._link.rank] and offer == _NO_OFFER) or not is_gpu(device):
             return False
         try:
             for rank, (size, each) in enumerate(zip(sizes, offers, strict=True)):
@@ -123,10 +106,10 @@ class MappedExchange:
 
 
 def _export(offer: torch.Tensor) -> ExportDevice:
-    is_there, *export = _OFFER.unpack(bytes(offer.numpy()))
-    if not is_there:
+    export = MESSAGES.decode(_OFFER, bytes(offer.numpy()))
+    if not isinstance(export, ExportDevice) or not export.num_bytes:
         raise OneSidedError("it has none")
-    return ExportDevice(*export)
+    return export
 
 
 def is_gpu(device: torch.device) -> bool:

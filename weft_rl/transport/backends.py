@@ -24,10 +24,9 @@ from torch._C._distributed_c10d import BroadcastOptions
 from weft_rl.contract.capabilities import GLOO, NCCL, ONE_SIDED
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
-from weft_rl.transport.one_sided import device_memory
+from weft_rl.transport.one_sided import memory
 from weft_rl.transport.one_sided.directory import why_unavailable
 from weft_rl.transport.one_sided.members import Receiving, Sending
-from weft_rl.transport.one_sided.memory_file import allocate as allocate_file
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.options import IN_ITS_BUFFER, WHOLE, Arrived, BucketOptions, write_tail
 
@@ -114,7 +113,7 @@ def available_backends(device: torch.device) -> tuple[str, ...]:
     """List the backends that a process with weights on ``device`` can use, best first. Only
     ``trial`` finds out whether two processes share a host."""
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
-    is_exportable = device.type == "cpu" or not device_memory.why_unavailable()
+    is_exportable = device.type == "cpu" or not memory.why_unavailable()
     # One-sided is as fast as NCCL, forms at once, and works where two share a GPU.
     one_sided = (ONE_SIDED,) if is_exportable and not why_unavailable() else ()
     return *one_sided, *((NCCL,) if has_nccl else ()), GLOO
@@ -136,9 +135,7 @@ def allocate(backend: str, num_bytes: int, device: torch.device) -> torch.Tensor
         CapacityError: This machine has no room.
     """
     if backend == ONE_SIDED:
-        if device.type == "cuda":
-            return device_memory.allocate(num_bytes, device)
-        return allocate_file(num_bytes)
+        return memory.allocate(num_bytes, device)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 

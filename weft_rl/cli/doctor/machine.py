@@ -121,14 +121,14 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
         import torch
         import torch.distributed as dist
 
-        from weft_rl.transport.one_sided import device_memory
+        from weft_rl.transport.one_sided import memory
     except (ImportError, OSError) as error:
         yield fail("backends", f"torch cannot be imported: {error}", "reinstall torch")
         return
     has_gpus = torch.cuda.is_available()
     names = ["gloo"] * dist.is_gloo_available() + ["NCCL"] * dist.is_nccl_available()
     says = f"torch {torch.__version__} with {' and '.join(names) or 'neither gloo nor NCCL'}"
-    if is_one_sided and not (has_gpus and device_memory.why_unavailable()):
+    if is_one_sided and not (has_gpus and memory.why_unavailable()):
         says += "; one-sided between processes of this host"
     if "gloo" not in names:
         yield fail("backends", says, "install a build of torch with torch.distributed")

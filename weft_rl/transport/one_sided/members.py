@@ -27,15 +27,17 @@ from weft_rl.interrupts import Flag
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Arrivals
 from weft_rl.ipc.sockets import Wakeup
-from weft_rl.transport.one_sided.device_memory import (
+from weft_rl.transport.one_sided.directory import connect, listen, unlink
+from weft_rl.transport.one_sided.memory import (
     DeviceBlock,
     DeviceMapping,
     DeviceView,
+    Mapping,
+    MemoryFile,
+    export_of,
+    map_export,
     record_event,
-    view_of,
 )
-from weft_rl.transport.one_sided.directory import connect, listen, unlink
-from weft_rl.transport.one_sided.memory_file import Mapping, MemoryFile, file_of
 from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     SECRET_BYTES,
@@ -353,12 +355,6 @@ class Receiving:
         if not self._mapped:
             connection.close()
 
-    def _map(self, export: Export | ExportDevice, fd: int | None) -> Mapping | DeviceMapping:
-        if isinstance(export, ExportDevice):
-            return DeviceMapping(export, self._device)
-        assert fd is not None
-        return Mapping(fd, export.num_bytes)
-
     def _hear(self, connection: MemberConnection, message: Message, fd: int | None) -> None:
         try:
             if isinstance(message, Export | ExportDevice):
@@ -366,7 +362,7 @@ class Receiving:
                     raise OneSidedError(f"the sender hands over more than {MAX_MAPPED} buffers")
                 if message.export_id in self._mapped:
                     raise OneSidedError(f"the sender hands over buffer {message.export_id} again")
-                self._mapped[message.export_id] = self._map(message, fd)
+                self._mapped[message.export_id] = map_export(message, fd, self._device)
             elif isinstance(message, Withdraw):
                 if self._lent[message.export_id]:
                     raise OneSidedError(f"the sender frees buffer {message.export_id}, being read")
@@ -472,7 +468,7 @@ class SentWork(OneSidedWork):
     ) -> None:
         super().__init__(buffer, options)
         self.memory: MemoryFile | DeviceView
-        self.memory, self.first_byte = view_of(buffer) or file_of(buffer)
+        self.memory, self.first_byte = export_of(buffer)
         self.sequence, self.missing = sequence, missing
         #: Receivers that have not said yet that they keep it.
         self.unkept = set(missing)

@@ -20,12 +20,11 @@ from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import CapacityError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Listener
-from weft_rl.transport.one_sided.device_memory import DeviceMapping, record_event, view_of
-from weft_rl.transport.one_sided.device_memory import allocate as on_device
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
-from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
+from weft_rl.transport.one_sided.memory import allocate, export_of, map_export, record_event
 from weft_rl.transport.one_sided.messages import (
     SECRET_BYTES,
+    Export,
     ExportDevice,
     MemberConnection,
     OneSidedError,
@@ -79,17 +78,17 @@ class TrialAnswerer:
 
     def _answer(self, connection: MemberConnection) -> None:
         asked, fd = connection.receive(_ASK_SECONDS)
-        mapped: Mapping | DeviceMapping
+        export: Export | ExportDevice
         try:
             if isinstance(asked, TryDevice):
                 export = ExportDevice(0, asked.num_bytes, asked.gpu, asked.handle)
-                mapped = DeviceMapping(export, self._device)
-            elif isinstance(asked, Try) and fd is not None:
-                if asked.num_bytes > _MAX_TRIED_BYTES:
-                    raise OneSidedError(f"a trial of {asked.num_bytes:,} bytes")
-                mapped = Mapping(fd, asked.num_bytes)
-            else:
+            elif not isinstance(asked, Try):
                 raise OneSidedError(f"it began with {type(asked).__name__}")
+            elif asked.num_bytes > _MAX_TRIED_BYTES:
+                raise OneSidedError(f"a trial of {asked.num_bytes:,} bytes")
+            else:
+                export = Export(0, asked.num_bytes)
+            mapped = map_export(export, fd, self._device)
         finally:
             if fd is not None:
                 os.close(fd)
@@ -135,11 +134,11 @@ def why_not_readable(
     deadline = time.monotonic() + timeout_seconds
     try:
         secret = secrets.token_bytes(SECRET_BYTES)
-        buffer = allocate(SECRET_BYTES) if device.type == "cpu" else on_device(SECRET_BYTES, device)
+        buffer = allocate(SECRET_BYTES, device)
         buffer.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
         if buffer.is_cuda:
             torch.cuda.current_stream(device).synchronize()
-        offer, fd = (view_of(buffer) or file_of(buffer))[0].offer()
+        offer, fd = export_of(buffer)[0].offer()
         asked: Try | TryDevice = Try(offer.num_bytes)
         if isinstance(offer, ExportDevice):
             asked = TryDevice(offer.num_bytes, offer.gpu, offer.handle)

@@ -31,7 +31,7 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has one."""
     monkeypatch.setattr(module, "available_backends", lambda _: ALL)
-    monkeypatch.setattr(module.device_memory, "why_unavailable", lambda: "")
+    monkeypatch.setattr(module.memory, "why_unavailable", lambda: "")
     monkeypatch.setattr(module, "gpu_uuid", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -107,7 +107,7 @@ def test_memory_of_a_gpu_is_what_is_tried_where_there_is_one(
     monkeypatch.setattr(trial, "why_not_readable", lambda names, device: tried.append(device))
     assert BackendSelection().backend(target("one-sided", "nccl")).name == "one-sided"
     assert tried == [torch.device("cuda", 1)]
-    monkeypatch.setattr(module.device_memory, "why_unavailable", lambda: "no libcudart")
+    monkeypatch.setattr(module.memory, "why_unavailable", lambda: "no libcudart")
     selected = BackendSelection().backend(target("one-sided", "nccl"))
     assert (selected.name, len(tried)) == ("nccl", 1)
     assert "not one-sided: no libcudart" in selected.why

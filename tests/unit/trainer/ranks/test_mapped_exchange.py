@@ -13,7 +13,7 @@ import torch
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from trainer_side.ranks import mapped_exchange
 from trainer_side.ranks.mapped_exchange import MappedExchange
-from weft_rl.transport.one_sided import device_memory
+from weft_rl.transport.one_sided import memory
 
 CPU = torch.device("cpu")
 
@@ -21,9 +21,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cudart(monkeypatch: pytest.MonkeyPatch) -> CudartDouble:
     double = CudartDouble()
-    monkeypatch.setattr(device_memory, "cudart", lambda: double)
-    monkeypatch.setattr(device_memory, "as_tensor", as_tensor)
-    monkeypatch.setattr(device_memory, "uuid_of", lambda index: UUIDS[index].bytes)
+    monkeypatch.setattr(memory, "cudart", lambda: double)
+    monkeypatch.setattr(memory, "as_tensor", as_tensor)
+    monkeypatch.setattr(memory, "uuid_of", lambda index: UUIDS[index].bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(mapped_exchange, "is_gpu", lambda device: True)

@@ -28,7 +28,7 @@ from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.one_sided import members
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
 from weft_rl.transport.one_sided.members import Receiving, Sending
-from weft_rl.transport.one_sided.memory_file import Mapping, allocate, file_of
+from weft_rl.transport.one_sided.memory import Mapping, allocate_file, export_of
 from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     Export,
@@ -57,7 +57,7 @@ def empty() -> torch.Tensor:
 
 
 def filled(value: int) -> torch.Tensor:
-    return allocate(SIZE).fill_(value)
+    return allocate_file(SIZE).fill_(value)
 
 
 def send(sender: Sending) -> None:
@@ -81,7 +81,7 @@ def test_receivers_read_the_senders_own_pages_mapped_once(join: Join) -> None:
             assert int(into.min()) == int(into.max()) == value
         assert sent.wait_until(soon())
     assert [len(receiver._mapped) for receiver in receivers] == [1, 1, 1]
-    number = file_of(buffer)[0].export_id
+    number = export_of(buffer)[0].export_id
     mapped = receivers[0]._mapped[number].content
     buffer.fill_(9)
     assert mapped[0] == 9
@@ -224,7 +224,7 @@ def test_a_copy_that_the_sender_did_not_wait_for_is_none(
         assert copied.wait(10.0)
         into[:] = source
 
-    monkeypatch.setattr("weft_rl.transport.one_sided.memory_file.np.copyto", slowly)
+    monkeypatch.setattr("weft_rl.transport.one_sided.memory.np.copyto", slowly)
     work = receiver.broadcast(empty(), 10.0)
     sender.broadcast(filled(1), 10.0)
     assert copying.wait(10.0)
@@ -246,8 +246,8 @@ def test_settled_memory_is_written_no_more(join: Join, monkeypatch: pytest.Monke
         assert go_on.wait(10.0)
         into[:] = source
 
-    monkeypatch.setattr("weft_rl.transport.one_sided.memory_file.np.copyto", slowly)
-    monkeypatch.setattr("weft_rl.transport.one_sided.memory_file._COPIED_BYTES", SIZE // 4)
+    monkeypatch.setattr("weft_rl.transport.one_sided.memory.np.copyto", slowly)
+    monkeypatch.setattr("weft_rl.transport.one_sided.memory._COPIED_BYTES", SIZE // 4)
     into = empty()
     receiver.broadcast(into, 10.0)
     sender.broadcast(filled(1), 10.0)
@@ -382,21 +382,21 @@ def _unknown_buffer(connection: MemberConnection, secret: bytes) -> None:
 
 def _beyond_the_end(connection: MemberConnection, secret: bytes) -> None:
     connection.send(Welcome(secret))
-    file, _ = file_of(buffer := filled(1))
+    file, _ = export_of(buffer := filled(1))
     connection.send(Export(1, buffer.numel()), file.fd)
     connection.send(Ready(0, 1, 256, SIZE))
 
 
 def _longer_tail(connection: MemberConnection, secret: bytes) -> None:
     connection.send(Welcome(secret))
-    file, _ = file_of(filled(1))
+    file, _ = export_of(filled(1))
     connection.send(Export(1, SIZE), file.fd)
     connection.send(Ready(0, 1, 0, SIZE, b"t" * 33))
 
 
 def _smaller_file(connection: MemberConnection, secret: bytes) -> None:
     connection.send(Welcome(secret))
-    file, _ = file_of(buffer := filled(1))
+    file, _ = export_of(buffer := filled(1))
     connection.send(Export(1, buffer.numel() + 1), file.fd)
 
 
@@ -416,7 +416,7 @@ def _no_memory_file(connection: MemberConnection, secret: bytes) -> None:
 
 def _too_many_buffers(connection: MemberConnection, secret: bytes) -> None:
     connection.send(Welcome(secret))
-    file, _ = file_of(buffer := filled(1))
+    file, _ = export_of(buffer := filled(1))
     for number in range(65):
         connection.send(Export(number, buffer.numel()), file.fd)
 
@@ -463,14 +463,14 @@ _SENDER = """
 import os, sys, time
 import torch
 from tests.doubles.rendezvous import StoreDouble
-from weft_rl.transport.one_sided.memory_file import allocate
+from weft_rl.transport.one_sided.memory import allocate_file
 from weft_rl.transport.one_sided.members import Sending
 
 store = StoreDouble()
 store.set("one-sided/1", sys.argv[1] + " ")
 sender = Sending(store, 2)
 print(store.get("one-sided/0").decode(), flush=True)
-sender.broadcast(allocate(2**20).fill_(7), 60.0).wait_until(time.monotonic() + 60.0)
+sender.broadcast(allocate_file(2**20).fill_(7), 60.0).wait_until(time.monotonic() + 60.0)
 child = os.fork()  # it loads data, say
 if child:
     print(child, flush=True)
@@ -607,7 +607,7 @@ def test_what_is_lent_stays_mapped_when_the_group_ends(
 
 
 def test_what_is_lent_lives_as_long_as_anybody_reads_it(directory: Path) -> None:
-    file, begin = file_of(filled(3))
+    file, begin = export_of(filled(3))
     export, fd = file.offer()
     mapping = Mapping(fd, export.num_bytes)
     with pytest.raises(OneSidedError, match="bytes 1 to"):
@@ -636,7 +636,7 @@ def test_a_sender_that_frees_what_it_has_lent_is_refused(join: Join, wait: Wait)
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
     assert work.wait_until(soon())
     (member,) = sender._members.values()
-    member.connection.send(Withdraw(file_of(buffer)[0].export_id))
+    member.connection.send(Withdraw(export_of(buffer)[0].export_id))
     wait(lambda: receiver._error)
     assert "being read" in receiver._error
     assert receiver._mapped

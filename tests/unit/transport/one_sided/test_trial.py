@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft_rl.ipc.connection import PeerError
-from weft_rl.transport.one_sided import memory_file, trial
+from weft_rl.transport.one_sided import memory, trial
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
 from weft_rl.transport.one_sided.messages import (
     MESSAGES,
@@ -113,8 +113,8 @@ def test_an_answerer_survives_odd_askers(answerer: TrialAnswerer) -> None:
             asker.send(odd)
             asker.close()
         asking = MemberConnection(connect(answerer.name, 5.0))
-        buffer = memory_file.allocate(64)
-        asking.send(Try(2**40), memory_file.file_of(buffer)[0].fd)
+        buffer = memory.allocate_file(64)
+        asking.send(Try(2**40), memory.export_of(buffer)[0].offer()[1])
         with pytest.raises(PeerError, match="closed"):
             asking.receive(5.0)
         asking.close()
@@ -144,27 +144,6 @@ def test_another_users_process_is_not_answered(
         MemberConnection(asker)
 
 
-# -- memory ------------------------------------------------------------------------------------
-
-
-def test_a_buffer_is_sealed_and_ends_with_its_last_view(directory: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    buffer = memory_file.allocate(4096)
-    view = buffer[256:512]
-    file, at = memory_file.file_of(view)
-    fd = file.fd
-    assert (at, int(buffer.sum())) == (256, 0)
-    for change in (lambda: os.ftruncate(fd, 10), lambda: os.pwrite(fd, b"x", 0)):
-        with pytest.raises(OSError, match="Operation not permitted"):
-            change()
-    view.fill_(3)
-    assert os.pread(fd, 1, 256) == b"\3"
-    del buffer, file
-    assert len(os.listdir("/proc/self/fd")) > before
-    del view
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.mark.parametrize("num_bytes", [3 * 2**30, 4096])
 def test_a_file_with_holes_is_not_filled_by_who_maps_it(
     answerer: TrialAnswerer, num_bytes: int
@@ -183,7 +162,7 @@ def test_a_file_with_holes_is_not_filled_by_who_maps_it(
             connection.close()
         assert os.fstat(fd).st_blocks == 0, "nothing of it was made"
         with pytest.raises(OneSidedError, match="has holes"):
-            memory_file.Mapping(fd, num_bytes)
+            memory.Mapping(fd, num_bytes)
         assert os.fstat(fd).st_blocks == 0
     finally:
         os.close(fd)

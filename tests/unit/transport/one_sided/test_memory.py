@@ -1,20 +1,27 @@
-"""The plane over memory of a GPU, with a double of CUDA's runtime; the real one runs in
-``tests/gpu/test_one_sided.py``."""
+"""Memory that other processes map: files, and blocks of a GPU with a double of CUDA's runtime; the
+real one runs in ``tests/gpu/test_pushes.py``."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
-from weft_rl.contract.errors import CapacityError
-from weft_rl.transport.one_sided import device_memory, members
-from weft_rl.transport.one_sided.device_memory import DeviceMapping, allocate, view_of
+from weft_rl.contract.errors import CapacityError, UnsupportedError
+from weft_rl.transport.one_sided import members, memory
 from weft_rl.transport.one_sided.members import OneSidedWork, Receiving, Sending
+from weft_rl.transport.one_sided.memory import (
+    DeviceMapping,
+    allocate_block,
+    allocate_file,
+    export_of,
+)
 from weft_rl.transport.one_sided.messages import ExportDevice, OneSidedError
 from weft_rl.transport.one_sided.trial import TrialAnswerer, why_not_readable
 from weft_rl.transport.wire.options import BucketOptions
@@ -29,9 +36,9 @@ Wait = Callable[[Callable[[], object]], None]
 def cudart(monkeypatch: pytest.MonkeyPatch) -> CudartDouble:
     """The double in place of the library, and of what torch says of GPUs."""
     double = CudartDouble()
-    monkeypatch.setattr(device_memory, "cudart", lambda: double)
-    monkeypatch.setattr(device_memory, "as_tensor", as_tensor)
-    monkeypatch.setattr(device_memory, "uuid_of", lambda index: UUIDS[index].bytes)
+    monkeypatch.setattr(memory, "cudart", lambda: double)
+    monkeypatch.setattr(memory, "as_tensor", as_tensor)
+    monkeypatch.setattr(memory, "uuid_of", lambda index: UUIDS[index].bytes)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return double
@@ -56,7 +63,7 @@ def push(sender: Sending, receivers: list[Receiving], buffer: torch.Tensor) -> N
 
 def test_receivers_map_a_block_once_and_copy_out_of_it(join: Join, cudart: CudartDouble) -> None:
     sender, receivers = join(3)
-    buffer = allocate(SIZE, CPU)
+    buffer = allocate_block(SIZE, CPU)
     for value in (1, 2):
         push(sender, receivers, buffer.fill_(value))
     assert len(cudart.mapped) == 3
@@ -68,8 +75,8 @@ def test_a_block_is_unmapped_before_it_is_freed(
 ) -> None:
     sender, receivers = join(2)
     for value in range(3):
-        push(sender, receivers, allocate(SIZE, CPU).fill_(value))
-    last = allocate(SIZE, CPU).fill_(9)
+        push(sender, receivers, allocate_block(SIZE, CPU).fill_(value))
+    last = allocate_block(SIZE, CPU).fill_(9)
     push(sender, receivers, last)
     wait(lambda: len(cudart.allocated) <= 2)
     del last
@@ -84,7 +91,7 @@ def test_so_it_is_where_either_leaves_first(
     join: Join, cudart: CudartDouble, wait: Wait, first: str
 ) -> None:
     sender, receivers = join(1)
-    buffer = allocate(SIZE, CPU)
+    buffer = allocate_block(SIZE, CPU)
     push(sender, receivers, buffer)
     (sender if first == "sender" else receivers[0]).abort()
     del buffer
@@ -98,7 +105,7 @@ def lend(sender: Sending, receiver: Receiving) -> OneSidedWork:
     group."""
     deadline = time.monotonic() + 10.0
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
-    sent = sender.broadcast(allocate(SIZE, CPU).fill_(1), 10.0)
+    sent = sender.broadcast(allocate_block(SIZE, CPU).fill_(1), 10.0)
     assert work.wait_until(deadline)
     assert work.arrived.lent is not None
     assert not sent.done
@@ -160,10 +167,10 @@ def test_what_cuda_does_not_unmap_is_not_freed(
 ) -> None:
     """The process's end closes the connection; here the test does."""
     sender, receivers = join(1)
-    push(sender, receivers, allocate(SIZE, CPU).fill_(1))
+    push(sender, receivers, allocate_block(SIZE, CPU).fill_(1))
     cudart.errors = {"cudaIpcCloseMemHandle": 400}
     if when == "withdrawn":
-        sender.broadcast(allocate(SIZE, CPU).fill_(2), 10.0)
+        sender.broadcast(allocate_block(SIZE, CPU).fill_(2), 10.0)
         wait(lambda: sender._error)
         assert "rank 1 is gone" in sender._error
     else:
@@ -183,12 +190,11 @@ def test_what_cuda_does_not_unmap_is_not_freed(
 
 def test_a_block_is_whole_pages_of_the_device(cudart: CudartDouble) -> None:
     """A handle names the beginning of what CUDA took from the device."""
-    buffer = allocate(5, CPU)
-    found = view_of(buffer[2:4])
-    assert found is not None
-    view, first_byte = found
+    buffer = allocate_block(5, CPU)
+    view, first_byte = found = export_of(buffer[2:4])
     assert (first_byte, view.block.num_bytes) == (2, 2 * 2**20)
-    assert view_of(torch.zeros(4, dtype=torch.uint8)) is None
+    with pytest.raises(UnsupportedError, match=r"backends\.allocate"):
+        export_of(torch.zeros(4, dtype=torch.uint8))
     del buffer, found, view
     assert not cudart.allocated
 
@@ -206,18 +212,16 @@ def test_what_cuda_refuses_is_an_error_of_ours(cudart: CudartDouble) -> None:
         DeviceMapping(export, CPU)
     cudart.errors = {"cudaMalloc": 2}
     with pytest.raises(CapacityError, match="cudaMalloc failed with CUDA's error 2"):
-        allocate(SIZE, CPU)
+        allocate_block(SIZE, CPU)
     cudart.errors = {"cudaIpcGetMemHandle": 1}
     with pytest.raises(OneSidedError):
-        allocate(SIZE, CPU)
+        allocate_block(SIZE, CPU)
     assert not cudart.allocated
 
 
 def test_no_more_is_read_than_there_is(cudart: CudartDouble) -> None:
-    buffer = allocate(SIZE, CPU)
-    found = view_of(buffer)
-    assert found is not None
-    mapping = DeviceMapping(found[0].offer()[0], CPU)
+    buffer = allocate_block(SIZE, CPU)
+    mapping = DeviceMapping(export_of(buffer)[0].offer()[0], CPU)
     with pytest.raises(OneSidedError, match="bytes 1,048,577 to 2,097,153 of 2,097,152"):
         mapping.copy(SIZE + 1, empty(), lambda: None)
     mapping.close()
@@ -230,7 +234,7 @@ def test_a_trial_reads_from_the_device(
     cudart: CudartDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "weft_rl.transport.one_sided.trial.allocate", lambda size: allocate(size, CPU)
+        "weft_rl.transport.one_sided.trial.allocate", lambda size, device: allocate_block(size, CPU)
     )
     answerer = TrialAnswerer()
     try:
@@ -247,6 +251,27 @@ def test_a_trial_reads_from_the_device(
 
 def test_a_torch_without_cuda_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    device_memory.cudart.cache_clear()
+    memory.cudart.cache_clear()
     if not torch.cuda.is_available():
-        assert "libcudart" in device_memory.why_unavailable()
+        assert "libcudart" in memory.why_unavailable()
+
+
+# -- on the host ------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_sealed_and_ends_with_its_last_view(directory: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    buffer = allocate_file(4096)
+    view = buffer[256:512]
+    file, at = export_of(view)
+    fd = file.fd
+    assert (at, int(buffer.sum())) == (256, 0)
+    for change in (lambda: os.ftruncate(fd, 10), lambda: os.pwrite(fd, b"x", 0)):
+        with pytest.raises(OSError, match="Operation not permitted"):
+            change()
+    view.fill_(3)
+    assert os.pread(fd, 1, 256) == b"\3"
+    del buffer, file
+    assert len(os.listdir("/proc/self/fd")) > before
+    del view
+    assert len(os.listdir("/proc/self/fd")) == before
