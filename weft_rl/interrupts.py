@@ -9,6 +9,7 @@ is here is made of locks and queues of the interpreter's own, which no handler c
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -65,6 +66,38 @@ class Flag:
     def wait(self, timeout_seconds: float) -> bool:
         """Block until the flag is set, at most ``timeout_seconds``; return whether it is."""
         return self._changed.wait_for(self.is_set, timeout_seconds)
+
+
+class Wakeup:
+    """Waker of a thread that waits in ``selectors``; used from any other."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for, for ``selectors``."""
+        return self._fd
+
+    def set(self) -> None:
+        """Wake the thread."""
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Let the thread wait again."""
+        with self._lock:
+            if self._fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor; ``set`` does nothing from now on."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
 
 class OwnThread(Generic[_T]):

@@ -21,6 +21,7 @@ from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import (
     DigestMismatchError,
     NotReadyError,
+    TransferAbortedError,
     TransferTimeoutError,
     WeftError,
     error_from_reason,
@@ -148,7 +149,7 @@ class HandoffQueue:
         #: By index, until every loader is done with it.
         self._waiting: dict[int, _Waiting] = {}
         self._loaders = [_Loader() for _ in range(num_loaders)]
-        self._error: WeftError | None = None
+        self.error: WeftError | None = None
         self._speak: Callable[[int], None] = lambda bucket: None
 
     # -- either side, any thread ---------------------------------------------------
@@ -168,11 +169,6 @@ class HandoffQueue:
     def content_digest(self) -> bytes:
         """See ``Handoff``."""
         return content_digest(in_manifest_order(self.manifest, self.digests))
-
-    @property
-    def error(self) -> WeftError | None:
-        """See ``Handoff``."""
-        return self._error
 
     @property
     def is_begun(self) -> bool:
@@ -203,8 +199,8 @@ class HandoffQueue:
     def fail(self, error: WeftError) -> None:
         """See ``Handoff``."""
         with self._changed:
-            if self._error is None and not self.is_complete:
-                self._error = copy_error(error)
+            if self.error is None and not self.is_complete:
+                self.error = copy_error(error)
             self._waiting.clear()
             self._changed.notify_all()
 
@@ -366,7 +362,7 @@ class HandoffQueue:
                     self._changed.notify_all()
                     return self._waiting[state.num_taken - 1]
                 if not self._wait_once():
-                    self._error = TransferTimeoutError(
+                    self.error = TransferTimeoutError(
                         f"bucket {state.num_taken} of {self.version} did not arrive before the "
                         "deadline"
                     )
@@ -381,8 +377,8 @@ class HandoffQueue:
         return min(loader.num_loaded for loader in self._loaders)
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise copy_error(self._error)
+        if self.error is not None:
+            raise copy_error(self.error)
 
     def _wait_once(self) -> bool:
         """Wait for a change, or for a moment; return False if the deadline has passed."""
@@ -403,3 +399,43 @@ def synchronize() -> None:
     """Block until the calling thread's current CUDA stream has done its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
+
+
+class HandoffSlot:
+    """Slot of a worker's hand-off queue, of which there is at most one; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handoff: HandoffQueue | None = None
+
+    @property
+    def transfer_ids(self) -> tuple[str, ...]:
+        """Transfer that is loaded in place, or was and waits for its commit; empty if there is
+        none."""
+        handoff = self._handoff
+        return (handoff.transfer_id,) if handoff is not None else ()
+
+    def put(self, handoff: HandoffQueue) -> None:
+        """Put a new queue in the slot; the former one is ended."""
+        with self._lock:
+            former, self._handoff = self._handoff, handoff
+        if former is not None:
+            former.fail(TransferAbortedError(f"{handoff.version} is loaded in place instead"))
+
+    def of(self, transfer_id: str) -> HandoffQueue | None:
+        """Return a transfer's queue; None if it is not, or no longer, loaded in place."""
+        handoff = self._handoff
+        return handoff if handoff is not None and handoff.transfer_id == transfer_id else None
+
+    def forget(self, transfer_id: str) -> HandoffQueue | None:
+        """Remove and return the queue of a transfer, which is committed; None if it is not held."""
+        with self._lock:
+            handoff = self.of(transfer_id)
+            if handoff is not None:
+                self._handoff = None
+            return handoff
+
+    def discard(self, transfer_id: str) -> None:
+        """Remove a transfer's queue, and end it."""
+        if (handoff := self.forget(transfer_id)) is not None:
+            handoff.fail(TransferAbortedError(f"{transfer_id} was discarded"))

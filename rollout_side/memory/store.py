@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_side.memory.handoff import HandoffQueue
-from rollout_side.memory.handoff_slot import HandoffSlot
+from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
 from rollout_side.memory.placement import Memory
 from rollout_side.memory.retained import RetainedBases
 from rollout_side.memory.room import Reservations, Usage, check_adapter_room, check_base_room

@@ -13,14 +13,14 @@ from tests.unit.docs.walk import stops
 #: Lower it as modules leave the way; only a new stage may raise it (the last: the log of events,
 #: the one that is asked for spans, and has none for who does not trace, and the packer, of which
 #: there are two since named tensors come in any order; the checks of users' arguments; and the
-#: choice of a backend with the eight of the one-sided one, which does what gloo's library does; the
+#: choice of a backend with those of the one-sided one, which does what gloo's library does; the
 #: channels to replicas, which questions to them share with the orders; and eight that were parts
 #: of others: what a push plans, what it reports, how the coordinator is called, which group it
 #: takes, what a worker has room for, what stands behind a replica's numbers, and how a thread
 #: speaks while it waits, the buckets of one push, apart from the groups that they are sent in;
 #: digests' way from an accelerator to the host; and two for what a pool must notice: that the
 #: catalog's file is still there as it is written, and which bare names a switch lets answer).
-MAX_MODULES = 91
+MAX_MODULES = 89
 #: Where vLLM's own process begins: an engine double stands in its place here.
 _IN_VLLM = "rollout_side/vllm_engine/"
 

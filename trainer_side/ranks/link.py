@@ -10,7 +10,6 @@ application's store.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import json
 import logging
@@ -29,7 +28,7 @@ from typing import Any, Final
 from weft_rl.ipc.connection import Codec, Connection, Incoming, Outgoing, PeerError, finish
 from weft_rl.ipc.handshake import Handshake
 from weft_rl.ipc.listener import Arrivals
-from weft_rl.rpc.channel import local_address_towards
+from weft_rl.rpc.channel import address_of_interface, local_address_towards
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +52,6 @@ _MAX_STRANGERS: Final = 256
 _LOOPBACK: Final = "127.0.0.1"
 # Of documentation (RFC 5737): the default route leads there, and nothing is sent.
 _ANYWHERE: Final = "192.0.2.1:9"
-# Of Linux: the address of an interface. After its name follows a sockaddr_in.
-_SIOCGIFADDR: Final = 0x8915
-_IFREQ: Final = struct.Struct("<16s4x4s232x")
 
 
 class Traffic(IntEnum):
@@ -429,7 +425,7 @@ def _hosts(store: Any) -> Iterator[str]:
     for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if interface:
             try:
-                yield _address_of(interface)
+                yield address_of_interface(interface)
             except OSError as error:
                 _log.warning("GLOO_SOCKET_IFNAME names %s: %s", interface, error)
     if towards := _store_host(store) or os.environ.get("MASTER_ADDR"):
@@ -450,10 +446,3 @@ def _store_host(store: Any) -> str | None:
         store = inner
     host = getattr(store, "host", None)
     return host if isinstance(host, str) and host else None
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = interface.encode()[:15].ljust(_IFREQ.size, b"\0")
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
-    return socket.inet_ntoa(_IFREQ.unpack(answer)[1])

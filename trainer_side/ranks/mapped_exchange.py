@@ -18,6 +18,7 @@ from weft_rl.transport.one_sided.memory import (
     allocate_block,
     export_of,
     record_event,
+    synchronize,
 )
 from weft_rl.transport.one_sided.messages import MESSAGES, ExportDevice, OneSidedError
 
@@ -51,7 +52,7 @@ class MappedExchange:
         if can and sizes[own]:
             assert self._own is not None
             fill(self._own[: sizes[own]])
-            _finish(device)
+            synchronize(device)
         # From here on all have filled theirs; nobody fills it again before all have come to the
         # next agreement, which is after their copies.
         if self._link.agree(flags=0 if can else _CANNOT):
@@ -84,7 +85,7 @@ class MappedExchange:
                 raise OneSidedError(f"what it has lies on {device}")
             if sizes[self._link.rank]:
                 self._own = allocate_block(sizes[self._link.rank], device)
-                _finish(device)
+                synchronize(device)
                 _, offer = MESSAGES.encode(export_of(self._own)[0].offer()[0])
         except (OneSidedError, CapacityError, OSError) as error:
             _log.info("this rank can map no memory to others: %s", error)
@@ -115,8 +116,3 @@ def _export(offer: torch.Tensor) -> ExportDevice:
 def is_gpu(device: torch.device) -> bool:
     """Return whether CUDA's IPC can map the device's memory."""
     return device.type == "cuda"
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

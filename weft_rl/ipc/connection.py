@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from weft_rl.ipc.sockets import close_in_children
-
 _M = TypeVar("_M")
 _HEAD: Final = struct.Struct("<4sHH")
 _LENGTH: Final = struct.Struct("<Q")
@@ -36,6 +34,8 @@ _READ_BYTES: Final = 2**20
 # More of them than are taken would be dropped by the kernel, which says so.
 _MAX_FDS: Final = 1
 _FD_BYTES: Final = array.array("i").itemsize
+# Between two attempts to connect to who has not accepted yet.
+_RETRY_SECONDS: Final = 0.005
 
 
 class PeerError(RuntimeError):
@@ -413,3 +413,46 @@ def _polled(events: Mapping[int, int], timeout_seconds: float | None) -> list[tu
     for number, wanted in events.items():
         poll.register(number, wanted)
     return poll.poll(None if timeout_seconds is None else max(0.0, timeout_seconds * 1e3))
+
+
+def connect_unix(address: str, kind: socket.SocketKind, timeout_seconds: float) -> socket.socket:
+    """Return a socket that is connected to an address; blocks while the listener's backlog is full.
+    The kernel waits for that only where a socket has no timeout.
+
+    Raises:
+        BlockingIOError: The backlog was full for as long.
+        OSError: Nobody listens.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    connecting = socket.socket(socket.AF_UNIX, kind)
+    try:
+        connecting.settimeout(timeout_seconds)
+        while True:
+            try:
+                connecting.connect(address)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return connecting
+    except BaseException:
+        connecting.close()
+        raise
+
+
+_SOCKETS: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Close a socket in each child that this process forks from now on, which takes nothing from
+    this process."""
+    _SOCKETS.add(sock)
+
+
+def _close_inherited() -> None:
+    for sock in _SOCKETS:
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -50,8 +50,7 @@ class Handshake:
         Raises:
             PeerGoneError: The peer is gone.
         """
-        said = derive(self._secret, "connects") + self._identity.pack(*identity)
-        _say(connection, said)
+        self._say(connection, "connects", self._identity.pack(*identity))
 
     def check_answer(self, connection: Connection[Any], deadline: float) -> None:
         """Wait until the peer has proven the secret, too, at most until ``deadline``.
@@ -79,7 +78,11 @@ class Handshake:
         Raises:
             PeerGoneError: The peer is gone.
         """
-        _say(connection, derive(self._secret, "accepts"))
+        self._say(connection, "accepts")
+
+    def _say(self, connection: Connection[Any], role: str, said: bytes = b"") -> None:
+        content = memoryview(derive(self._secret, role) + said)
+        finish([Outgoing(connection, _HELLO, content)], time.monotonic())
 
     def _hear(
         self, connection: Connection[Any], num_bytes: int, role: str, deadline: float
@@ -103,7 +106,3 @@ class _Hello(Incoming):
     def accept(self, kind: int, num_bytes: int) -> None:
         if (kind, num_bytes) != (_HELLO, self._num_bytes):
             raise PeerError(f"{self.connection.peer} does not begin with a proof")
-
-
-def _say(connection: Connection[Any], said: bytes) -> None:
-    finish([Outgoing(connection, _HELLO, memoryview(said))], time.monotonic())

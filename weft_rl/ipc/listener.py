@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from weft_rl.ipc.sockets import close_in_children
+from weft_rl.ipc.connection import close_in_children
 
 _log = logging.getLogger(__name__)
 

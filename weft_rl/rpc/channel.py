@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
+import struct
 from typing import Final
 
 import grpc
@@ -18,6 +20,8 @@ MAX_MESSAGE_BYTES: Final = 4 * 2**20
 #: later. Servers allow twice that rate (see ``weft_rl.rpc.server``).
 KEEPALIVE_TIME_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
+# Of Linux: the address of an interface.
+_SIOCGIFADDR: Final = 0x8915
 
 # Unary calls that may be sent twice. CallStore is not among them (add, append);
 # typed failures are never retried (see weft_rl.rpc.status).
@@ -140,6 +144,17 @@ def check_target(target: object, name: str = "coordinator") -> str:
     if not 0 < port < 65536 or any(character.isspace() for character in host):
         raise InvalidRequestError(f"{what}: give a host, and a port from 1 to 65535")
     return target
+
+
+def address_of_interface(name: str) -> str:
+    """Return a network interface's first IPv4 address.
+
+    Raises:
+        OSError: There is no such interface, or it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])  # after its name follows a sockaddr_in
 
 
 def local_address_towards(target: str) -> str:

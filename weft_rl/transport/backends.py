@@ -159,6 +159,19 @@ def open_backend(
     return _Gloo(store, rank, size, host)
 
 
+class _LibraryWork:
+    """Broadcast over a library, by which receivers borrow nothing and say nothing to the sender."""
+
+    arrived = IN_ITS_BUFFER
+    is_kept = False
+
+    def give_back(self) -> None:
+        pass
+
+    def keep(self) -> bool:
+        return False
+
+
 # -- gloo ------------------------------------------------------------------------
 
 # Gloo's threads drop what told of an operation's end, and then the operation with its tensor
@@ -191,7 +204,7 @@ class _Tell:
         self._ended.set()
 
 
-class _GlooWork:
+class _GlooWork(_LibraryWork):
     """Broadcast over gloo.
 
     Args:
@@ -215,15 +228,6 @@ class _GlooWork:
     @property
     def done(self) -> bool:
         return bool(self._work.is_completed())
-
-    arrived = IN_ITS_BUFFER
-    is_kept = False
-
-    def give_back(self) -> None:
-        pass
-
-    def keep(self) -> bool:
-        return False
 
     def wake(self) -> None:
         self._ended.set()
@@ -266,7 +270,7 @@ class _Gloo:
 # -- NCCL ------------------------------------------------------------------------
 
 
-class _NcclWork:
+class _NcclWork(_LibraryWork):
     """Broadcast over NCCL. Its end is polled, not waited for: a wait inside CUDA could not be
     woken."""
 
@@ -287,15 +291,6 @@ class _NcclWork:
     @property
     def done(self) -> bool:
         return bool(self._work.is_completed())
-
-    arrived = IN_ITS_BUFFER
-    is_kept = False
-
-    def give_back(self) -> None:
-        pass
-
-    def keep(self) -> bool:
-        return False
 
     def wake(self) -> None:
         self._woken = True

@@ -40,10 +40,9 @@ from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.ipc.connection import PeerError, PeerGoneError
+from weft_rl.ipc.connection import PeerError, PeerGoneError, connect_unix
 from weft_rl.ipc.handshake import Handshake, derive
 from weft_rl.ipc.listener import Listener
-from weft_rl.ipc.sockets import connect_unix
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.progress import SPEAK_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
@@ -77,18 +76,18 @@ def connect(secret: str, timeout_seconds: float) -> RankConnection:
         PeerUnavailableError: Nobody listens, or no rank of this replica.
     """
     deadline = time.monotonic() + timeout_seconds
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    handshake = Handshake(secret.encode())
     try:
-        connect_unix(connected, address_of(secret), timeout_seconds)
+        connected = connect_unix(address_of(secret), socket.SOCK_STREAM, timeout_seconds)
         connection = RankConnection(connected, MESSAGES)
-        handshake = Handshake(secret.encode())
-        handshake.begin(connection)
-        handshake.check_answer(connection, deadline)
-    except BaseException as error:
-        connected.close()
-        if isinstance(error, OSError | PeerError):
-            raise PeerUnavailableError(f"the receiving rank cannot be reached: {error}") from error
-        raise
+        try:
+            handshake.begin(connection)
+            handshake.check_answer(connection, deadline)
+        except BaseException:
+            connection.close()
+            raise
+    except (OSError, PeerError) as error:
+        raise PeerUnavailableError(f"the receiving rank cannot be reached: {error}") from error
     return connection
 
 
@@ -212,9 +211,10 @@ class RankHandoff:
         self._secret, self._rank = secret, rank
         self._lock = threading.Lock()
         self._connection: RankConnection | None = None
-        self._error: WeftError | None = None
+        self.error: WeftError | None = None
         self._digests: list[Sequence[int]] = []
-        self._is_complete = False
+        #: See ``Handoff``; of this rank alone.
+        self.is_complete = False
         self._spoke_at = 0.0
 
     @cached_property
@@ -230,26 +230,16 @@ class RankHandoff:
         return content_digest(in_manifest_order(self.manifest, self._digests))
 
     @property
-    def error(self) -> WeftError | None:
-        """See ``Handoff``."""
-        return self._error
-
-    @property
     def is_begun(self) -> bool:
         """See ``Handoff``."""
         return bool(self._digests)
 
-    @property
-    def is_complete(self) -> bool:
-        """See ``Handoff``; of this rank alone."""
-        return self._is_complete
-
     def fail(self, error: WeftError) -> None:
         """See ``Handoff``."""
         with self._lock:
-            if self._error is not None or self._is_complete:
+            if self.error is not None or self.is_complete:
                 return
-            self._error, connection = copy_error(error), self._connection
+            self.error, connection = copy_error(error), self._connection
         if connection is not None:
             connection.fail(error)
 
@@ -279,7 +269,7 @@ class RankHandoff:
         with contextlib.suppress(PeerError, WeftError):
             while time.monotonic() < until:
                 with self._lock:
-                    if self._is_complete or self._error is not None:
+                    if self.is_complete or self.error is not None:
                         return
                     assert self._connection is not None, "buckets were loaded"
                     self._connection.say(Working())
@@ -296,7 +286,7 @@ class RankHandoff:
         """See ``Handoff``."""
         with self._lock:
             self._check()
-            self._is_complete = True
+            self.is_complete = True
             connection = self._connection
         assert connection is not None, "buckets were loaded"
         with contextlib.suppress(PeerError, WeftError):
@@ -306,32 +296,30 @@ class RankHandoff:
     def _connect(self) -> None:
         connection = connect(self._secret, _HELLO_SECONDS)
         with self._lock:
-            if self._error is None:
+            if self.error is None:
                 self._connection = connection
         if self._connection is None:
             connection.close()
             self._check()
 
     def _send(self, message: Message) -> None:
-        assert self._connection is not None, "it has connected"
-        try:
-            self._connection.say(message)
-        except PeerGoneError as error:
-            raise self._ended(error) from error
+        with self._connected() as connection:
+            connection.say(message)
 
     def _receive(self, *kinds: type[_M]) -> _M:
+        with self._connected() as connection:
+            return connection.hear(*kinds)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[RankConnection]:
+        """Use the connection; where nothing comes any more, raise what has ended the load."""
         assert self._connection is not None, "it has connected"
         try:
-            return self._connection.hear(*kinds)
+            yield self._connection
         except PeerGoneError as error:
-            raise self._ended(error) from error
-
-    def _ended(self, error: BaseException) -> WeftError:
-        """Return the error to raise because nothing comes any more."""
-        if self._error is not None:
-            return copy_error(self._error)
-        return PeerUnavailableError(f"the receiving rank has ended the load: {error}")
+            self._check()
+            raise PeerUnavailableError(f"the receiving rank has ended the load: {error}") from error
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise copy_error(self._error)
+        if self.error is not None:
+            raise copy_error(self.error)

@@ -178,8 +178,7 @@ class _Reader:
             raise ValueError(f"{self.num_left:,} bytes too many")
 
 
-_LENGTH = struct.Struct("<I")
-_NUMBER = struct.Struct("<I")
+_NUMBER = _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<Q")
 _WHERE = struct.Struct("<B")
 _HOST = struct.Struct("<IIQ")
@@ -289,9 +288,8 @@ def _unpack_failed(reader: _Reader) -> Failed:
     return Failed(reason, reader.take(reader.num_left).decode("utf-8", "replace"))
 
 
-def _bare(message: type[Working | Loaded | Complete]) -> Kind[Message]:
-    """Make the encoding of a message without fields."""
-    return Kind(message, 0, lambda _: b"", lambda _: message())
+def _pack_nothing(message: Message) -> bytes:
+    return b""
 
 
 def _kind(
@@ -313,9 +311,9 @@ MESSAGES: Final = Codec[Message](
         4: _kind(
             Arrived, _NUMBER.size + MAX_TENSORS * _DIGEST_BYTES, _pack_arrived, _unpack_arrived
         ),
-        5: _bare(Working),
-        6: _bare(Loaded),
-        7: _bare(Complete),
+        5: _kind(Working, 0, _pack_nothing, lambda _: Working()),
+        6: _kind(Loaded, 0, _pack_nothing, lambda _: Loaded()),
+        7: _kind(Complete, 0, _pack_nothing, lambda _: Complete()),
         8: _kind(Failed, _LENGTH.size + _MAX_REASON + _MAX_TEXT, _pack_failed, _unpack_failed),
     },
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import importlib.util
 import os
 import shutil
 import socket
-import struct
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from rollout_side.vllm_engine.compat.bridges import SUPPORTED_RANGE, check_version
 from weft_rl.cli.doctor.finding import Finding, Level, fail, ok, warn
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.rpc.channel import local_address_towards, split_target
+from weft_rl.rpc.channel import address_of_interface, local_address_towards, split_target
 from weft_rl.rpc.security.credentials import is_loopback
 from weft_rl.transport.one_sided.directory import (
     DIRECTORY_VARIABLE,
@@ -24,7 +23,6 @@ from weft_rl.transport.one_sided.directory import (
 )
 from weft_rl.transport.one_sided.messages import OneSidedError
 
-_SIOCGIFADDR = 0x8915
 _GIB = 2**30
 #: Free bytes below which something fails, and below which it may fail.
 _CATALOG_BYTES = (64 * 2**20, _GIB)
@@ -88,15 +86,10 @@ def _found_data_host(target: str, known: dict[str, str]) -> Finding:
 def _interfaces() -> dict[str, str]:
     """List the interfaces by name, with their first IPv4 address."""
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError:
-                found[name] = ""
-            else:
-                found[name] = socket.inet_ntoa(answer[20:24])
+    for _, name in socket.if_nameindex():
+        found[name] = ""
+        with contextlib.suppress(OSError):
+            found[name] = address_of_interface(name)
     return found
 
 

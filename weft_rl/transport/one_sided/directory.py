@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from weft_rl.ipc.sockets import close_in_children, connect_unix
+from weft_rl.ipc.connection import close_in_children, connect_unix
 from weft_rl.transport.one_sided.messages import OneSidedError
 
 #: Names the directory. The default depends on nothing but the user, so that both ends agree.
@@ -132,22 +132,15 @@ def connect(name: str, timeout_seconds: float) -> socket.socket:
     folder = directory()
     if len(name) != _NAME_CHARS or not name.isalnum():
         raise OneSidedError(f"{name[:40]!r} is no socket's name")
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connect_unix(connected, os.fspath(folder / name), timeout_seconds)
+        return connect_unix(os.fspath(folder / name), socket.SOCK_SEQPACKET, timeout_seconds)
     except BlockingIOError as error:
-        connected.close()
         raise OneSidedError(
             f"the peer has not accepted a connection for {timeout_seconds:.1f} s: its backlog is "
             "full"
         ) from error
     except OSError as error:
-        connected.close()
         raise OneSidedError(f"the peer has no socket in {folder}: {error.strerror}") from error
-    except BaseException:
-        connected.close()
-        raise
-    return connected
 
 
 def unlink(name: str) -> None:

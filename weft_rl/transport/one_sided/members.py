@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import selectors
+import socket
 import threading
 import time
 import weakref
@@ -19,14 +20,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
+from torch._C._distributed_c10d import Store
 
-from weft_rl.interrupts import Flag
+from weft_rl.interrupts import Flag, Wakeup
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Arrivals
-from weft_rl.ipc.sockets import Wakeup
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
 from weft_rl.transport.one_sided.memory import (
     DeviceBlock,
@@ -37,6 +37,7 @@ from weft_rl.transport.one_sided.memory import (
     export_of,
     map_export,
     record_event,
+    synchronize,
 )
 from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
@@ -161,16 +162,6 @@ class OneSidedWork:
     def wake(self) -> None:
         """See ``Work``."""
         self._woken.set()
-
-
-class Store(Protocol):
-    """Part of a ``RendezvousStore`` that is used here: only the group's members have it."""
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Make a value known."""
-
-    def get(self, key: str) -> bytes:
-        """Block until the value is known, and return it."""
 
 
 class Place:
@@ -563,8 +554,8 @@ class Sending:
         if len(options.tail) > MAX_TAIL_BYTES:
             write_tail(buffer, options)
             options = WHOLE
-        if buffer.is_cuda and not options.tail:
-            torch.cuda.current_stream(buffer.device).synchronize()
+        if not options.tail:
+            synchronize(buffer.device)
         with self._lock:
             if self._error:
                 raise OneSidedError(self._error)
@@ -651,25 +642,20 @@ class Sending:
             return
         try:
             while arrived:
-                try:
-                    connection = MemberConnection(arrived.pop(0))
-                except PeerError as error:
-                    _log.warning("refused on a group's socket: %s", error)
-                    continue
-                self._introduce(connection, selector)
+                self._introduce(arrived.pop(0), selector)
         finally:  # where one of them has ended the group
             for connected in arrived:
                 connected.close()
 
-    def _introduce(self, connection: MemberConnection, selector: selectors.BaseSelector) -> None:
+    def _introduce(self, connected: socket.socket, selector: selectors.BaseSelector) -> None:
         """Admit a receiver that says who it is; close the connection of anybody else."""
         try:
-            member = self._recognise(connection)
+            member = self._recognise(MemberConnection(connected))
         except PeerError as error:
             _log.debug("refused on a group's socket: %s", error)
-            connection.close()
+            connected.close()
             return
-        selector.register(connection, selectors.EVENT_READ, member)
+        selector.register(member.connection, selectors.EVENT_READ, member)
         with self._lock:
             self._members[member.rank] = member
             member.tell(Welcome(self._place.secret))

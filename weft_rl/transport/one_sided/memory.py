@@ -334,17 +334,8 @@ class DeviceView:
     """Owner that torch's tensors of a block refer to: gone when none of them is left."""
 
     def __init__(self, block: DeviceBlock, num_bytes: int) -> None:
-        self.block = block
+        self.block, self.export_id, self.offer = block, block.export_id, block.offer
         self.__cuda_array_interface__ = _interface(block.address, num_bytes)
-
-    @property
-    def export_id(self) -> int:
-        """Export number of its block."""
-        return self.block.export_id
-
-    def offer(self) -> tuple[ExportDevice, None]:
-        """Return the offer of its block; see ``DeviceBlock.offer``."""
-        return self.block.offer()
 
 
 def _interface(address: int, num_bytes: int) -> dict[str, object]:
@@ -458,6 +449,12 @@ class DeviceMapping:
             with _on(self._device):
                 _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
             self._address = 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until a GPU has done what this thread's stream was given; return at once for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

@@ -21,7 +21,13 @@ from weft_rl.contract.errors import CapacityError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Listener
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
-from weft_rl.transport.one_sided.memory import allocate, export_of, map_export, record_event
+from weft_rl.transport.one_sided.memory import (
+    allocate,
+    export_of,
+    map_export,
+    record_event,
+    synchronize,
+)
 from weft_rl.transport.one_sided.messages import (
     SECRET_BYTES,
     Export,
@@ -136,8 +142,7 @@ def why_not_readable(
         secret = secrets.token_bytes(SECRET_BYTES)
         buffer = allocate(SECRET_BYTES, device)
         buffer.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        if buffer.is_cuda:
-            torch.cuda.current_stream(device).synchronize()
+        synchronize(device)
         offer, fd = export_of(buffer)[0].offer()
         asked: Try | TryDevice = Try(offer.num_bytes)
         if isinstance(offer, ExportDevice):
