@@ -1,14 +1,13 @@
 """Durable catalog: all versions ever assigned, and what became of them.
 
-SQLite in WAL mode with ``synchronous=FULL``, so that a transaction that has
-returned survives a power cut. One coordinator owns a catalog: its file is locked as
-long as it is open. All of it is checked at the start, and nothing is repaired. Writes
-come from one thread (the driver's), reads from another connection.
+SQLite with a rollback journal and ``synchronous=EXTRA``: a transaction that has returned is
+in the file itself, and survives a power cut. One coordinator owns a catalog: its file is
+locked as long as it is open. All of it is checked at the start, and nothing is repaired.
+Writes come from one thread (the driver's), reads from another connection.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -67,11 +66,8 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     version_from_row,
     version_to_row,
 )
-from weft_rl.coordinator.runtime.catalog.wal import find_dropped
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
-
-_log = logging.getLogger(__name__)
 
 #: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
 _NAMELESS: Final = ""
@@ -122,12 +118,10 @@ class Catalog:
         except sqlite3.Error as error:
             raise from_sqlite(Path(path), error) from error
         try:
-            _check_log(file.path)
             catalog = cls(file)
             check(catalog._write, file.path)
             catalog._begin_generation()
             catalog._read = connect(file.path)
-            file.watch_log()
         except BaseException as error:
             if catalog is not None:
                 catalog._write.close()
@@ -140,7 +134,9 @@ class Catalog:
         return catalog
 
     def _begin_generation(self) -> None:
-        self._write.execute("PRAGMA journal_mode=WAL")
+        # Journals are truncated, so that no directory has to be written at a commit. A catalog of
+        # an earlier Weft leaves its write-ahead log here, which is read into it first.
+        self._write.execute("PRAGMA journal_mode=TRUNCATE")
         rows = self._rows
         with _Transaction(self._write):
             ((generation, *_),) = rows.select(META, {})
@@ -248,6 +244,7 @@ class Catalog:
                 for save in saves:
                     self._apply_one(save)
         except sqlite3.Error as error:
+            self._file.check()  # SQLite writes no file that was moved, and says less about it
             raise from_sqlite(self._file.path, error) from error
         self._file.check()
 
@@ -331,29 +328,6 @@ class Catalog:
         self._read.close()
         self._write.close()
         self._file.release()
-
-
-def _check_log(path: Path) -> None:
-    """Check that SQLite would drop no acknowledged transaction of the log.
-
-    Raises:
-        CatalogError: Acknowledged transactions would be lost.
-    """
-    dropped = find_dropped(path)
-    if not dropped.is_torn_end:
-        lost = (
-            "its header, so that all that was written last is lost"
-            if dropped.header
-            else f"the {dropped.transactions} transactions written last are lost"
-        )
-        raise damaged(path, [f"the log beside it ({path.name}-wal): {lost}"])
-    if dropped.transactions:
-        _log.warning(
-            "the last transaction in %s-wal is not whole and is dropped: a power cut while it was "
-            "written does that, and nobody was answered; without one, the disk is damaged, and "
-            "the newest version may be missing",
-            path,
-        )
 
 
 class _Transaction:

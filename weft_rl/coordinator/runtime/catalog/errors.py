@@ -36,9 +36,9 @@ def damaged(path: Path, problems: Sequence[str]) -> CatalogError:
     more = len(problems) - _NAMED
     shown = "; ".join(problems[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
     return CatalogError(
-        f"the catalog {path} is damaged: {shown}. Nothing was repaired: put back a copy of it that "
-        "is whole, or move it away (with its -wal and -shm) to begin a new one, which loses the "
-        "history of versions",
+        f"the catalog {path} is damaged: {shown}. Nothing was repaired: move it away with what is "
+        "beside it (-journal, -wal), and put back a copy that is whole, or begin a new one, which "
+        "loses the history of versions",
         reason="CATALOG_DAMAGED",
         metadata={"num_problems": str(len(problems))},
     )

@@ -57,7 +57,6 @@ class CatalogFile:
         self._inode = inode
         self._descriptors = descriptors
         self._path_lock = -1
-        self._watched = {path: inode}
 
     @classmethod
     def take(cls, path: str | os.PathLike[str], create: Callable[[Path], None]) -> CatalogFile:
@@ -110,9 +109,9 @@ class CatalogFile:
                 raise in_use(real)  # replaced since we looked
             if now.st_nlink > 1:
                 raise CatalogError(
-                    f"{real} has {now.st_nlink} names (hard links): SQLite keeps its newest "
-                    "writes in a file beside one of them, so another would lead to an older "
-                    "state; remove all but one (find -samefile lists them)",
+                    f"{real} has {now.st_nlink} names (hard links): SQLite keeps its journal "
+                    "beside one of them, so what a crash left half-written could not be undone by "
+                    "another; remove all but one (find -samefile lists them)",
                     reason="CATALOG_LINKED",
                 )
             if not now.st_size:
@@ -124,24 +123,18 @@ class CatalogFile:
         _open_inodes.add(inode)
         return cls(real, inode, taken)
 
-    def watch_log(self) -> None:
-        """Have ``check`` look at SQLite's log, too, which exists once something was written."""
-        log = Path(f"{self.path}-wal")
-        self._watched[log] = _inode_of(log) or (0, 0)
-
     def check(self) -> None:
         """Check that the catalog's path still leads to what is written.
 
         Raises:
             CatalogError: ``CATALOG_GONE``, or it cannot be looked at.
         """
-        for path, inode in self._watched.items():
-            try:
-                found = _inode_of(path)
-            except OSError as error:
-                raise unwritable(self.path, error.strerror or str(error)) from error
-            if found != inode:
-                raise gone(path, is_replaced=found is not None)
+        try:
+            found = _inode_of(self.path)
+        except OSError as error:
+            raise unwritable(self.path, error.strerror or str(error)) from error
+        if found != self._inode:
+            raise gone(self.path, is_replaced=found is not None)
 
     def release(self) -> None:
         """Unlock the file for another coordinator; SQLite's connections must be closed."""
@@ -199,8 +192,10 @@ def _create(real: Path, create: Callable[[Path], None]) -> None:
     with _creating(real):
         if real.exists():
             return
-        if Path(f"{real}-wal").exists():
-            raise damaged(real, ["the file is gone, and the log beside it is there (-wal)"])
+        # SQLite would play them into the new file. An empty journal is what a catalog leaves.
+        for left in (Path(f"{real}-journal"), Path(f"{real}-wal")):
+            if left.exists() and left.stat().st_size:
+                raise damaged(real, [f"the file is gone, and {left.name} beside it is there"])
         unfinished = real.with_name(f"{real.name}.new")
         for left in (unfinished, Path(f"{unfinished}-journal")):
             left.unlink(missing_ok=True)  # by one that was killed

@@ -72,6 +72,8 @@ _STEPS: Final = (
     BASES_AS_STARTED,
 )
 SCHEMA_VERSION: Final = len(_STEPS)
+#: Longest wait for another connection: what is read keeps what is written waiting, and the reverse.
+WAIT_SECONDS: Final = 5.0
 #: From this one on rows have checksums, and tables counts.
 _SEALED_SCHEMA: Final = 4
 #: Problems that are looked for; a file that is no database any more has one a page.
@@ -79,9 +81,11 @@ _MAX_PROBLEMS: Final = 1000
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection that waits at most 5 s for others, and for the disk at every commit."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
-    connection.execute("PRAGMA synchronous=FULL")
+    """Open a connection that waits ``WAIT_SECONDS`` for others, and for the disk at commits."""
+    connection = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS
+    )
+    connection.execute("PRAGMA synchronous=EXTRA")
     return connection
 
 

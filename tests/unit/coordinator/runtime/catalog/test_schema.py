@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +73,56 @@ def test_an_older_schema_gets_what_it_lacks(catalog_path: Path, older_schema: in
     again.close()
     assert (known.generation, known.out_of_service) == (5, {"r0": order})
     assert (known.policies[0].last_version, known.policies[0].pinned) == (5, (1,))
+
+
+_KILLED_IN_WAL_MODE = """
+import os, signal, sqlite3, sys
+from weft_rl.coordinator.runtime.catalog.tables import META, POLICIES, Rows
+catalog = sqlite3.connect(sys.argv[1], isolation_level=None)
+catalog.execute("PRAGMA journal_mode=WAL")
+rows = Rows(catalog)
+catalog.execute("BEGIN IMMEDIATE")
+rows.change(META, {}, epoch=77)
+rows.put(POLICIES, ("late", 2, 5, 6, 0, 0))
+catalog.execute("COMMIT")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_an_earlier_weft_left_in_a_write_ahead_log_is_read(
+    catalog_path: Path, is_copied: bool
+) -> None:
+    """Until its catalog's journal was a rollback journal, a coordinator that was killed left it."""
+    Catalog.open(catalog_path).close()
+    child = subprocess.run([sys.executable, "-c", _KILLED_IN_WAL_MODE, str(catalog_path)])
+    assert child.returncode == -signal.SIGKILL
+    assert b"late" not in catalog_path.read_bytes()
+    if is_copied:  # a copy of catalog and log, without the shared memory of the killed one
+        os.unlink(f"{catalog_path}-shm")
+    for generation in (2, 3):
+        catalog = Catalog.open(catalog_path)
+        known = catalog.snapshot()
+        assert (known.generation, known.epoch) == (generation, 77)
+        assert [policy.name for policy in known.policies] == ["late"]
+        assert not Path(f"{catalog_path}-wal").exists()
+        catalog.close()
+        assert b"late" in catalog_path.read_bytes(), "a copy of the file alone is whole"
+
+
+def test_a_catalog_in_wal_mode_that_another_program_has_open_is_refused(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Catalog.open(catalog_path).close()
+    monkeypatch.setattr(schema, "WAIT_SECONDS", 0.05)
+    other = sqlite3.connect(catalog_path, isolation_level=None)
+    other.execute("PRAGMA journal_mode=WAL")
+    other.execute("SELECT * FROM meta").fetchall()
+    with pytest.raises(CatalogError) as refused:
+        Catalog.open(catalog_path)
+    assert refused.value.reason == "CATALOG_LOCKED"
+    other.close()
+    Catalog.open(catalog_path).close()
 
 
 def test_a_catalog_of_schema_3_is_taken_over_whole(catalog_path: Path) -> None:
