@@ -23,8 +23,8 @@ from rollout_side.vllm_engine.replica import VllmReplica
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, check_listen, make_server
+from weft_rl.telemetry.metrics import refusal_counter
 from weft_rl.telemetry.ports import Ports
-from weft_rl.telemetry.process import refusal_counter
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server

@@ -22,7 +22,7 @@ from rollout_side.engine import SwitchTimes
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY
-from weft_rl.telemetry.process import process_registry
+from weft_rl.telemetry.metrics import process_registry
 
 #: Between two looks at the spill directory, which may be slow.
 SPILL_LOOK_SECONDS: Final = 15.0

@@ -1,4 +1,4 @@
-"""A client of HTTP that sends what it is told, byte by byte if need be."""
+"""A client of HTTP that sends what it is told, byte by byte if need be; and requests as values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from starlette.requests import Request
 
 _SECONDS = 10.0
 
@@ -53,3 +55,21 @@ def _answer(data: bytes) -> Answer:
         name, _, value = line.partition(": ")
         headers[name.lower()] = value
     return Answer(int(first.split()[1]), headers, body)
+
+
+def request(
+    peer: str = "127.0.0.1", *, query: str = "", is_tls: bool = False, **headers: str
+) -> Request:
+    """A request as the HTTP server hands it to a page."""
+    return Request(
+        {
+            "type": "http",
+            "method": "GET",
+            "path": "/page",
+            "query_string": query.encode(),
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": (peer, 1),
+            "scheme": "https" if is_tls else "http",
+            "state": {"names": ()},
+        }
+    )

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.page import site
-from weft_rl.coordinator.page.document import Document
+from weft_rl.coordinator.page.document import Document, pages
 from weft_rl.coordinator.page.history import History
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
@@ -29,8 +28,8 @@ from weft_rl.coordinator.services.rendezvous import RendezvousServicer
 from weft_rl.coordinator.services.uploads import Uploads
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, make_server
+from weft_rl.telemetry.metrics import refusal_counter
 from weft_rl.telemetry.ports import Ports
-from weft_rl.telemetry.process import refusal_counter
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.tracing import NO_TRACER, untraced
 from weft_rl.v1 import (
@@ -151,7 +150,7 @@ class Coordinator:
             driver.groups.num_verified,
         )
         self.ports = await Ports.open(
-            config.telemetry, self._server, metrics_registry, security, site.pages(document)
+            config.telemetry, self._server, metrics_registry, security, pages(document)
         )
         self._deciding = driver.start()
         await self._server.server.start()

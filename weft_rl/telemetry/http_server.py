@@ -1,36 +1,38 @@
-"""Small HTTP server on a thread of its own, beside a process's event loop.
+"""HTTP server on a thread of its own, beside a process's event loop.
 
-It answers one GET a connection. Slow peers cost nothing but a connection: there is one thread,
-however many peers there are. A connection has ``CONNECTION_SECONDS`` in all, and of more than
-``MAX_CONNECTIONS`` the oldest is ended. Busy peers cost a bounded share of the interpreter: one
-connection is taken in ``PACE_SECONDS``. Where the process has a certificate, HTTPS is spoken on
-the same port: the first byte of a connection tells which it is.
+HTTP is Uvicorn's. Connections are taken here, for what Uvicorn does not bound or does not tell.
+It lets a request's head take for ever, speaks either HTTP or HTTPS on a port, and keeps a peer's
+certificate from the application.
 
-HTTP itself is h11's. The connections are kept here because the servers that bring both (uvicorn,
-aiohttp) let a head take for ever to come. Nor do they tell an application which names its peer's
-certificate has.
+Slow peers cost a connection each: there is one thread, however many peers there are. A connection
+has ``CONNECTION_SECONDS`` in all, and carries one request. Of more than ``MAX_CONNECTIONS`` the
+oldest is ended. Busy peers cost a bounded share of the interpreter: one connection is taken in
+``PACE_SECONDS``. Where the process has a certificate, HTTPS is spoken on the same port: the first
+byte of a connection tells which it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any, Final
 
-import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from weft_rl.contract.errors import NotReadyError
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 
 _log = logging.getLogger(__name__)
+#: Of single connections: Uvicorn warns of each request that is none, and peers may send many.
+_connections_log = logging.getLogger(f"{__name__}.connections")
+_connections_log.setLevel(logging.ERROR)
 
 #: Longest that a connection may take: handshake, request, and until the answer is taken.
 CONNECTION_SECONDS: Final = 10.0
@@ -45,70 +47,39 @@ PACE_SECONDS: Final = 0.005
 _PAUSE_SECONDS: Final = 0.1
 #: The first byte of a TLS handshake.
 _TLS_BYTE: Final = b"\x16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """Request of a peer, and what is known of the peer."""
-
-    method: str
-    path: str
-    query: str = ""
-    """Text that follows the ? after the path."""
-    headers: Mapping[str, str]
-    """Headers by name in lower case."""
-    peer: str
-    """Address of the peer."""
-    is_tls: bool = False
-    names: tuple[str, ...] = ()
-    """Subject alternative names of its certificate, which was verified."""
-
-    @property
-    def is_loopback(self) -> bool:
-        """True if it comes over the loopback interface."""
-        address = ipaddress.ip_address(self.peer.partition("%")[0])
-        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-    @property
-    def is_private(self) -> bool:
-        """True if nobody between can read it."""
-        return self.is_tls or self.is_loopback
-
-
-@dataclass(frozen=True, kw_only=True)
-class Response:
-    """Answer to a request."""
-
-    body: bytes
-    status: HTTPStatus = HTTPStatus.OK
-    content_type: str = "text/plain; charset=utf-8"
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of_text(cls, text: str, status: HTTPStatus = HTTPStatus.OK, **headers: str) -> Response:
-        """Build an answer of one line of text; in a header's name _ stands for -."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return cls(body=f"{text}\n".encode(), status=status, headers=named)
+#: Headers of every answer.
+_HEADERS: Final = [
+    ("Connection", "close"),
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+]
 
 
 class HttpServer:
     """HTTP server that serves from ``start`` to ``stop``, which any thread may call.
 
     Args:
-        answer: Answers a request; called on the server's thread, so it reads what is replaced
-            and never mutated, and is quick.
+        app: ASGI application, called on the server's thread; ``state`` of its scope has
+            ``names``, the alternative names of the peer's certificate, which was verified.
         credentials: Whose certificate is shown to peers that speak TLS.
         ask: Whether those are asked for a certificate, which they need not have.
     """
 
     def __init__(
-        self,
-        answer: Callable[[Request], Response],
-        credentials: Credentials = NO_CREDENTIALS,
-        *,
-        ask: bool = False,
+        self, app: ASGIApp, credentials: Credentials = NO_CREDENTIALS, *, ask: bool = False
     ) -> None:
-        self._answer = answer
+        # Uvicorn's own loggers stay as they are: in a replica they are vLLM's.
+        self._config = uvicorn.Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            headers=_HEADERS,
+        )
         self._certificate = _Certificate(credentials, ask=ask)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -122,6 +93,7 @@ class HttpServer:
             NotReadyError: The address cannot be listened on, or the certificate not be used.
         """
         self._certificate.context()
+        self._config.load()
         listener = _listener(listen)
         port = int(listener.getsockname()[1])
         ready = threading.Event()
@@ -152,11 +124,13 @@ class HttpServer:
         self._loop = loop = asyncio.get_running_loop()
         loop.set_exception_handler(_ignore)
         self._serving = asyncio.current_task()
+        state = ServerState()
+        state.default_headers = self._config.encoded_headers
         ready.set()
         try:
             while True:
                 try:
-                    connection, address = await loop.sock_accept(listener)
+                    connection, _ = await loop.sock_accept(listener)
                 except OSError as error:
                     _log.warning("no further connection is taken yet: %s", error)
                     await asyncio.sleep(_PAUSE_SECONDS)
@@ -165,7 +139,7 @@ class HttpServer:
                     oldest = next(iter(self._connections))
                     oldest.cancel()
                     await asyncio.wait({oldest})
-                task = loop.create_task(self._converse(connection, str(address[0])))
+                task = loop.create_task(self._converse(connection, state))
                 self._connections[task] = connection
                 task.add_done_callback(self._end)
                 await asyncio.sleep(PACE_SECONDS)
@@ -178,50 +152,45 @@ class HttpServer:
     def _end(self, task: asyncio.Task[None]) -> None:
         self._connections.pop(task).close()
 
-    async def _converse(self, connection: socket.socket, peer: str) -> None:
+    async def _converse(self, connection: socket.socket, state: ServerState) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CONNECTION_SECONDS):
                 connection.setblocking(False)
                 first = await _first_byte(connection)
                 context = self._certificate.context() if first == _TLS_BYTE else None
                 if first and (context is not None or first != _TLS_BYTE):
-                    await self._exchange(connection, peer, context)
+                    await self._exchange(connection, context, state)
 
     async def _exchange(
-        self, connection: socket.socket, peer: str, context: ssl.SSLContext | None
+        self, connection: socket.socket, context: ssl.SSLContext | None, state: ServerState
     ) -> None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(MAX_HEAD_BYTES)
-        protocol = asyncio.StreamReaderProtocol(reader)
+        protocol = _Connection(self._config, state, {}, loop)
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
-            try:
-                head = await _head(http, reader)
-            except h11.RemoteProtocolError as error:
-                response = Response.of_text("not a request", HTTPStatus(error.error_status_hint))
-                with_body = True
-            else:
-                if head is None:
-                    return
-                certificate = writer.get_extra_info("peercert") if context else None
-                request = _request(head, peer, context is not None, certificate)
-                response, with_body = self._respond(request), request.method != "HEAD"
-            writer.write(_encoded(http, response, with_body=with_body))
-            writer.close()
-            await writer.wait_closed()
+            await protocol.lost.wait()
         finally:
             transport.abort()
 
-    def _respond(self, request: Request) -> Response:
-        if request.method not in ("GET", "HEAD"):
-            return Response.of_text("GET", HTTPStatus.METHOD_NOT_ALLOWED, Allow="GET, HEAD")
-        try:
-            return self._answer(request)
-        except Exception:  # noqa: BLE001 (one page that fails must not end the others)
-            _log.exception("answering %s failed", request.path[:80])
-            return Response.of_text("failed; see the log", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+class _Connection(H11Protocol):
+    """Uvicorn's side of one connection, which tells the application whose certificate was shown."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.logger = _connections_log
+        self.access_log = False
+        self.lost = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        certificate = transport.get_extra_info("peercert") or {}
+        names = tuple(str(value) for _, value in certificate.get("subjectAltName", ()))
+        self.app_state = {"names": names}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.lost.set()
 
 
 class _Certificate:
@@ -284,49 +253,6 @@ async def _first_byte(connection: socket.socket) -> bytes:
     finally:
         loop.remove_reader(connection)
     return connection.recv(1, socket.MSG_PEEK)
-
-
-async def _head(http: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-    """Return the head of the request that comes; None where the peer ends without one.
-
-    Raises:
-        h11.RemoteProtocolError: What comes is no head of a request, or is too long.
-    """
-    while (event := http.next_event()) is h11.NEED_DATA:
-        http.receive_data(await reader.read(MAX_HEAD_BYTES))
-    return event if isinstance(event, h11.Request) else None
-
-
-def _request(head: h11.Request, peer: str, is_tls: bool, certificate: Any) -> Request:
-    path, _, query = head.target.decode("latin-1").partition("?")
-    return Request(
-        method=head.method.decode("latin-1"),
-        path=path,
-        query=query,
-        headers={name.decode("latin-1"): text.decode("latin-1") for name, text in head.headers},
-        peer=peer,
-        is_tls=is_tls,
-        names=tuple(str(value) for _, value in (certificate or {}).get("subjectAltName", ())),
-    )
-
-
-def _encoded(http: h11.Connection, response: Response, *, with_body: bool) -> bytes:
-    """Encode an answer for sending; the connection ends after it."""
-    headers = {
-        "Content-Type": response.content_type,
-        "Content-Length": str(len(response.body)),
-        "Connection": "close",
-        "Cache-Control": "no-store",
-        "X-Content-Type-Options": "nosniff",
-        **response.headers,
-    }
-    head = h11.Response(
-        status_code=response.status.value,
-        reason=response.status.phrase.encode(),
-        headers=list(headers.items()),
-    )
-    encoded = http.send(head) or b""
-    return encoded + response.body if with_body else encoded
 
 
 def _ignore(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

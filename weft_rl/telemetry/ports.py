@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 import grpc
 from prometheus_client import CollectorRegistry
+from starlette.responses import PlainTextResponse
 
+from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.rpc.security.credentials import is_loopback
 from weft_rl.rpc.server import Security, WeftServer, serve_health
 from weft_rl.telemetry.config import TelemetryConfig
 from weft_rl.telemetry.http_server import HttpServer
-from weft_rl.telemetry.site import Page, open_site
+from weft_rl.telemetry.metrics import MetricsText
+from weft_rl.telemetry.site import Page, build_site
 
 _log = logging.getLogger(__name__)
 
@@ -54,9 +58,8 @@ class Ports:
             if config.health:
                 ports._health, ports.health_port = await serve_health(made, config.health)
             if config.metrics:
-                ports._http, ports.metrics_port = open_site(
-                    config.metrics, registry, security, auth=config.metrics_auth, pages=pages
-                )
+                ports._http = _http_server(config, registry, security, pages or {})
+                ports.metrics_port = ports._http.start(config.metrics)
         except BaseException:
             await ports.close()
             raise
@@ -75,3 +78,30 @@ class Ports:
             await asyncio.to_thread(http.stop)
         if health is not None:
             await health.stop(0)
+
+
+def _http_server(
+    config: TelemetryConfig,
+    registry: CollectorRegistry,
+    security: Security,
+    pages: Mapping[str, Page],
+) -> HttpServer:
+    if config.metrics_auth and security.access is None:
+        raise InvalidRequestError(
+            "--metrics-auth asks for the tokens or certificates of the access file: give --access"
+        )
+    if (
+        config.metrics_auth
+        and not security.credentials.tls_cert
+        and not is_loopback(config.metrics)
+    ):
+        raise InvalidRequestError(
+            f"--metrics-auth on {config.metrics}: a password is taken over TLS only, give "
+            "--tls-cert and --tls-key"
+        )
+    own = {
+        "/metrics": Page(answer=MetricsText(registry), is_protected=config.metrics_auth),
+        "/healthz": Page(answer=lambda _: PlainTextResponse("ok\n"), is_protected=False),
+    }
+    ask = security.access is not None and security.access.access.by_certificate
+    return HttpServer(build_site({**own, **pages}, security), security.credentials, ask=ask)

@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by mypy
+class _Server(uvicorn.Server):
     """Uvicorn server without signal handlers, and without polling for its end.
 
     Signal handlers belong to the process's composer. Uvicorn itself looks ten times a second

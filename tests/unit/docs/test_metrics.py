@@ -17,7 +17,7 @@ from tests.doubles.engine import EngineDouble
 from tests.unit.docs.pages import ROOT, page
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.runtime.metrics import pool_registry
-from weft_rl.telemetry.process import refusal_counter
+from weft_rl.telemetry.metrics import refusal_counter
 
 DASHBOARD = json.loads((ROOT / "helm/weft/dashboards/weft.json").read_text())
 ROW = re.compile(r"^\| `(weft_\w+)(?:\{([\w,]+)\})?` \| (counter|gauge|histogram) \|", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""JSON that the page draws: the pool as InspectService tells it, and its history.
+"""The page: its files, and the JSON that they draw, of the pool and its history.
 
 A reader says with ``since`` what it has, and gets what has changed. Requests are answered on
 the HTTP server's thread, from values that are replaced and never mutated. One answer looks at
@@ -14,7 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from http import HTTPStatus
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
@@ -38,7 +42,7 @@ from weft_rl.coordinator.page.history import (
 )
 from weft_rl.coordinator.runtime.watchers import Feed
 from weft_rl.rpc.codec import as_dict
-from weft_rl.telemetry.http_server import Request, Response
+from weft_rl.telemetry.site import Page
 from weft_rl.v1 import inspect_pb2
 
 #: A thousand replicas that all changed take some answers.
@@ -49,9 +53,43 @@ SAME_ANSWER_SECONDS: Final = 0.25
 _MAX_ANSWERS: Final = 8
 #: Transfers under way that are shown.
 MAX_UNDER_WAY: Final = 50
+_FOLDER: Final = Path(__file__).parent / "static"
+_INDEX: Final = "index.html"
+_TYPES: Final = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+#: Nothing is loaded from elsewhere, and nothing that a name or a reason may hold is run.
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 _CURSOR: Final = re.compile(r"([0-9a-f]{1,32})" + r"\.(\d{1,15})" * 4)
 
 Past = PastTransfer | Mark
+
+
+def pages(document: Document) -> dict[str, Page]:
+    """Return the page's files and its JSON by path; all of them are for callers who may inspect."""
+    return {
+        "/v1/pool.json": Page(answer=document),
+        "/favicon.ico": Page(answer=_shows(_FOLDER / "icon.svg")),  # browsers ask unasked
+        **{
+            f"/page/{file.name}" if file.name != _INDEX else "/": Page(answer=_shows(file))
+            for file in sorted(_FOLDER.iterdir())
+        },
+    }
+
+
+def _shows(file: Path) -> Callable[[Request], Response]:
+    # Not Starlette's StaticFiles, which opens them in threads, at each request.
+    body, kind = file.read_bytes(), _TYPES[file.suffix]
+    return lambda _: Response(body, headers=_HEADERS, media_type=kind)
 
 
 class Document:
@@ -81,10 +119,10 @@ class Document:
 
     def __call__(self, request: Request) -> Response:
         """Answer ``GET /v1/pool.json[?since=CURSOR]``."""
-        cursor = request.query.removeprefix("since=")
+        cursor = request["query_string"].decode("latin-1").removeprefix("since=")
         known = _CURSOR.fullmatch(cursor)
         if cursor and known is None:
-            return Response.of_text("ask with ?since=CURSOR, or nothing", HTTPStatus.BAD_REQUEST)
+            return PlainTextResponse("ask with ?since=CURSOR, or nothing\n", HTTPStatus.BAD_REQUEST)
         now = time.monotonic()
         made_at, body = self._made.get(cursor, (float("-inf"), b""))
         if now - made_at >= SAME_ANSWER_SECONDS:
@@ -92,7 +130,7 @@ class Document:
             if len(self._made) >= _MAX_ANSWERS:
                 self._made.clear()
             self._made[cursor] = (now, body)
-        return Response(body=body, content_type="application/json")
+        return Response(body, media_type="application/json")
 
     def _answer(self, known: re.Match[str] | None) -> str:
         state, upto = self._state(), self._history.revision

@@ -22,7 +22,7 @@ from weft_rl.coordinator.decisions.state.pool import PoolState, live_lease
 from weft_rl.coordinator.decisions.state.replica_state import CAUSES, cause
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind
-from weft_rl.telemetry.process import process_registry
+from weft_rl.telemetry.metrics import process_registry
 
 #: A LoRA adapter takes milliseconds, a base of a trillion parameters minutes.
 _SECONDS_BUCKETS: Final = (

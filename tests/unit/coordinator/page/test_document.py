@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.doubles.http import request
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED
 from tests.unit.coordinator.page.pool import COORDINATOR, Watched, watched
 from weft_rl.contract.names import VersionVector
@@ -14,7 +15,6 @@ from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.state.values import Phase
 from weft_rl.coordinator.page import document, entries
 from weft_rl.coordinator.page.document import Document
-from weft_rl.telemetry.http_server import Request
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,8 @@ class Reader:
 
     def poll(self, query: str | None = None) -> dict[str, Any]:
         asked = f"since={self.cursor}" if query is None else query
-        request = Request(
-            method="GET", path="/v1/pool.json", query=asked, headers={}, peer="127.0.0.1"
-        )
-        response = self.document(request)
-        assert response.status == 200
+        response = self.document(request(query=asked))
+        assert response.status_code == 200
         answer: dict[str, Any] = json.loads(response.body)
         self.cursor = answer["cursor"]
         return answer
@@ -126,10 +123,7 @@ def test_a_cursor_of_another_coordinator_begins_anew_and_nonsense_is_refused() -
     reader.cursor = reader.cursor.replace(COORDINATOR, "beef")
     assert reader.poll()["is_new"]
     for nonsense in ("1", f"{COORDINATOR}.1.1.1", f"{COORDINATOR}.-1.0.0.0", "../../etc/passwd"):
-        request = Request(
-            method="GET", path="/", query=f"since={nonsense}", headers={}, peer="127.0.0.1"
-        )
-        assert reader.document(request).status == 400
+        assert reader.document(request(query=f"since={nonsense}")).status_code == 400
 
 
 def test_a_long_history_comes_in_pieces_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
