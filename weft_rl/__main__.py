@@ -10,6 +10,7 @@ from weft_rl.distribution import distribution_with
 
 #: The extra that brings a package which an environment may lack.
 _EXTRAS: Final = {
+    "cryptography": "coordinator",
     "grpc_channelz": "coordinator",
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",

@@ -15,7 +15,7 @@ import pytest
 from tests.doubles.certificates import Authority
 from weft_rl import __version__
 from weft_rl.cli.doctor import connection, machine
-from weft_rl.cli.doctor.certificates import expiry, first_of, validity_of
+from weft_rl.cli.doctor.certificates import expiry, first_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.v1 import inspect_pb2 as pb
 
@@ -30,13 +30,6 @@ def short_path() -> Iterator[Path]:
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
 
-@pytest.mark.parametrize("end", [NOW, NOW.replace(year=2049), NOW.replace(year=2061)])
-def test_when_a_certificate_ends(tmp_path: Path, end: datetime) -> None:
-    """Also beyond 2049, where another encoding is used."""
-    made = Authority(tmp_path).credentials("a.test", not_after=end)
-    assert validity_of(first_of(made.tls_cert)).end == end
-
-
 @pytest.mark.parametrize(
     ("left", "level"),
     [(-1, "fail"), (0, "fail"), (60, "warn"), (13 * 86_400, "warn"), (15 * 86_400, "ok")],
@@ -44,9 +37,8 @@ def test_when_a_certificate_ends(tmp_path: Path, end: datetime) -> None:
 def test_how_long_a_certificate_lasts(tmp_path: Path, left: float, level: str) -> None:
     made = Authority(tmp_path).credentials("a.test", not_after=NOW + timedelta(seconds=left))
     der = first_of(made.tls_cert)
-    begin = validity_of(der).begin
     assert expiry("x", "it", der, now=NOW).level == level
-    assert expiry("x", "it", der, now=begin - timedelta(days=1)).level == "fail"
+    assert expiry("x", "it", der, now=NOW - timedelta(days=30_000)).level == "fail"
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 40, 90])
@@ -54,7 +46,7 @@ def test_what_is_no_certificate_is_said_so(tmp_path: Path, cut: int) -> None:
     der = first_of(Authority(tmp_path).credentials("a.test").tls_cert)[:cut]
     found = expiry("x", "it", der)
     assert (found.level, bool(found.advice)) == ("warn", True)
-    with pytest.raises(ValueError, match="no certificate"):
+    with pytest.raises(ValueError, match="PEM"):
         first_of(__file__)
 
 
