@@ -23,7 +23,7 @@ from tests.doubles.trainer import FakeTrainer
 from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.server import Coordinator
 from weft_rl.rpc.channel import open_aio_channel
-from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.rpc.security.credentials import UNUSED_FILES
 from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc
 
 

@@ -26,8 +26,7 @@ from weft_rl.coordinator.server import Coordinator
 from weft_rl.rpc import server
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.security import guard
-from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.rpc.security.credentials import UNUSED_FILES, Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import (
     admin_pb2,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from weft_rl import __version__
 from weft_rl.contract.errors import REASONS
-from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.rpc.security.credentials import UNUSED_FILES
 
 #: Of refusals with a reason that another version of Weft may have.
 _OTHER: Final = "OTHER"

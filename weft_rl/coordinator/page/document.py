@@ -8,15 +8,17 @@ there is more.
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
+from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -31,7 +33,6 @@ from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.messages.overview import pool_to_proto
 from weft_rl.coordinator.messages.wire import policy_to_proto, replica_to_proto, transfer_to_proto
-from weft_rl.coordinator.page.entries import Entries, dumps
 from weft_rl.coordinator.page.history import (
     MAX_TRANSFERS,
     SHOWN_SECONDS,
@@ -51,6 +52,8 @@ MAX_BYTES: Final = 512 * 1024
 #: Those who ask with the same cursor within so long get the same answer, however many they are.
 SAME_ANSWER_SECONDS: Final = 0.25
 _MAX_ANSWERS: Final = 8
+#: Entries whose end is remembered; who has not heard of older ones begins anew.
+MAX_GONE: Final = 1000
 #: Transfers under way that are shown.
 MAX_UNDER_WAY: Final = 50
 _FOLDER: Final = Path(__file__).parent / "static"
@@ -72,6 +75,7 @@ _HEADERS: Final = {
 _CURSOR: Final = re.compile(r"([0-9a-f]{1,32})" + r"\.(\d{1,15})" * 4)
 
 Past = PastTransfer | Mark
+_V = TypeVar("_V")
 
 
 def pages(document: Document) -> dict[str, Page]:
@@ -171,7 +175,7 @@ class Document:
             **texts,
         }
         listed = ",".join(f'"{name}":[{",".join(entries)}]' for name, entries in lists.items())
-        return f"{dumps(facts)[:-1]},{listed}}}"
+        return f"{_dumps(facts)[:-1]},{listed}}}"
 
     def _known(self, state: PoolState, cursor: re.Match[str] | None) -> tuple[int, ...]:
         """Return the revisions of history, events, replicas and policies that a reader has.
@@ -258,7 +262,7 @@ class Document:
                 break
             if num_bytes > MAX_BYTES:
                 return texts, members, reached
-            text = dumps(_fields(entry))
+            text = _dumps(_fields(entry))
             texts[name].append(text)
             num_bytes += len(text)
             if isinstance(entry, PastTransfer):
@@ -268,6 +272,87 @@ class Document:
                         num_bytes += sum(map(len, them.replica_ids)) + 3 * len(them.replica_ids)
             reached = revision
         return texts, members, upto
+
+
+class Entries(Generic[_V]):
+    """Entries for the values of a mapping that is replaced and never mutated.
+
+    Used on one thread. A look at all values may take several calls.
+
+    Args:
+        seen: Returns the part of a value that is shown, to be compared; quick.
+        make: Makes the entry of a value.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        seen: Callable[[_V], Any],
+        make: Callable[[_V], Message],
+        clock: Callable[[], float],
+    ) -> None:
+        self._seen, self._make, self._clock = seen, make, clock
+        self._known: dict[str, tuple[Any, str, int]] = {}
+        """Shown part, entry and revision, by name, in the order of their changes."""
+        self._gone: dict[str, int] = {}
+        self._to_see: list[str] = []
+        self.revision = 0
+        self.forgotten = 0
+        """Lowest revision whose readers can still be told what is gone."""
+
+    def look(self, values: Mapping[str, _V], seconds: float) -> bool:
+        """Look for changed values, for ``seconds`` at most; the next call continues.
+
+        Returns:
+            True if there is likely more: some changes were found, and not all values seen.
+        """
+        until, before = self._clock() + seconds, self.revision
+        for name in self._known.keys() - values.keys():
+            self._forget(name)
+        if not self._to_see:
+            self._to_see = list(values)
+        while self._to_see:
+            name = self._to_see.pop()
+            if name in values:
+                self._see(name, values[name])
+            if self._clock() >= until:
+                break
+        return bool(self._to_see) and self.revision > before
+
+    def since(self, revision: int) -> list[str]:
+        """Return the entries newer than ``revision``; O(these)."""
+        found = []
+        for _, text, changed in reversed(self._known.values()):
+            if changed <= revision:
+                break
+            found.append(text)
+        return found
+
+    def gone_since(self, revision: int) -> list[str]:
+        """Return the names that are gone since ``revision``."""
+        return [name for name, gone in self._gone.items() if gone > revision]
+
+    def _see(self, name: str, value: _V) -> None:
+        seen = self._seen(value)
+        known = self._known.get(name)
+        if known is not None and known[0] == seen:
+            return
+        text = _dumps(as_dict(self._make(value)))
+        self.revision += 1
+        self._known.pop(name, None)
+        self._gone.pop(name, None)
+        self._known[name] = (seen, text, self.revision)
+
+    def _forget(self, name: str) -> None:
+        del self._known[name]
+        self.revision += 1
+        self._gone[name] = self.revision
+        while len(self._gone) > MAX_GONE:
+            self.forgotten = self._gone.pop(next(iter(self._gone)))
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _shown(marks: list[Mark], now: float) -> list[Mark]:

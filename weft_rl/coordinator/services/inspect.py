@@ -39,7 +39,7 @@ from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.watchers import Feed
 from weft_rl.rpc.codec import vector_to_proto, version_from_proto, version_to_proto
 from weft_rl.rpc.inbound import on_call_end
-from weft_rl.rpc.security.unused_files import UNUSED_FILES
+from weft_rl.rpc.security.credentials import UNUSED_FILES
 from weft_rl.v1 import inspect_pb2, inspect_pb2_grpc, publish_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -31,7 +31,7 @@ from weft_rl.rpc.security.access import (
     digest_of,
     parse_access,
 )
-from weft_rl.rpc.security.unused_files import UNUSED_FILES, read_file, stamp_of
+from weft_rl.rpc.security.credentials import UNUSED_FILES, read_file, stamp_of
 
 _log = logging.getLogger(__name__)
 #: One JSON object a line; a handler of its own may send it elsewhere.

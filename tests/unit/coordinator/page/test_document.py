@@ -13,7 +13,7 @@ from tests.unit.coordinator.page.pool import COORDINATOR, Watched, watched
 from weft_rl.contract.names import VersionVector
 from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.state.values import Phase
-from weft_rl.coordinator.page import document, entries
+from weft_rl.coordinator.page import document
 from weft_rl.coordinator.page.document import Document
 
 
@@ -104,7 +104,7 @@ def test_replicas_say_why_they_are_not_ready_and_when_they_are_gone() -> None:
 
 
 def test_who_missed_too_much_of_what_is_gone_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "MAX_GONE", 1)
+    monkeypatch.setattr(document, "MAX_GONE", 1)
     m = watched("r0", "r1", "r2")
     reader = Reader(m)
     cursor = reader.poll()["cursor"]
