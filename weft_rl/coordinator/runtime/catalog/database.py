@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.effects import (
     Save,
@@ -69,6 +70,8 @@ from weft_rl.coordinator.runtime.catalog.tables import (
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
 
+#: Longest that a read, which is done on the event loop, waits for a write that is under way.
+READ_SECONDS: Final = 1.0
 #: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
 _NAMELESS: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -121,7 +124,7 @@ class Catalog:
             catalog = cls(file)
             check(catalog._write, file.path)
             catalog._begin_generation()
-            catalog._read = connect(file.path)
+            catalog._read = connect(file.path, READ_SECONDS)
         except BaseException as error:
             if catalog is not None:
                 catalog._write.close()
@@ -312,15 +315,22 @@ class Catalog:
         return self._find("transfer_id=?", (transfer_id,))
 
     def _find(self, where: str, values: tuple[str, ...]) -> VersionRecord | None:
-        row = self._read.execute(f"SELECT * FROM versions WHERE {where}", values).fetchone()
-        return version_from_row(row) if row else None
+        found = self._select(where, values)
+        return found[0] if found else None
 
     def list_versions(self, policy: str, before: int, limit: int) -> list[VersionRecord]:
         """List versions of a policy below ``before``, newest first."""
-        rows = self._read.execute(
-            "SELECT * FROM versions WHERE policy=? AND version<? ORDER BY version DESC LIMIT ?",
-            (policy, before, limit),
-        )
+        where = "policy=? AND version<? ORDER BY version DESC LIMIT ?"
+        return self._select(where, (policy, before, limit))
+
+    def _select(self, where: str, values: tuple[str | int, ...]) -> list[VersionRecord]:
+        try:
+            rows = self._read.execute(f"SELECT * FROM versions WHERE {where}", values).fetchall()
+        except sqlite3.OperationalError as error:
+            raise PeerUnavailableError(
+                f"the catalog cannot be read while it is written ({error}): try again",
+                reason="COORDINATOR_AWAY",
+            ) from error
         return [version_from_row(row) for row in rows]
 
     def close(self) -> None:

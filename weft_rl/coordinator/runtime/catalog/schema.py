@@ -72,7 +72,7 @@ _STEPS: Final = (
     BASES_AS_STARTED,
 )
 SCHEMA_VERSION: Final = len(_STEPS)
-#: Longest wait for another connection: what is read keeps what is written waiting, and the reverse.
+#: Longest wait for other connections: who reads keeps who writes waiting, and the reverse.
 WAIT_SECONDS: Final = 5.0
 #: From this one on rows have checksums, and tables counts.
 _SEALED_SCHEMA: Final = 4
@@ -80,10 +80,15 @@ _SEALED_SCHEMA: Final = 4
 _MAX_PROBLEMS: Final = 1000
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection that waits ``WAIT_SECONDS`` for others, and for the disk at commits."""
+def connect(path: Path, wait_seconds: float | None = None) -> sqlite3.Connection:
+    """Open a connection that waits for the disk at commits.
+
+    Args:
+        wait_seconds: Longest wait for other connections; by default ``WAIT_SECONDS``.
+    """
+    timeout = WAIT_SECONDS if wait_seconds is None else wait_seconds
     connection = sqlite3.connect(
-        path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS
+        path, isolation_level=None, check_same_thread=False, timeout=timeout
     )
     connection.execute("PRAGMA synchronous=EXTRA")
     return connection

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.effects import (
     SaveEpoch,
@@ -30,6 +31,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
+from weft_rl.coordinator.runtime.catalog import database
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 
@@ -155,6 +157,20 @@ def test_no_told_version_is_forgotten_by_kill_9(catalog_path: Path) -> None:
         catalog = Catalog.open(catalog_path)  # the lock died with its holder
         assert catalog.snapshot().policies[0].last_version >= told
         catalog.close()
+
+
+def test_a_read_waits_for_no_disk_that_hangs(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "READ_SECONDS", 0.05)
+    catalog = Catalog.open(catalog_path)
+    catalog._write.execute("BEGIN EXCLUSIVE")  # as while a commit is written
+    with pytest.raises(PeerUnavailableError) as refused:
+        catalog.list_versions("math", 9, 9)
+    assert refused.value.reason == "COORDINATOR_AWAY", "the caller asks again"
+    catalog._write.execute("COMMIT")
+    assert catalog.list_versions("math", 9, 9) == []
+    catalog.close()
 
 
 def test_two_coordinators_cannot_share_one(catalog_path: Path) -> None:
