@@ -77,6 +77,7 @@ class HttpServer:
             interface="asgi3",
             log_config=None,
             proxy_headers=False,
+            server_header=False,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             headers=_HEADERS,
         )

@@ -78,6 +78,7 @@ async def test_one_connection_carries_one_request() -> None:
         writer.close()
     assert answer.count(b"HTTP/1.1 200") == 1
     assert b"connection: close" in answer.lower()
+    assert b"server:" not in answer.lower()
 
 
 def test_loggers_of_another_uvicorn_in_this_process_stay_as_they_are() -> None:
