@@ -3,44 +3,59 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
-from tests.integration.traced_push import trace_push
+from tests.integration.traced_push import PROCESSES, Trace, trace_push
 from tests.unit.docs.walk import stops
 
-#: Lower it as modules leave the way; only a new stage may raise it (the last: the log of events,
-#: the one that is asked for spans, and has none for who does not trace, and the packer, of which
-#: there are two since named tensors come in any order; the checks of users' arguments; and the
-#: choice of a backend with those of the one-sided one, which does what gloo's library does; the
-#: channels to replicas, which questions to them share with the orders; and eight that were parts
-#: of others: what a push plans, what it reports, how the coordinator is called, which group it
-#: takes, what a worker has room for, what stands behind a replica's numbers, and how a thread
-#: speaks while it waits, the buckets of one push, apart from the groups that they are sent in;
-#: digests' way from an accelerator to the host; and two for what a pool must notice: that the
-#: catalog's file is still there as it is written, and which bare names a switch lets answer).
-MAX_MODULES = 89
+#: Modules that a push passes in each process. They only fall: wanted are 22, 22 and 16.
+MAX_MODULES = {"trainer": 48, "coordinator": 36, "replica": 33}
+#: Calls from ``push_adapter`` to the backend's, and the files that they lie in; wanted are 9 in 5.
+MAX_CALLS, MAX_FILES = 15, 8
 #: Where vLLM's own process begins: an engine double stands in its place here.
 _IN_VLLM = "rollout_side/vllm_engine/"
 
 
-def test_push_adapter_passes_few_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = trace_push(tmp_path, monkeypatch).modules()
-    by_room: dict[str, list[str]] = defaultdict(list)
-    for module in modules:
-        room, _, name = module.rpartition("/")
-        by_room[room].append(name)
-    shown = "\n".join(f"{len(names)} {room}: {' '.join(names)}" for room, names in by_room.items())
-    assert len(modules) <= MAX_MODULES, f"{len(modules)} modules:\n{shown}"
-    assert "weft_rl/transport/sender.py" in modules, "the trace is blind"
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return trace_push(tmp_path_factory.mktemp("traced"), monkeypatch)
 
 
-def test_push_adapter_takes_the_walk_of_contributing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("process", PROCESSES)
+def test_push_adapter_passes_few_modules(trace: Trace, process: str) -> None:
+    modules = trace.modules(process)
+    assert len(modules) <= MAX_MODULES[process], f"{len(modules)} modules:\n{_by_room(modules)}"
+
+
+def test_each_call_is_counted_for_a_process(trace: Trace) -> None:
+    assert not trace.strays()
+    assert "weft_rl/transport/sender.py" in trace.modules("trainer")
+    assert "weft_rl/coordinator/decisions/step.py" in trace.modules("coordinator")
+    assert "rollout_side/receive/ring.py" in trace.modules("replica")
+
+
+def test_push_adapter_reaches_the_backend_in_few_calls(trace: Trace) -> None:
+    first, *calls = trace.calls_to_the_backend()
+    shown = "\n".join(f"{file}:{function}" for file, function in calls)
+    assert first == ("trainer_side/publisher.py", "Publisher.push_adapter")
+    assert len(calls) <= MAX_CALLS, shown
+    assert len({file for file, _ in [first, *calls]}) <= MAX_FILES, shown
+
+
+def test_push_adapter_takes_the_walk_of_contributing(trace: Trace) -> None:
     walk = [(stop.file, stop.function) for stop in stops() if not stop.file.startswith(_IN_VLLM)]
-    calls = iter(trace_push(tmp_path, monkeypatch).functions())
+    calls = iter(trace.functions())
     passed = [stop for stop in walk if stop in calls]  # ``in`` continues after the call it found
     assert passed == walk
     assert len(walk) > len(stops()) / 2
+
+
+def _by_room(modules: Iterable[str]) -> str:
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        room, _, name = module.rpartition("/")
+        rooms[room].append(name)
+    return "\n".join(f"{len(names)} {room}: {' '.join(names)}" for room, names in rooms.items())
