@@ -26,7 +26,7 @@ PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart chart-run images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak tenants bench bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart chart-run images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -90,6 +90,9 @@ bench: install  ## Measure pushes, with certificates, with traces and under atta
 	$(BIN)/python -m benchmarks.secured
 	$(BIN)/python -m benchmarks.traced
 	$(BIN)/python -m benchmarks.attacked
+
+figures: install  ## Five figures beside the stored ones; 20 % more warns (15 s; --write: python -m benchmarks.figures).
+	$(BIN)/python -m benchmarks.figures
 
 bench-trainers: install  ## Measure how each kind of trainer gathers, beside the naive way (2 minutes).
 	$(BIN)/python -m benchmarks.trainers

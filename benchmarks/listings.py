@@ -37,7 +37,7 @@ from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub, add_InspectServiceSe
 _MIB = 2**20
 
 
-class _Coordinator:
+class ListedCoordinator:
     """Of a coordinator's driver, what its listings ask for."""
 
     def __init__(self, state: PoolState) -> None:
@@ -57,7 +57,7 @@ class _Coordinator:
 
 
 @asynccontextmanager
-async def _serving(coordinator: _Coordinator) -> AsyncIterator[str]:
+async def _serving(coordinator: ListedCoordinator) -> AsyncIterator[str]:
     server = grpc.aio.server()
     driver = cast(Driver, coordinator)
     servicer = InspectServicer(driver, cast(Catalog, None), Feed())
@@ -94,7 +94,7 @@ async def _watched(call: Any) -> tuple[list[Any], float]:
 
 async def measure(table: Table, num_replicas: int, num_adapters: int) -> None:
     """Ask for everything once, fill the table."""
-    coordinator = _Coordinator(large_pool(num_replicas, num_adapters))
+    coordinator = ListedCoordinator(large_pool(num_replicas, num_adapters))
     async with _serving(coordinator) as target, open_aio_channel(target) as channel:
         stub: Any = InspectServiceStub(channel)  # type: ignore[no-untyped-call]
         for shared in (False, True):

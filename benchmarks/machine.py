@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""What a figure was measured on, and the memory of this process."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def describe() -> str:
             f"command:  OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} {command}",
         ]
     )
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def reset_peak() -> None:
+    """Have ``peak_bytes`` begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process since ``reset_peak``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no VmHWM in /proc/self/status")
 
 
 def _cpu() -> str:

@@ -57,7 +57,8 @@ async def _live(target: str, name: str, address: str, registered: asyncio.Event)
         answer = await register(stub, CAPABILITIES, REFERENCE, vector=vector, address=address, **me)
         registered.set()
         interval = answer.heartbeat_interval.ToTimedelta().total_seconds()
-        beat = registry_pb2.HeartbeatRequest(version_vector=vector_to_proto(vector), **me)
+        report = registry_pb2.ReplicaReport(version_vector=vector_to_proto(vector))
+        beat = registry_pb2.HeartbeatRequest(report=report, **me)
         due = time.monotonic()
         while True:
             due += interval

@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks.bare_gloo import BareGloo
 from benchmarks.idle import compare
-from benchmarks.machine import describe
+from benchmarks.machine import describe, peak_bytes, reset_peak, resident_bytes
 from trainer_side import Publisher
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES
@@ -145,10 +145,10 @@ def staging(work: Path, rows: Rows) -> None:
         Publisher(target, trainer_id="bench", progress=None) as publisher,
     ):
         publisher.push_adapter(tiny_adapter(work), "tiny")  # forms the group, starts threads
-        before = _resident_bytes()
-        _reset_peak()
+        before = resident_bytes()
+        reset_peak()
         publisher.push_base(model)
-        extra = _peak_bytes() - before
+        extra = peak_bytes() - before
         weft, floor = [], []
         for _ in range(_STAGING_PUSHES):
             floor.append(bare.run())
@@ -218,21 +218,6 @@ def _push_adapters(target: str, peft_model: Any, rows: Rows) -> None:
         "< 60 ms",
     )
     rows.add("the same, first push (forms the group)", f"{reports[0].seconds * 1e3:.1f} ms", "-")
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise OSError("no VmHWM in /proc/self/status")
 
 
 def idle(work: Path, rows: Rows) -> None:

@@ -52,11 +52,11 @@ class Trace:
             trace._process[thread] = trace._of_this_thread()
             _START(thread)
 
-        threading.Thread.start = start  # type: ignore[method-assign]
+        threading.Thread.start = start  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        threading.Thread.start = _START  # type: ignore[method-assign]
+        threading.Thread.start = _START
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
