@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, Machine
@@ -292,3 +294,46 @@ def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:
     m.pass_time(30.0, beats=False, renews=False)  # awake, and they are silent
     assert explain_state(m.state, m.state.replicas["r0"])[0] is ReplicaState.LOST
     assert "math" not in m.state.policies, "its lease has ended, and it never had a version"
+
+
+def test_a_replica_may_register_again_with_other_backends_where_it_is_alone() -> None:
+    m = Machine()
+    m.register("r0", backends=("nccl",))
+    assert isinstance(m.answer(m.register("r0", backends=("gloo",))), effects.RegisterAnswer)
+
+
+def test_a_channel_is_closed_with_its_process() -> None:
+    m = Machine().pool("r0")
+    m.now += 4.0
+    m.register("r0", "i2")
+    assert m.found(effects.CloseChannel) == [effects.CloseChannel("r0:1")]
+    m.pass_time(7, beats=False)
+    assert len(m.ever(effects.CloseChannel)) == 2
+
+
+def test_a_state_that_did_not_change_is_announced_once() -> None:
+    m = Machine().pool("r0")
+    m.pass_time(5)
+    kinds = [e.kind for e in m.ever(effects.Announce) if e.subject == "r0"]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_dirty_replicas_and_suspects_are_no_targets() -> None:
+    m = Machine().pool("r0", "r1")
+    dirty = m.state.replicas["r1"]
+    m.register("r1", dirty_reason="mixed")
+    assert [r.replica_id for r in eligible_targets(m.state)] == ["r0"]
+    assert dirty.replica_id in m.state.replicas
+
+
+def test_only_what_all_offer_is_shared() -> None:
+    m = Machine()
+    for name, backends in (("r0", ("nccl", "gloo")), ("r1", ("nccl", "gloo")), ("r2", ("gloo",))):
+        m.register(name, backends=("nccl", "gloo"))
+        offered = dataclasses.replace(m.state.replicas[name].capabilities, backends=backends)
+        replicas = {
+            **m.state.replicas,
+            name: dataclasses.replace(m.state.replicas[name], capabilities=offered),
+        }
+        m.state = dataclasses.replace(m.state, replicas=replicas)
+    assert shared_backends(eligible_targets(m.state)) == ["gloo"]

@@ -266,3 +266,40 @@ def test_where_nobody_is_asked_who_he_is_the_name_of_the_trainer_counts() -> Non
     m.acquire("a", "t1")
     assert m.error(m.acquire("b", "t1")).reason == "TOO_MANY_POLICIES"
     _lease(m, m.acquire("b", "t2"))
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(0, False), (1, True), (128, True), (129, False)])
+def test_a_session_has_a_name_of_bounded_length(length: int, is_taken: bool) -> None:
+    m = Machine()
+    ticket = m.acquire("math", session="s" * length)
+    if is_taken:
+        assert _lease(m, ticket).lease.session_id == "s" * length
+    else:
+        assert m.error(ticket).reason == "INVALID_REQUEST"
+
+
+def test_renewals_of_a_lease_are_counted() -> None:
+    m = Machine()
+    counts = [_lease(m, m.acquire("math")).lease.num_renewals for _ in range(3)]
+    assert counts == [counts[0], counts[0] + 1, counts[0] + 2]
+
+
+def test_policies_of_others_do_not_count_against_a_trainer() -> None:
+    m = Machine(max_policies_per_trainer=2)
+    for number in range(2):
+        m.acquire(f"theirs-{number}", "t2")
+        assert _lease(m, m.acquire(f"own-{number}", "t1")).policy == f"own-{number}"
+    assert m.error(m.acquire("own-2", "t1")).reason == "TOO_MANY_POLICIES"
+
+
+def test_a_trainer_gives_up_its_own_push_by_its_request_id() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    m.acquire("code", "t2")
+    theirs = m.begin("code", request_id="same", min_replicas=2, answer_by=m.now + 60)
+    own = m.begin("math", request_id="same", min_replicas=2, answer_by=m.now + 60)
+    m.do(events.AbortTransfer(80, "", "math", m.tokens["math"], "enough", request_id="same"))
+    assert f"t{own}" not in m.state.transfers
+    assert f"t{theirs}" in m.state.transfers
+    m.do(events.AbortTransfer(81, "", "math", m.tokens["math"], "enough", request_id="none"))
+    assert m.error(81).reason == "TRANSFER_UNKNOWN"

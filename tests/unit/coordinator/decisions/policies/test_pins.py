@@ -134,3 +134,11 @@ def test_the_weights_that_replicas_start_with_have_no_copy() -> None:
     m.acquire("base")
     assert m.error(_pin(m, 0)).reason == "NOT_RETAINED"
     assert m.state.replicas["r0"].vector == VersionVector()
+
+
+def test_pins_are_announced() -> None:
+    m = _pushed(3)
+    for pinned in (True, True, False):  # the second changes nothing
+        _pin(m, 2, pinned=pinned)
+    kinds = [e.kind for e in m.ever(effects.Announce) if e.subject == "base@2"]
+    assert kinds[-2:] == ["version_pinned", "version_unpinned"]

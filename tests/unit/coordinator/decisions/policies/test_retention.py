@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,16 @@ def test_retention_that_cannot_be_set() -> None:
         (1001, "math", "INVALID_REQUEST"),
     ):
         assert m.error(_retain(m, number, policy)).reason == reason
+
+
+def test_an_alias_at_a_lost_replica_holds_nothing_back() -> None:
+    m = Machine(retain=1).pool("r0", "r1")
+    m.acquire("math")
+    m.run_to(Phase.COMMITTED)
+    m.answer_commits(m.run_to(Phase.COMMITTING), r1=LOAD_FAILED)  # r1 still serves math@1
+    lost = replace(m.state.replicas["r1"], lost=True)
+    m.state = replace(m.state, replicas={**m.state.replicas, "r1": lost})
+    m.pass_time(1)
+    _answer(m, m.ever(effects.CallRetire)[0])
+    m.pass_time(1)
+    assert m.state.policies["math"].versions == (2,)

@@ -90,6 +90,17 @@ def test_a_request_known_to_the_catalog_alone_is_answered_too() -> None:
     assert error.reason == "REQUEST_CONFLICT"
 
 
+def test_a_request_id_of_another_trainer_is_not_answered_with_its_push() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math", "t2")
+    record = VersionRecord(
+        PolicyVersion("math", 7), VersionState.ABORTED, "t1", "old", "told", LAYOUT.digest, 0.0
+    )
+    begun = _begun(m, m.begin(request_id="old", recorded=record))
+    assert begun.transfer_id != "told"
+    assert begun.version.version == 1
+
+
 def test_a_request_id_for_other_content_conflicts() -> None:
     m = Machine().pool("r0")
     m.acquire("math")
@@ -107,6 +118,7 @@ def test_a_request_id_for_other_content_conflicts() -> None:
         ("math", {"adapter": AdapterSpec(SPEC.config_json, b"", "0" * 64)}, "BASE_MISMATCH"),
         ("math", {"backend": "nccl"}, "BACKEND_MISMATCH"),
         ("math", {"request_id": ""}, "INVALID_REQUEST"),
+        ("math", {"request_id": "q" * 129}, "INVALID_REQUEST"),
         ("math", {"fencing_token": 9}, "LEASE_FENCED"),
     ],
 )

@@ -567,3 +567,30 @@ def test_what_is_adopted_while_a_commit_is_undecided_is_gone_back_to() -> None:
     machine.answer_discard(ticket, "r0")
     assert machine.state.policies["math"].served_version == 1
     assert machine.state.policies["math"].versions == (1,)
+
+
+def test_what_is_adopted_is_announced_with_its_holders_and_known_by_content() -> None:
+    machine = pool_of("r0", "r1")
+    lost = dataclasses.replace(machine.state.replicas["r0"], replica_id="r9", lost=True)
+    machine.state = dataclasses.replace(
+        machine.state, replicas={**machine.state.replicas, "r9": lost}
+    )
+    wait_for_adoption(machine)
+    said = [e.message for e in machine.ever(effects.Announce) if e.subject == "math@7"]
+    assert said[0].startswith("held by r0, r1 and not known to the catalog")
+    assert sorted(machine.state.base_contents) == [2, 3]
+
+
+def test_an_order_to_quarantine_is_not_loosened_by_what_a_replica_says() -> None:
+    cordoned, quarantined = (
+        next(order for order in _ORDERS if order.state is state)
+        for state in (ReplicaState.CORDONED, ReplicaState.QUARANTINED)
+    )
+    for known, told, kept in (
+        (quarantined, cordoned, quarantined),
+        (cordoned, quarantined, quarantined),
+    ):
+        m = _older_copy()
+        m.state = dataclasses.replace(m.state, out_of_service={"r0": known})
+        _comes_back(m, "r0", 3, m.state.opened_epoch + 1, out_of_service=told)
+        assert m.state.out_of_service == {"r0": kept}

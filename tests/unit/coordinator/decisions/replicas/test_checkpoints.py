@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,15 @@ def test_it_is_durable(catalog_path: Path) -> None:
     catalog.apply([effects.SavePool("e" * 64, "Other")])  # another model: nothing is known of it
     assert catalog.snapshot().checkpoint is None
     catalog.close()
+
+
+def test_one_that_still_reads_its_checkpoint_may_have_the_bound_one() -> None:
+    m = _pool(r0=OURS, r1=OTHER)
+    m.state = replace(m.state, replicas={"r1": m.state.replicas["r1"]})
+    m.register("r2", checkpoint=READING)
+    m.pass_time(20)
+    assert m.state.checkpoint is not None
+    assert m.state.checkpoint.digest == OURS.digest
+    _report(m, "r2", OTHER)
+    m.pass_time(20)
+    assert m.state.checkpoint.digest == OTHER.digest

@@ -396,3 +396,10 @@ def test_one_that_wakes_without_weights_is_brought_a_base_and_routed_to_after() 
     assert why.startswith("its weights were discarded as it slept")
     assert not m.state.replicas["r0"].routed
     assert m.state.replicas["r1"].routed
+
+
+def test_a_wake_that_fails_for_good_is_answered_at_once() -> None:
+    m = _slept()
+    ticket = _wake(m)
+    m.do(events.WakeAnswered("r0", "i1", Failure("LOAD_FAILED", "no memory", {"member": "r0"})))
+    assert m.error(ticket).message.startswith("no memory")

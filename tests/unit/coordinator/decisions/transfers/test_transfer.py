@@ -14,6 +14,7 @@ from tests.unit.coordinator.decisions.machine import (
     Machine,
     saved_versions,
 )
+from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.effects import SendAbort
@@ -305,3 +306,25 @@ def test_history_is_bounded() -> None:
         group_id = m.transfer(m.run_to(Phase.COMMITTED, group_id=group_id)).group_id
     assert len(m.state.history) == 100
     assert not m.state.transfers
+
+
+def test_the_longest_pause_of_its_replicas_is_that_of_the_push() -> None:
+    m = Machine().pool("r0", "r1")
+    m.acquire("math")
+    ticket = m.run_to(Phase.COMMITTING)
+    vector = VersionVector().with_adapter(PolicyVersion("math", 1), 1)
+    for name, seconds in (("r0", 0.7), ("r1", 0.2)):
+        m.do(events.CommitAnswered(f"t{ticket}", name, "i1", vector, seconds, None, (), False))
+    assert m.transfer(ticket).pause_seconds == 0.7
+
+
+def test_the_deadline_of_a_push_is_watched_behind_one_that_waits() -> None:
+    m = Machine().pool("r0")
+    m.acquire("code")
+    m.begin("code", min_replicas=2)  # waits for a second replica
+    m.acquire("math")
+    ticket = m.begin(timeout=5)
+    m.pass_time(6)
+    failure = m.transfer(ticket).failure
+    assert failure is not None
+    assert failure.reason == "DEADLINE"
