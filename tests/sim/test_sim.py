@@ -9,7 +9,7 @@ from tests.sim.runner import Outcome, replay, run_seeds
 # What CI has time for; `make sim` runs as many as one likes.
 NUM_SEEDS = 1100
 PROCESSES = 2
-#: Seeds beyond those that have failed; see "What it found" of README.md.
+#: Seeds beyond those that have failed; see tests/ledger.md.
 FOUND = (21688, 22085, 301874, 9412082)
 
 
