@@ -70,7 +70,7 @@ class Attacked:
 
     @property
     def coordinator(self) -> Any:
-        return self.pool._coordinator
+        return self.pool.coordinator
 
     def push(self) -> None:
         """A legitimate push, which has its bytes served by its deadline."""

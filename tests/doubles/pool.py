@@ -41,7 +41,7 @@ class Pool:
         }  # fmt: skip
         self.security: Security | None = None
         """Of the replicas' servers; what they show to the coordinator is the environment's."""
-        self._coordinator: Coordinator | None = None
+        self.coordinator: Coordinator | None = None
         self._replicas: dict[str, tuple[Any, asyncio.Task[None]]] = {}
         self.agents: dict[str, Agent] = {}
         self.target = target
@@ -66,8 +66,8 @@ class Pool:
         was_away = bool(self.target)
 
         async def start() -> int:
-            self._coordinator = Coordinator(CoordinatorConfig(**self._config))
-            return await self._coordinator.start()
+            self.coordinator = Coordinator(CoordinatorConfig(**self._config))
+            return await self.coordinator.start()
 
         port = self.run(start())
         self.target = self._config["listen"] = f"127.0.0.1:{port}"
@@ -77,9 +77,9 @@ class Pool:
 
     def stop_coordinator(self) -> None:
         """Stop it; replicas and trainers stay."""
-        assert self._coordinator is not None
-        self.run(self._coordinator.stop())
-        self._coordinator = None
+        assert self.coordinator is not None
+        self.run(self.coordinator.stop())
+        self.coordinator = None
 
     def add_replica(self, replica_id: str, engine: EngineDouble) -> Agent:
         """Start a replica and wait until it has registered."""
@@ -136,7 +136,7 @@ class Pool:
         """Stop everything and the loop's thread."""
         for replica_id in list(self._replicas):
             self.remove_replica(replica_id)
-        if self._coordinator is not None:
+        if self.coordinator is not None:
             self.stop_coordinator()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_WAIT_SECONDS)

@@ -79,7 +79,7 @@ class World:
     @property
     def state(self) -> PoolState:
         """The coordinator's."""
-        coordinator: Any = self.pool._coordinator
+        coordinator: Any = self.pool.coordinator
         return coordinator._driver.state  # type: ignore[no-any-return]
 
     @property
