@@ -242,3 +242,16 @@ def test_what_was_pushed_again_in_a_catalog_that_is_lost_is_adopted() -> None:
     assert m.describe_held() == [_v("math@9")]
     assert m.state.vector.adapters["math"] == AdapterVersions((9,), 9)
     assert not m.state.policies["math"].forgotten
+
+
+def test_what_is_known_of_other_policies_stays() -> None:
+    m = _pushed("r0")
+    versions = {name: PolicyVersion(name, 7) for name in ("math", "code")}
+    m.state = dataclasses.replace(
+        m.state,
+        conflicts={version: {b"a": ("r0",)} for version in versions.values()},
+        lost=dict.fromkeys(versions, 7),
+    )
+    _forget(m)
+    assert list(m.state.conflicts) == [versions["code"]]
+    assert m.state.lost == {"code": 7}

@@ -271,3 +271,13 @@ def test_a_push_that_is_to_be_checked_does_not_go_where_it_is_loaded_before() ->
     assert not m.ever(effects.SaveVersion)  # and burns no version
     m.acquire("math")
     assert m.transfer(m.begin("math", check_finite=True)).version == 1  # adapters are staged
+
+
+def test_a_base_in_no_order_is_not_loaded_in_place() -> None:
+    m = Machine()
+    m.register("r0", loads_in_place=True, takes_runs=True)
+    m.do(events.ReferenceKnown("f" * 64))
+    m.acquire("base")
+    error = m.error(m.begin("base", carries_runs=True))
+    assert error.reason == "UNSUPPORTED"
+    assert "metadata=" in error.message

@@ -328,3 +328,26 @@ def test_the_deadline_of_a_push_is_watched_behind_one_that_waits() -> None:
     failure = m.transfer(ticket).failure
     assert failure is not None
     assert failure.reason == "DEADLINE"
+
+
+def test_the_ranks_of_a_member_are_those_of_its_receivers() -> None:
+    m = Machine()
+    for name, num_receivers in (("r0", 2), ("r1", 3)):
+        m.register(name, num_receivers=num_receivers)
+    m.do(events.ReferenceKnown("f" * 64))
+    m.acquire("math")
+    ticket = m.begin()
+    m.pass_time(0.25)
+    group = m.state.groups[m.transfer(ticket).group_id]
+    firsts = [member.first_rank for member in group.members]
+    assert [list(group.ranks_from(first)) for first in firsts] == [[1, 2], [3, 4, 5]]
+
+
+def test_who_asks_late_hears_how_a_push_failed() -> None:
+    m = Machine().pool("r0")
+    m.acquire("math")
+    ticket = m.begin(timeout=5)
+    m.pass_time(6)
+    assert m.error(m.await_end(ticket)).reason == "DEADLINE"
+    m.do(events.AwaitTransfer(99, "nobody's"))
+    assert m.error(99).reason == "TRANSFER_UNKNOWN"
