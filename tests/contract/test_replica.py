@@ -395,7 +395,7 @@ async def _digests(served: Served, policy: str, version: int) -> list[types_pb2.
 
 
 async def test_what_is_held_is_digested_tensor_by_tensor(served: Served) -> None:
-    spec = types_pb2.AdapterSpec(config_json='{"r": 4}', trained_on_base="base@1")
+    spec = types_pb2.AdapterSpec(config_json='{"r": 4}', trained_on_base_version=1)
     await served.commit("base@1")
     await served.commit("base@2")
     await served.commit("math@3", adapter=spec, layout_digest=b"l" * 32)
