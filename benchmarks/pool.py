@@ -31,7 +31,7 @@ from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.values import Layout
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel

@@ -13,11 +13,11 @@ from tests import documented
 from tests.contract.protocol_vectors import PATH
 from weft_rl.contract import errors
 from weft_rl.contract.errors import REASONS
-from weft_rl.coordinator.decisions.effects import EventKind
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.push import Push
-from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.purposes.repair import Restore
 from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.v1 import inspect_pb2, publish_pb2
 
 _ROOT = Path(__file__).parents[2]

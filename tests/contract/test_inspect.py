@@ -16,7 +16,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.v1 import inspect_pb2, publish_pb2, types_pb2
 
 

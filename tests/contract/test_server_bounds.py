@@ -285,7 +285,7 @@ def test_a_watch_that_never_reads_is_ended(
 
 
 def _kind() -> Any:
-    from weft_rl.coordinator.decisions.effects import EventKind
+    from weft_rl.coordinator.decisions.state.effects import EventKind
 
     return EventKind.REPLICA_READY
 

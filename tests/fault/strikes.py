@@ -359,7 +359,7 @@ def _vllm_replica(strike: Strike) -> None:
 
 
 def _coordinator(strike: Strike) -> None:
-    from weft_rl.coordinator.decisions import effects, events
+    from weft_rl.coordinator.decisions.state import effects, events
     from weft_rl.coordinator.runtime import driver, live_groups
 
     if strike.point == "at a bucket":

@@ -11,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 from weft_rl.contract.errors import WeftError
-from weft_rl.coordinator.decisions import effects, events, step
+from weft_rl.coordinator.decisions import step
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.runtime import driver
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore

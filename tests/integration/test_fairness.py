@@ -13,7 +13,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, peft_of, weights
 from trainer_side import Publisher
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.runtime import driver
 
 NUM_ADAPTERS = 9

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.sim.lease_checks import fail
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.state.effects import (
     Save,
     SaveAsStarted,
     SaveCheckpoint,

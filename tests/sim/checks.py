@@ -19,16 +19,16 @@ from tests.sim.operator_checks import OperatorChecks
 from tests.sim.stall_checks import StallChecks
 from tests.sim.transfer_checks import SLACK_SECONDS, TransferChecks
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     ReplicaState,
     VersionRecord,
     VersionState,
 )
-from weft_rl.coordinator.decisions.transfers.in_place import is_loading
+from weft_rl.coordinator.decisions.transfers.abort import is_loading
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -11,7 +11,7 @@ from tests.sim.data import layout_of
 from tests.sim.sender import Epoch, Sending
 from tests.sim.store import Copy
 from weft_rl.contract.errors import NotFoundError, TransferTimeoutError, WeftError
-from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -16,7 +16,7 @@ from tests.sim.live_groups import LiveGroups
 from tests.sim.services import Services
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import (

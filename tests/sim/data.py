@@ -11,7 +11,7 @@ from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.tensors import DataType, TensorMeta
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.replica_report import DrainNote
-from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.clock import Future
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError
-from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.pool import PoolState
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from weft_rl.contract.errors import (
     StaleEpochError,
     WeftError,
 )
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.state.group import Group
-from weft_rl.coordinator.decisions.state.progress import Activity, Word
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.transfer import Activity, Group, Word
 from weft_rl.coordinator.runtime.live_groups import Watermark
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.state.group import Group
-from weft_rl.coordinator.decisions.state.holdings import would_be_kept
 from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica_state import would_be_kept
+from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import ContentDigest, VersionRecord
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tests.sim.clock import Clock, Future, Process, away
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
-from weft_rl.coordinator.decisions.effects import CallSwitch
+from weft_rl.coordinator.decisions.state.effects import CallSwitch
 
 
 class Server(Protocol):

@@ -16,7 +16,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.effects import ForgetAnswer, RollbackAnswer
+from weft_rl.coordinator.decisions.state.effects import ForgetAnswer, RollbackAnswer
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 

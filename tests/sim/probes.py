@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future
 from weft_rl.contract.errors import StaleEpochError
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.transfer import Group
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

@@ -32,9 +32,8 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import Asleep, Work
-from weft_rl.coordinator.decisions import effects
-from weft_rl.coordinator.decisions.state.group import Group
-from weft_rl.coordinator.decisions.state.transfer import switch_id
+from weft_rl.coordinator.decisions.state import effects
+from weft_rl.coordinator.decisions.state.transfer import Group, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
 
 if TYPE_CHECKING:

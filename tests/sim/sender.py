@@ -11,7 +11,7 @@ from tests.sim.clock import Future, Process, any_of
 from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.send_plan import SendPlan
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout
 
 if TYPE_CHECKING:

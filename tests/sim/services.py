@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.values import Heard, HeldVersion, VersionState
 from weft_rl.coordinator.decisions.step import already_committed
 

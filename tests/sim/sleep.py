@@ -14,7 +14,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.replica_report import Asleep
-from weft_rl.coordinator.decisions import effects
+from weft_rl.coordinator.decisions.state import effects
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica

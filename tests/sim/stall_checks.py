@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft_rl.coordinator.decisions.purposes.push import Push
-from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import Phase
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.effects import BeginAnswer
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.effects import BeginAnswer
+from weft_rl.coordinator.decisions.state.transfer import Group
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from tests.sim.lease_checks import fail
 from tests.sim.operator_checks import out_of_transfers
 from weft_rl.contract.names import BASE_POLICY, is_replica_sender
-from weft_rl.coordinator.decisions import effects
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.purposes.rollback import Rollback
+from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase

@@ -31,8 +31,8 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import Settings
+from weft_rl.coordinator.decisions.state.transfer import Group
 
 POLICIES = ["base", "math", "code"]
 

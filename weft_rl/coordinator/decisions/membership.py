@@ -18,8 +18,13 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.policies import numbering
+from weft_rl.coordinator.decisions.recovery import catch_up
+from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service, sleeps
+from weft_rl.coordinator.decisions.replicas.out_of_service import adopt, heard, refuse_reason
+from weft_rl.coordinator.decisions.state import events, replica_state
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
     AbsentPolicy,
     CloseChannel,
     Done,
@@ -27,12 +32,6 @@ from weft_rl.coordinator.decisions.effects import (
     HeartbeatAnswer,
     RegisterAnswer,
 )
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.policies import numbering
-from weft_rl.coordinator.decisions.recovery import restart
-from weft_rl.coordinator.decisions.replicas import base_binding, checkpoints, drains, sleeps
-from weft_rl.coordinator.decisions.replicas.out_of_service import adopt, heard, refuse_reason
-from weft_rl.coordinator.decisions.state import holdings
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -43,9 +42,9 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     shared_backends,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
-from weft_rl.coordinator.decisions.transfers import abort, in_place, reform, stalls
+from weft_rl.coordinator.decisions.transfers import abort, reform, stalls
+from weft_rl.coordinator.decisions.transfers.abort import tell_at_registration
 from weft_rl.coordinator.decisions.transfers.course import note_commit_answer
-from weft_rl.coordinator.decisions.transfers.discard import tell_at_registration
 
 
 def register(change: Change, event: events.Register) -> None:
@@ -79,7 +78,7 @@ def register(change: Change, event: events.Register) -> None:
         suspect=old.suspect if old else None,
         retained=report.retained,
         spilled=report.spilled,
-        drain=drains.noted(old, report.drain, change.now),
+        drain=out_of_service.updated_drain(old, report.drain, change.now),
         checkpoint=event.checkpoint,
         refusing=report.refusing,
         asleep=report.asleep or (old.asleep if old else None),
@@ -88,10 +87,12 @@ def register(change: Change, event: events.Register) -> None:
     )
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
-    replica = change.put_replica(holdings.counted(change.state, replica, event.held, complete=True))
-    checkpoints.note(change, replica)
+    replica = change.put_replica(
+        replica_state.counted(change.state, replica, event.held, complete=True)
+    )
+    base_binding.note_checkpoint(change, replica)
     if report.base_as_started:
-        checkpoints.note_as_started(change, replica)
+        base_binding.note_as_started(change, replica)
     sleeps.adopt(change, event)
     adopt(change, event)
     answer = RegisterAnswer(
@@ -200,7 +201,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         report=report,
         suspicion="",
         spilled=report.spilled,
-        drain=drains.noted(replica, report.drain, change.now),
+        drain=out_of_service.updated_drain(replica, report.drain, change.now),
         # One that was on its way while it fell asleep says that it is awake: that it woke, only
         # its answer tells.
         asleep=report.asleep or replica.asleep,
@@ -208,7 +209,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     )
     replica = heard(change.state, replica, report.refusing, report.order_number)
     # While it loads in place its weights are mixed, as they must be.
-    loading = in_place.is_loading(change.state, replica.replica_id)
+    loading = abort.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
     believed_from = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
     is_believed = change.now > believed_from
@@ -222,15 +223,15 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         if is_new or event.held:
             numbering.versions_heard(change, replica, event.held)
         complete = event.held_complete
-        replica = holdings.counted(change.state, replica, event.held, complete=complete)
+        replica = replica_state.counted(change.state, replica, event.held, complete=complete)
     else:
-        replica = holdings.counted(change.state, replica)
+        replica = replica_state.counted(change.state, replica)
     change.put_replica(replica)
     if is_believed and report.base_as_started:
-        checkpoints.note_as_started(change, replica)
-    restart.restore_or_discard(change, replica, event.staged)
+        base_binding.note_as_started(change, replica)
+    catch_up.restore_or_discard(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
-    undecided = holdings.undecided(change.state, replica)
+    undecided = replica_state.undecided(change.state, replica)
     wanted = undecided or replica.mistaken or (event.held and not is_believed)
     answer = replace(answer, held_wanted=bool(wanted))
     # What it says of itself now counts at once against it, though not yet for it.

@@ -13,19 +13,14 @@ from weft_rl.contract.errors import (
     NotReadyError,
     PeerUnavailableError,
 )
-from weft_rl.coordinator.decisions import events, membership
-from weft_rl.coordinator.decisions.effects import Done, Effect, EventKind, RoutesChanged
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.policies import leases, removal, republish, retention
-from weft_rl.coordinator.decisions.purposes import begin, rollback
+from weft_rl.coordinator.decisions import membership
+from weft_rl.coordinator.decisions.policies import leases, republish, retention
+from weft_rl.coordinator.decisions.purposes import push, rollback
 from weft_rl.coordinator.decisions.recovery import adoption, catch_up
-from weft_rl.coordinator.decisions.replicas import (
-    base_binding,
-    checkpoints,
-    drains,
-    out_of_service,
-    sleeps,
-)
+from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service, sleeps
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import Done, Effect, EventKind, RoutesChanged
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
@@ -39,7 +34,6 @@ from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaSt
 from weft_rl.coordinator.decisions.transfers import (
     abort,
     course,
-    discard,
     preflight,
     stalls,
     suspects,
@@ -102,13 +96,13 @@ def _apply(change: Change, event: events.Event) -> None:
             course.watch_deadlines(change)
             suspects.watch(change)
             suspects.probe(change)
-            discard.repeat_discards(change)
+            abort.repeat_discards(change)
             if change.now >= change.state.retire_at:
                 retention.retire(change)
             adoption.watch(change)
             catch_up.schedule(change)
             republish.watch(change)
-            checkpoints.watch(change)
+            base_binding.watch_checkpoint(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
         case events.AcquirePolicy():
@@ -121,7 +115,7 @@ def _apply(change: Change, event: events.Event) -> None:
             tickets = {**change.state.target_tickets, event.ticket: event.deadline}
             change.state = replace(change.state, target_tickets=tickets)
         case events.BeginTransfer():
-            begin.begin(change, event)
+            push.begin(change, event)
         case events.AwaitTransfer():
             _await_transfer(change, event)
         case events.AbortTransfer():
@@ -129,7 +123,7 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.Register():
             membership.register(change, event)
         case events.ReportCheckpoint():
-            checkpoints.report(change, event)
+            base_binding.report_checkpoint(change, event)
         case events.Heartbeat():
             membership.heartbeat(change, event)
         case events.Leave():
@@ -166,7 +160,7 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.RetireAnswered():
             retention.retire_answered(change, event)
         case events.DiscardAnswered():
-            discard.discard_answered(change, event)
+            abort.discard_answered(change, event)
             withdrawals.discard_answered(change, event)
         case events.LookedUp():
             catch_up.looked_up(change, event)
@@ -181,7 +175,7 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.SetRetention():
             retention.set_retention(change, event)
         case events.ForgetPolicy():
-            removal.forget(change, event)
+            retention.forget(change, event)
         case events.TakeOutOfService():
             out_of_service.take_out(change, event)
         case events.Uncordon():
@@ -189,7 +183,7 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.RefuseAnswered():
             out_of_service.order_answered(change, event)
         case events.DrainReplica():
-            drains.drain(change, event)
+            out_of_service.drain(change, event)
         case events.SleepRollouts():
             sleeps.sleep_rollouts(change, event)
         case events.WakeRollouts():

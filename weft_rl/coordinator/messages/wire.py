@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.state.pool import (
     Lease,
     Policy,
@@ -20,7 +19,7 @@ from weft_rl.coordinator.decisions.state.pool import (
 )
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
-from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,

@@ -13,8 +13,8 @@ from typing import Final
 from weft_rl.containers.frozen import replace
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.names import BASE_POLICY, VersionVector
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind

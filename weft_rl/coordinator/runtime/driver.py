@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.values import Failure
 from weft_rl.coordinator.decisions.step import step

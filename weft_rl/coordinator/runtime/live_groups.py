@@ -23,10 +23,8 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.layout.manifest import DIGEST_BYTES
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.state.group import Group
-from weft_rl.coordinator.decisions.state.progress import Word
-from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, Word
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore

@@ -15,7 +15,7 @@ from weft_rl.contract.errors import DigestMismatchError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
 from weft_rl.coordinator.runtime.catalog.database import Catalog

@@ -16,8 +16,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState, live_lease
 from weft_rl.coordinator.decisions.state.replica_state import CAUSES, cause
 from weft_rl.coordinator.decisions.state.transfer import Transfer

@@ -16,7 +16,7 @@ import grpc
 from weft_rl.contract.errors import REASONS, NotFoundError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Failure, VersionFacts
 from weft_rl.coordinator.messages.wire import (
     adapter_to_proto,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weft_rl.containers.lru import Lru
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind

@@ -15,7 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
-from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.rpc.codec import timestamp_to_proto
 from weft_rl.v1 import inspect_pb2
 

@@ -9,8 +9,8 @@ import grpc
 
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.sleep import DEFAULT_REQUESTS_SECONDS
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.replicas import base_binding
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog

@@ -10,7 +10,7 @@ import grpc
 
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
 from weft_rl.contract.names import check_name
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     eligible_targets,

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import grpc
 
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.membership import check_free
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
 from weft_rl.coordinator.decisions.state.values import Heard, ReplicaState
 from weft_rl.coordinator.messages.wire import held_from_proto

@@ -12,8 +12,8 @@ from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport, Work
 from weft_rl.contract.tensors import DataType, TensorMeta
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
 from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer

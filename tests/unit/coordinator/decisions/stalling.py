@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.replica_report import Work
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.state.progress import Activity, Word
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.transfer import Activity, Word
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 
 LATE = Failure("DEADLINE", "the deadline of JoinGroup passed", {})

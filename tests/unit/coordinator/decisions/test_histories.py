@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
 from weft_rl.coordinator.decisions.state.values import Phase, VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.unit.coordinator.decisions.machine import Machine
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.step import step
 from weft_rl.coordinator.page.history import History
 from weft_rl.coordinator.runtime.watchers import Feed

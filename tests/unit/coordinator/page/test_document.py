@@ -11,7 +11,7 @@ from tests.doubles.http import request
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED
 from tests.unit.coordinator.page.pool import COORDINATOR, Watched, watched
 from weft_rl.contract.names import VersionVector
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.values import Phase
 from weft_rl.coordinator.page import document
 from weft_rl.coordinator.page.document import Document

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.coordinator.decisions.machine import GONE, LAYOUT, LOAD_FAILED
 from tests.unit.coordinator.page.pool import Watched, watched
 from weft_rl.contract.names import VersionVector
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.page import history
 from weft_rl.coordinator.page.history import Mark, PastTransfer

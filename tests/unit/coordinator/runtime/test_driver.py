@@ -14,7 +14,7 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.values import PolicyKind
 from weft_rl.coordinator.runtime import driver as driver_module

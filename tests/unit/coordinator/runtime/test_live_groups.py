@@ -16,10 +16,9 @@ from weft_rl.contract.errors import (
     StaleEpochError,
 )
 from weft_rl.contract.layout.send_plan import WireBucket, make_send_plan
-from weft_rl.coordinator.decisions import events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.state.group import Group, Member
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Group, Member, Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankLink, Watermark

@@ -18,7 +18,7 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Phase, ReplicaState
 from weft_rl.coordinator.decisions.step import step

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.runtime.replica_client import ReplicaCaller
 from weft_rl.v1 import replica_pb2
 

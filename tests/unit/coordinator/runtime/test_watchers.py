@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from weft_rl.contract.errors import PeerUnavailableError
-from weft_rl.coordinator.decisions.effects import EventKind
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.runtime.watchers import MAX_KEPT, MAX_REMEMBERED, Feed, RouteFeed
 
 

@@ -11,11 +11,11 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, check_adapter_name, check_name
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import Done, EventKind, LeaseAnswer, SavePolicy
-from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.policies.republish import publish_again_version
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import Done, EventKind, LeaseAnswer, SavePolicy
 from weft_rl.coordinator.decisions.state.pool import (
     MAX_NUMBER,
     Lease,

@@ -13,15 +13,15 @@ from typing import Final
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import InvalidNameError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
     EventKind,
     SaveEpoch,
     SaveGeneration,
     SaveNumberFloor,
     SavePolicy,
 )
-from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, Policy, PoolState, Question
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import Heard, PolicyKind

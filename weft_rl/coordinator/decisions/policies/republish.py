@@ -16,15 +16,11 @@ from collections.abc import Sequence
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.effects import EventKind
-from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState, Republish, live_lease
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
-from weft_rl.coordinator.decisions.state.replica_state import (
-    lacked_adapters,
-    wants,
-    who_publishes,
-)
+from weft_rl.coordinator.decisions.state.replica_state import lacked_adapters, wants, who_publishes
 
 
 def watch(change: Change) -> None:

@@ -1,1 +1,1 @@
-"""Purposes of transfers: each with its data and its rules, in one file."""
+"""Purposes of transfers, each with its data and its rules."""

@@ -15,24 +15,16 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions.effects import CallSend, EventKind, OpenGroup
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.purposes.repair import Repair, alias_of
-from weft_rl.coordinator.decisions.state.group import Group, seats
+from weft_rl.coordinator.decisions.purposes.repair import Repair, alias_of, back_off
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CallSend, EventKind, OpenGroup
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import takes_clones, wants
-from weft_rl.coordinator.decisions.state.transfer import Attempt, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Attempt, Group, Transfer, seats
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
-from weft_rl.coordinator.decisions.transfers import (
-    abort,
-    backoff,
-    course,
-    in_place,
-    reform,
-    suspects,
-)
-from weft_rl.coordinator.decisions.transfers.discard import discard
+from weft_rl.coordinator.decisions.transfers import abort, course, reform, suspects
+from weft_rl.coordinator.decisions.transfers.abort import discard
 from weft_rl.coordinator.decisions.transfers.purpose import Turns
 
 
@@ -129,7 +121,7 @@ class Clone(Repair):
     def on_interrupted(self, change: Change, transfer: Transfer, by: Transfer) -> None:
         why = f"a {by.purpose.name} of {by.policy} goes first"
         abort.close_group(change, transfer.group_id, f"{why}; the clone resumes after it")
-        in_place.abandon(change, transfer, transfer.targets, Failure("TRANSFER_ABORTED", why))
+        abort.abandon(change, transfer, transfer.targets, Failure("TRANSFER_ABORTED", why))
         change.put_transfer(
             replace(
                 transfer,
@@ -180,7 +172,7 @@ class Clone(Repair):
     def on_aborted(self, change: Change, ended: Transfer) -> None:
         failure, version = ended.failure, ended.policy_version
         assert failure is not None
-        backoff.note(change, self.replica_id, version, self.source, failure)
+        back_off(change, self.replica_id, version, self.source, failure)
         text = f"{version}: {failure.message} [{failure.reason}]"
         change.announce(EventKind.CLONE_FAILED, ended.transfer_id, text)
 

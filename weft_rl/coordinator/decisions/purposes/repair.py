@@ -1,7 +1,7 @@
 """Repairs: one replica is brought what the pool serves already, without a trainer.
 
-What clones and restores have in common. A failure changes nothing but the time of the next
-attempt.
+What clones and restores have in common, and restores. A failure changes nothing but the time
+of the next attempt.
 """
 
 from __future__ import annotations
@@ -9,23 +9,49 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, replica_sender
-from weft_rl.coordinator.decisions.effects import EventKind
-from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
+    CallCommit,
+    CallRestore,
+    CallSwitch,
+    EventKind,
+)
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica import Backoff, Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import obeys_pins, wants
 from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft_rl.coordinator.decisions.state.values import (
+    Failure,
     Layout,
     Phase,
     PolicyKind,
     VersionRecord,
 )
-from weft_rl.coordinator.decisions.transfers import backoff
+from weft_rl.coordinator.decisions.transfers import course
 from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
+
+#: Between two attempts; doubled with each failure, from the first to the second.
+FIRST_BACKOFF_SECONDS = 1.0
+LONGEST_BACKOFF_SECONDS = 60.0
+
+
+def back_off(
+    change: Change, replica_id: str, version: PolicyVersion, source: str, failure: Failure
+) -> None:
+    """Postpone the next attempt at bringing a version to a replica."""
+    replica = change.state.replicas.get(replica_id)
+    if replica is None:
+        return
+    old = replica.backoffs.get(version)
+    count = old.count + 1 if old else 1
+    delay = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(count - 1, 30))
+    why = f"{failure.message} [{failure.reason}]"
+    backoff = Backoff(count, change.now + delay, source, why)
+    change.put_replica(replace(replica, backoffs={**replica.backoffs, version: backoff}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +102,7 @@ class Repair(Purpose):
         change.end_transfer(replace(transfer, phase=phase, failure=failure))
         version, replica_id = transfer.policy_version, self.replica_id
         if failure:
-            backoff.note(change, replica_id, version, self.source, failure)
+            back_off(change, replica_id, version, self.source, failure)
             text = f"{version} at {replica_id}: {failure.message} [{failure.reason}]"
             change.announce(EventKind(f"{self.name}_failed"), transfer.transfer_id, text)
             return
@@ -87,7 +113,7 @@ class Repair(Purpose):
         )
 
 
-def repair(
+def waiting_repair(
     purpose: Repair,
     ids: FreshIds,
     record: VersionRecord,
@@ -116,3 +142,63 @@ def alias_of(state: PoolState, transfer: Transfer) -> int:
     """Return what an adapter's bare name stands for once the replica has this version."""
     policy = state.policies[transfer.policy]
     return policy.served_version if policy.kind is PolicyKind.ADAPTER else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(Repair):
+    """Transfer in which a replica switches to what it holds itself."""
+
+    name: ClassVar[str] = "restore"
+    staged_by: str = ""
+    """The transfer of a former coordinator that staged what it switches to."""
+
+    def _is_possible(self, state: PoolState, transfer: Transfer, replica: Replica) -> bool:
+        version = transfer.policy_version
+        has_it = bool(self.staged_by) or holds(replica, version) or version in replica.spilled
+        is_free = replica.suspect is None and not state.is_quarantined(self.replica_id)
+        return has_it and is_free
+
+    def _holds_back(self, change: Change, transfer: Transfer, turns: Turns) -> bool:
+        # Not by waiting for what a push interrupts.
+        return self.replica_id in turns.firm
+
+    def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
+        """Order the replica to switch: there is nothing to stage first."""
+        transfer = change.put_transfer(course.at_commit_point(change, transfer, [replica]))
+        order = self._order(change.state, transfer, replica)
+        where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
+        text = f"{transfer.policy_version} at {self.replica_id}, from its {where}"
+        change.announce(EventKind.RESTORE_BEGUN, transfer.transfer_id, text)
+        change.emit(order)
+
+    def origin(self, replica: Replica, version: PolicyVersion) -> str:
+        if self.staged_by:
+            return "what it has staged"
+        return "its own copy" if holds(replica, version) else "its spill directory"
+
+    def _order(
+        self, state: PoolState, transfer: Transfer, replica: Replica
+    ) -> CallCommit | CallSwitch | CallRestore:
+        ids, version, digest = self.replica_id, transfer.policy_version, transfer.content_digest
+        if holds(replica, version):
+            return CallSwitch(
+                transfer.transfer_id, ids, replica.incarnation, replica.address, version
+            )
+        assert digest is not None
+        alias = alias_of(state, transfer)
+        if self.staged_by:
+            return course.call_to_commit(
+                transfer, replica, digest, staged_by=self.staged_by, alias=alias
+            )
+        return CallRestore(
+            transfer.transfer_id,
+            ids,
+            replica.incarnation,
+            replica.address,
+            version,
+            transfer.adapter,
+            digest,
+            transfer.layout.digest,
+            alias,
+            state.settings.clone_seconds,
+        )

@@ -18,16 +18,17 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import (
-    CallSwitch,
-    EventKind,
-    RollbackAnswer,
-)
-from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.policies.retention import serve
-from weft_rl.coordinator.decisions.state.kept import known_policy, requestable, ways_back
-from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CallSwitch, EventKind, RollbackAnswer
+from weft_rl.coordinator.decisions.state.pool import (
+    Policy,
+    PoolState,
+    known_policy,
+    requestable,
+    ways_back,
+)
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
@@ -40,7 +41,7 @@ from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers.course import at_commit_point, take_over
 from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
-from weft_rl.coordinator.decisions.transfers.refusals import all_definite
+from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite
 
 #: Who does it, as a transfer's sender; no trainer can be named so.
 OPERATOR = "(operator)"

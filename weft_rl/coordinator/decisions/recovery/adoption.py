@@ -23,17 +23,16 @@ from typing import Final
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.policies.retention import serve
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
     DescribeHeld,
     EventKind,
     SavePolicy,
     SaveRetired,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.policies.retention import serve
-from weft_rl.coordinator.decisions.state.holdings import undecided, without_mistaken
 from weft_rl.coordinator.decisions.state.pool import (
     Inquiry,
     Policy,
@@ -42,6 +41,7 @@ from weft_rl.coordinator.decisions.state.pool import (
     num_retained,
 )
 from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica_state import undecided, without_mistaken
 from weft_rl.coordinator.decisions.state.values import (
     HeldVersion,
     PolicyKind,

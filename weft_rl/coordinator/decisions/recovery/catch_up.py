@@ -5,22 +5,26 @@ A replica that lacks a version which another holds gets a clone; one that holds 
 gets a restore. Both are transfers that wait for their turn with the pushes, so a replica
 does one thing at a time.
 
-Schedule → look up (the catalog's record, the manifest) → turn.
+Schedule -> look up (the catalog's record, the manifest) -> turn.
+
+After a restart of the coordinator a replica may hold staged bytes that belong to no transfer
+under way. The catalog decides. A version that was committed before the coordinator died is
+switched to (roll forward) where it is still wanted; anything else was aborted by the restart,
+or is brought in other ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import LookUp
-from weft_rl.coordinator.decisions.effects.change import Change
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.purposes.repair import Repair, repair
-from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.purposes.repair import Repair, Restore, back_off, waiting_repair
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CallDiscard, LookUp
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica, held_versions, holds
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -29,8 +33,8 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     takes_clones,
     wants,
 )
-from weft_rl.coordinator.decisions.state.values import Failure
-from weft_rl.coordinator.decisions.transfers import backoff
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer, switch_id
+from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionRecord, VersionState
 
 #: Between two schedules when one clone ends after another.
 SCHEDULE_SECONDS = 0.02
@@ -152,7 +156,7 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
         why = f"{source.replica_id} and {replica.replica_id} have no side-group backend in common"
         failure = Failure("BACKEND_MISMATCH", why)
     if failure is not None:
-        backoff.note(change, event.replica_id, event.version, event.source_id, failure)
+        back_off(change, event.replica_id, event.version, event.source_id, failure)
         return
     assert record is not None
     assert layout is not None
@@ -160,7 +164,7 @@ def looked_up(change: Change, event: events.LookedUp) -> None:
     if event.source_id != event.replica_id:
         purpose = Clone(replica_id=event.replica_id, source=event.source_id)
     backend = _backend(source, replica) or ""
-    change.put_transfer(repair(purpose, event.ids, record, layout, change.now, backend))
+    change.put_transfer(waiting_repair(purpose, event.ids, record, layout, change.now, backend))
 
 
 def _backend(source: Replica, replica: Replica) -> str | None:
@@ -174,3 +178,46 @@ def _backend(source: Replica, replica: Replica) -> str | None:
     if not set(theirs.gpu_uuids).isdisjoint(ours.gpu_uuids):
         names = [name for name in names if name != NCCL]
     return next((name for name in names if name in theirs.backends), None)
+
+
+# -- staged bytes of a former coordinator ----------------------------------------
+
+
+def restore_or_discard(
+    change: Change, replica: Replica, staged: Mapping[str, VersionRecord | None]
+) -> None:
+    """Let a replica switch to what it has staged, as its turn comes, or discard it.
+
+    Repeated with every heartbeat until it is gone; both orders are idempotent.
+    """
+    for transfer_id, record in sorted(staged.items()):
+        name = switch_id(transfer_id, replica.replica_id)
+        if transfer_id in change.state.transfers or name in change.state.transfers:
+            continue
+        # What ended under this coordinator was offered to the replica, which refused
+        # it or missed it for good; what it refuses now is not offered again.
+        history = change.state.history
+        is_ours = transfer_id in history or name in history or bool(replica.commit_failure)
+        if record is not None and not is_ours and _is_wanted(change.state, replica, record):
+            change.put_transfer(_restore(change.now, name, replica, record))
+        else:
+            change.emit(CallDiscard(transfer_id, replica.replica_id, replica.address))
+
+
+def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> Transfer:
+    digest = record.content_digest
+    assert digest is not None
+    size = digest.size_bytes
+    return waiting_repair(
+        Restore(replica_id=replica.replica_id, staged_by=record.transfer_id),
+        FreshIds(name, 0, "", "", ""),
+        record,
+        Layout(None, record.layout_digest, size, size, 0),
+        now,
+    )
+
+
+def _is_wanted(state: PoolState, replica: Replica, record: VersionRecord) -> bool:
+    if record.state is not VersionState.COMMITTED:
+        return False
+    return record.version in wants(state, replica) and not replica.vector.holds(record.version)

@@ -1,26 +1,32 @@
-"""Out of service: replicas that an operator keeps out of service, in the pool or not.
+"""Orders that take a replica out of service: cordon, quarantine and drain.
 
-A replica is told at once to refuse requests, or to take them again, and says what it
-enforces in its answer and in every heartbeat. Orders are numbered, since a call and an
-answer to a heartbeat may overtake each other: the newest counts, on both sides.
+Cordons and quarantines are kept for replicas of the pool or not. A replica is told at once to
+refuse requests, or to take them again, and says what it enforces in its answer and in every
+heartbeat. Orders are numbered, since a call and an answer to a heartbeat may overtake each
+other: the newest counts, on both sides.
+
+In a drain a replica leaves in good order. Either side may begin: an operator at the
+coordinator, which tells the replica with the next heartbeat, or the replica, whose process was
+told to stop. From then on the replica carries the drain and says so with each heartbeat, so a
+coordinator that is restarted knows again.
 """
 
 from __future__ import annotations
 
 from weft_rl.containers.frozen import replace
-from weft_rl.contract.errors import InvalidRequestError, NotReadyError
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.contract.errors import InvalidRequestError, NotFoundError, NotReadyError
+from weft_rl.contract.replica_report import DrainNote
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
     CallRefuse,
     Done,
     EventKind,
     SaveOutOfService,
     UncordonAnswer,
 )
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.replicas.drains import unknown_replica
 from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, PoolState
-from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import Drain, OutOfService, Replica
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 
@@ -149,4 +155,49 @@ def _tell(change: Change, replica_id: str, before: str) -> None:
             reason,
             change.state.order_number,
         )
+    )
+
+
+# -- drains ----------------------------------------------------------------------
+
+#: Longest that a drain may be given.
+MAX_DRAIN_SECONDS = 86_400.0
+
+
+def drain(change: Change, event: events.DrainReplica) -> None:
+    """Let a replica leave; its process learns of it with its next heartbeat."""
+    replica = change.state.replicas.get(event.replica_id)
+    if replica is None:
+        change.refuse([event.ticket], unknown_replica(event.replica_id))
+    elif not 0.0 <= event.seconds <= MAX_DRAIN_SECONDS:
+        error = InvalidRequestError(
+            f"timeout must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds"
+        )
+        change.refuse([event.ticket], error)
+    else:
+        reason = ": ".join(filter(None, ["by an operator", event.reason]))
+        note = DrainNote(event.seconds, reason)
+        change.put_replica(replace(replica, drain=updated_drain(replica, note, change.now)))
+        change.reply(event.ticket, Done())
+
+
+def updated_drain(replica: Replica | None, note: DrainNote | None, now: float) -> Drain | None:
+    """Return a replica's drain once ``note`` is heard; nothing takes a drain back.
+
+    Its first reason stands, and the earlier end counts.
+    """
+    known = replica.drain if replica else None
+    if note is None:
+        return known
+    deadline = now + note.seconds
+    if known is None:
+        return Drain(deadline, note.reason)
+    return replace(known, deadline=min(known.deadline, deadline))
+
+
+def unknown_replica(replica_id: str) -> NotFoundError:
+    """Return the error for an order that names no replica of the pool."""
+    return NotFoundError(
+        f"no replica {replica_id[:80]!r} is in the pool: weft status lists them",
+        reason="REPLICA_UNKNOWN",
     )

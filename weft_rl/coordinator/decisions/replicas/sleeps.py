@@ -18,14 +18,13 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.sleep import DISCARDS, SWITCH_SECONDS
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import CallSleep, CallWake, SleepAnswer
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.replicas.drains import unknown_replica
+from weft_rl.coordinator.decisions.replicas.out_of_service import unknown_replica
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CallSleep, CallWake, SleepAnswer
 from weft_rl.coordinator.decisions.state.pool import live_lease, require_lease
-from weft_rl.coordinator.decisions.state.replica import Replica
+from weft_rl.coordinator.decisions.state.replica import Replica, SleepOrder, SleepWait
 from weft_rl.coordinator.decisions.state.replica_state import is_unsettled
-from weft_rl.coordinator.decisions.state.sleep import SleepOrder, SleepWait
 from weft_rl.coordinator.decisions.state.values import Failure
 
 #: Between two calls to a replica that does not do as it is told.

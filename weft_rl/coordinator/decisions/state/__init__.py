@@ -1,1 +1,1 @@
-"""State that the decisions are made on: frozen values, and the pool as a whole."""
+"""Values that the decisions are made on: the pool, events and effects; and a step in the making."""

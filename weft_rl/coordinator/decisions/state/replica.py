@@ -1,4 +1,4 @@
-"""Replica as the coordinator knows it, an immutable value; times as in ``state``."""
+"""Replica as the coordinator knows it, and orders to it: immutable values; times as in ``pool``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,39 @@ from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import Asleep, ReplicaReport
 from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepOrder:
+    """Order to a replica to sleep until somebody wakes it, or its trainer's lease has ended.
+
+    Not durable: the replica remembers it.
+    """
+
+    trainer_id: str
+    """Trainer that ordered it; empty for an operator."""
+    fencing_token: int = 0
+    """Token of the base's lease that the order is a part of. 0 for an operator's, or if a
+    replica has told of it and the trainer has not been heard since."""
+    level: int = 1
+    """Level of sleep: 1 moves weights to host memory, 2 discards them."""
+    aborts: bool = False
+    """True if running requests are aborted, rather than finished."""
+    seconds: float = 0.0
+    """Seconds that running requests may take to end."""
+    until: float = float("inf")
+    """Time at which an order that a replica has told of ends unless its trainer is heard."""
+    confirmed: bool = False
+    """True if the replica has slept by it."""
+
+
+@dataclass(frozen=True)
+class SleepWait:
+    """Call that waits until replicas sleep, or are awake."""
+
+    replica_ids: tuple[str, ...]
+    asleep: bool
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -100,7 +133,7 @@ class Replica:
     drain: Drain | None = None
     """Set while it is to leave."""
     unrecorded: frozenset[HeldVersion] = frozenset()
-    """Versions that it holds and the catalog does not know; see ``adoption``."""
+    """Versions that it holds and the catalog does not know; see adoption.py."""
     mistaken: frozenset[HeldVersion] = frozenset()
     """Versions that it holds with other bytes than their numbers have. They are not counted in
     ``vector``, ``retained`` and ``spilled``, and are dropped."""

@@ -1,18 +1,21 @@
-"""A transfer, the facts of its purpose, and the reports of its ranks: immutable values.
+"""A transfer, its side group, and the reports of its ranks: immutable values.
 
-Times as in ``state``.
+Times as in ``pool``.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from collections.abc import Mapping, Sequence
+import hmac
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
+from weft_rl.containers.frozen import replace
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.state.progress import Watch
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import (
     NOTHING,
@@ -25,6 +28,248 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
+
+
+class Activity(enum.IntEnum):
+    """Activity of a rank; numbers are those of ``weft.v1.Activity``."""
+
+    FORMING = 1
+    ALLOCATING = 2
+    WAITING = 3
+    VERIFYING = 4
+    LOADING = 5
+    PACKING = 6
+    SENDING = 7
+
+
+@dataclass(frozen=True)
+class Word:
+    """Last report of a rank on its work; see ``weft.v1.Progress``."""
+
+    transfer_id: str
+    activity: int
+    bucket: int = 0
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        match self.activity:
+            case Activity.FORMING:
+                return "forming the group"
+            case Activity.ALLOCATING:
+                return f"allocating {self.done} of {self.total} bytes"
+            case Activity.WAITING:
+                return f"waiting for bucket {self.bucket}"
+            case Activity.VERIFYING:
+                return f"verifying bucket {self.bucket}"
+            case Activity.LOADING:
+                return f"loading bucket {self.bucket}"
+            case Activity.PACKING:
+                return f"packing bucket {self.bucket}"
+            case Activity.SENDING:
+                return f"sending bucket {self.bucket}"
+        return "working"
+
+
+#: What every rank of a new group owes first.
+FIRST_STEP = "join the group"
+
+
+@dataclass(frozen=True)
+class Debt:
+    """Next step of a transfer, owed by one rank."""
+
+    step: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Progress of one epoch of a transfer, as its ranks report it; times as in ``pool``."""
+
+    heard_at: Mapping[int, float] = field(default_factory=dict)
+    """Time at which each rank last said what it does, or verified a bucket."""
+    words: Mapping[int, Word] = field(default_factory=dict)
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Number of buckets, from the first, that each receiver has reported as verified."""
+    debts: Mapping[int, Debt] = field(default_factory=dict)
+    held_up: Mapping[int, float] = field(default_factory=dict)
+    """Seconds for which each receiver, at work, was what all others waited for."""
+    looked_at: float = float("inf")
+    """Time at which a receiver that holds the others up was noted last; inf while there is none."""
+
+    def heard(
+        self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
+    ) -> Watch:
+        """Return this watch with the words and numbers of verified buckets that ranks reported."""
+        return replace(
+            self,
+            heard_at={**self.heard_at, **dict.fromkeys((*words, *num_verified), now)},
+            words={**self.words, **words},
+            num_verified={**self.num_verified, **num_verified},
+        )
+
+    def with_debts(self, steps: Mapping[int, str], now: float) -> Watch:
+        """Return this watch with what each rank owes now; a debt keeps its beginning."""
+        debts = {
+            rank: old if (old := self.debts.get(rank)) and old.step == step else Debt(step, now)
+            for rank, step in steps.items()
+        }
+        return self if debts == self.debts else replace(self, debts=debts)
+
+    def carried(self, ranks: Mapping[int, int], step: str, now: float) -> Watch:
+        """Return the watch that a transfer's next epoch begins with.
+
+        The silence of each rank is carried over, until the rank has done its first step.
+
+        Args:
+            ranks: The former rank of each new one.
+            step: What each owes first.
+        """
+        debts = {
+            rank: Debt(step, now - silence)
+            for rank, former in ranks.items()
+            if (silence := self.silence(former, now)) > 0
+        }
+        held_up = {r: self.held_up[old] for r, old in ranks.items() if old in self.held_up}
+        return Watch(debts=debts, held_up=held_up)
+
+    def with_holder(self, rank: int | None, now: float) -> Watch:
+        """Return this watch with the receiver that holds the others up noted; None is nobody.
+
+        The time since the last look counts, a second at most: ticks are more frequent.
+        """
+        if rank is None:
+            return self if self.looked_at == float("inf") else replace(self, looked_at=float("inf"))
+        seconds = self.held_up.get(rank, 0.0) + min(1.0, max(0.0, now - self.looked_at))
+        return replace(self, held_up={**self.held_up, rank: seconds}, looked_at=now)
+
+    def silence(self, rank: int, now: float) -> float:
+        """Return the seconds that a rank has owed its step without a word; 0 if it owes nothing."""
+        debt = self.debts.get(rank)
+        return now - max(debt.since, self.heard_at.get(rank, debt.since)) if debt else 0.0
+
+    def forgiven(self, seconds: float) -> Watch:
+        """Return this watch as if ``seconds`` had not passed."""
+        return replace(
+            self,
+            heard_at={rank: at + seconds for rank, at in self.heard_at.items()},
+            debts={
+                rank: replace(debt, since=debt.since + seconds) for rank, debt in self.debts.items()
+            },
+        )
+
+
+# -- the side group that it moves over -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica's place in a side group: ranks ``first_rank`` and up."""
+
+    replica_id: str
+    incarnation: str
+    first_rank: int
+    num_receivers: int
+
+
+def members_of(
+    replicas: Iterable[tuple[str, str, int]], num_senders: int = 1
+) -> tuple[Member, ...]:
+    """Assign ranks in a group: senders get ranks 0 and up, receivers follow in the given order.
+
+    Args:
+        replicas: Replica id, incarnation and number of receivers of each.
+    """
+    members: list[Member] = []
+    rank = num_senders
+    for replica_id, incarnation, num_receivers in replicas:
+        members.append(Member(replica_id, incarnation, rank, num_receivers))
+        rank += num_receivers
+    return tuple(members)
+
+
+def seats(replicas: Iterable[Replica], num_senders: int = 1) -> tuple[Member, ...]:
+    """Return the places of replicas in a new group."""
+    return members_of(
+        ((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas),
+        num_senders,
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """A side group: its senders (ranks 0 and up) and the receivers of its members.
+
+    It holds all that is decided on, for all ranks; a member learns no more of it than its own
+    ``weft_rl.contract.group.GroupTicket``.
+    """
+
+    group_id: str
+    secret: str = field(repr=False)
+    """Secret that the tokens of its ranks are derived from; never sent."""
+    epoch: int
+    trainer_id: str
+    session_id: str
+    backend: str
+    members: tuple[Member, ...]
+    attending: frozenset[int] = frozenset()
+    is_probe: bool = False
+    """True if its receivers are only asked whether they answer (see suspects.py); then there is
+    no rank 0."""
+    num_senders: int = 1
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.num_senders + self.num_receivers
+
+    @cached_property
+    def num_receivers(self) -> int:
+        """Number of ranks that receive; they follow those that send."""
+        return sum(member.num_receivers for member in self.members)
+
+    @property
+    def senders(self) -> range:
+        """Ranks that send."""
+        return range(self.num_senders)
+
+    @property
+    def receivers(self) -> range:
+        """Ranks that receive."""
+        return range(self.num_senders, self.size)
+
+    def ranks_from(self, first_rank: int) -> range:
+        """Return the ranks of the member that begins at ``first_rank``."""
+        count = next(m.num_receivers for m in self.members if m.first_rank == first_rank)
+        return range(first_rank, first_rank + count)
+
+    def token_of(self, rank: int) -> str:
+        """Return the token that authorises one rank in this epoch; it tells nothing of others."""
+        text = f"{self.group_id} {self.epoch} {rank}"
+        return hmac.new(self.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+    @property
+    def complete(self) -> bool:
+        """True if every rank attends."""
+        return len(self.attending) == self.size
+
+    def member_name(self, rank: int) -> str:
+        """Return the id of a rank's replica, or of the trainer, for messages."""
+        if rank < self.num_senders:
+            return self.trainer_id
+        for member in self.members:
+            if member.first_rank <= rank < member.first_rank + member.num_receivers:
+                return member.replica_id
+        return f"rank {rank}"
+
+    def rank_name(self, rank: int) -> str:
+        """Return ``member_name`` and, if there are several senders, which of them a rank is."""
+        name = self.member_name(rank)
+        return f"{name} (sender {rank})" if rank < self.num_senders > 1 else name
+
+
+# -- the transfer ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,26 +16,17 @@ from collections.abc import Mapping, Sequence
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.layout.manifest import WSUM64
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import CallCommit, SendPrepare, SendStart
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.replicas import checkpoints
-from weft_rl.coordinator.decisions.state import holdings
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.replicas import base_binding
+from weft_rl.coordinator.decisions.state import events, replica_state
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CallCommit, SendPrepare, SendStart
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.transfer import Transfer, switch_id
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers import (
-    abort,
-    in_place,
-    reform,
-    stalls,
-    suspects,
-    withdrawals,
-)
+from weft_rl.coordinator.decisions.transfers import abort, reform, stalls, suspects, withdrawals
 from weft_rl.coordinator.decisions.transfers.purpose import Turns, purpose_of
-from weft_rl.coordinator.decisions.transfers.refusals import is_dirty
+from weft_rl.coordinator.decisions.transfers.withdrawals import is_dirty
 
 JUDGE_AFTER_SECONDS = 0.5
 
@@ -118,7 +109,7 @@ def rank_load_due(change: Change, event: events.RankLoadDue) -> None:
     transfer, group = found
     replica = change.state.replicas.get(group.member_name(event.rank))
     if replica is not None and replica.loads_in_place(transfer.kind):
-        in_place.order_load(change, transfer, replica)
+        abort.order_load(change, transfer, replica)
 
 
 def load_answered(change: Change, event: events.LoadAnswered) -> None:
@@ -362,7 +353,7 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         if event.vector is not None:
             loaded_base = transfer is not None and transfer.kind is PolicyKind.BASE
             if transfer is not None:
-                replica = holdings.switched(replica, transfer.policy_version)
+                replica = replica_state.switched(replica, transfer.policy_version)
             replica = replace(
                 replica,
                 vector=event.vector,
@@ -371,14 +362,14 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
                 retained=event.retained if loaded_base else replica.retained,
                 dirty_reason="" if loaded_base else replica.dirty_reason,
             )
-            replica = holdings.counted(change.state, replica)
+            replica = replica_state.counted(change.state, replica)
         elif event.failure and is_dirty(event.failure):
             replica = replace(replica, dirty_reason=event.failure.message, vector_set_at=change.now)
         elif event.failure:
             replica = replace(replica, commit_failure=event.failure.message)
         change.put_replica(replica)
         if event.vector is not None and event.base_as_started:
-            checkpoints.note_as_started(change, replica)
+            base_binding.note_as_started(change, replica)
     if transfer and transfer.phase is Phase.COMMITTING:
         pause = max(transfer.pause_seconds, event.pause_seconds)
         transfer = change.put_transfer(replace(transfer, pause_seconds=pause))

@@ -19,9 +19,9 @@ from weft_rl.contract.group import MAX_GROUP_SIZE
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, name_in_the_way
 from weft_rl.contract.tensors import Reference, check_base
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import CheckFit
-from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CheckFit
 from weft_rl.coordinator.decisions.state.pool import FitKey, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Transfer

@@ -7,8 +7,7 @@ A transfer's course is the same for all purposes, and asks its own at each turn:
                             └───────────┴── on_members_lost, on_sender_stalled, on_aborted
 
 One that needs no side group (a replica has the bytes itself) is committing once it is
-admitted, and implements ``admit`` and ``on_answered`` only. Each purpose is one file in
-``purposes``.
+admitted, and implements ``admit`` and ``on_answered`` only. The purposes are in ``purposes``.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -25,7 +23,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
     is_joining,
 )
-from weft_rl.coordinator.decisions.state.transfer import PurposeFacts, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, PurposeFacts, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
 
 #: A clone or restore that a replica takes longer to switch to keeps no push waiting, even

@@ -10,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
     CallDiscard,
     CallJoin,
     EventKind,
     OpenGroup,
     SendReform,
 )
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.state.group import Group, members_of
-from weft_rl.coordinator.decisions.state.progress import FIRST_STEP, Watch
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.transfer import Attempt, Transfer
+from weft_rl.coordinator.decisions.state.transfer import (
+    FIRST_STEP,
+    Attempt,
+    Group,
+    Transfer,
+    Watch,
+    members_of,
+)
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import abort
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of

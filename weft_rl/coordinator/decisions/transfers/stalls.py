@@ -32,14 +32,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.state.group import Group
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.progress import FIRST_STEP, Activity, Watch
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import base_targets
-from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.transfer import (
+    FIRST_STEP,
+    Activity,
+    Group,
+    Transfer,
+    Watch,
+)
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import reform, suspects
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of

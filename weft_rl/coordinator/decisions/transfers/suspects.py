@@ -16,11 +16,11 @@ from __future__ import annotations
 import hashlib
 
 from weft_rl.containers.frozen import replace
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import CallJoin, EventKind, OpenGroup
-from weft_rl.coordinator.decisions.effects.change import Change
-from weft_rl.coordinator.decisions.state.group import Group, Member
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import CallJoin, EventKind, OpenGroup
 from weft_rl.coordinator.decisions.state.replica import Replica, Suspicion
+from weft_rl.coordinator.decisions.state.transfer import Group, Member
 from weft_rl.coordinator.decisions.transfers import abort
 
 #: Between two orders to attend a probe; doubled each time, from the first to the second.

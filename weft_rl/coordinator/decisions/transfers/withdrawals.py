@@ -1,5 +1,10 @@
 """Commits that no replica is known to serve: undone, or waited for.
 
+A *definite* refusal of an order to switch says that nothing has changed and nothing will: the
+replica does not serve the version and holds nothing that it could still switch to by that
+order. It is the word of the process that was told, which signs it with its incarnation. What
+gRPC says in its place (a timeout, a reset, an answer that was too large to read) proves nothing.
+
 Where every replica has refused definitely, nobody serves the version and nobody ever will:
 it becomes FAILED at once, and its policy goes back to what it served. Where one is dirty,
 silent or was restarted, it may serve the version, or be about to: the version stays
@@ -21,14 +26,52 @@ from __future__ import annotations
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions import events
-from weft_rl.coordinator.decisions.effects import EventKind, SavePolicy, SaveRetired, SaveVersion
-from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.change import Change
+from weft_rl.coordinator.decisions.state.effects import (
+    EventKind,
+    SavePolicy,
+    SaveRetired,
+    SaveVersion,
+)
 from weft_rl.coordinator.decisions.state.pool import PoolState, Unserved
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.transfer import Transfer
-from weft_rl.coordinator.decisions.state.values import Phase, PolicyKind, VersionState
-from weft_rl.coordinator.decisions.transfers.refusals import is_definite
+from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind, VersionState
+
+_NOTHING_CHANGED = frozenset(
+    {
+        "LOAD_FAILED",
+        "NOT_STAGED",
+        "NOT_RETAINED",
+        "INVALID_NAME",
+        "INVALID_MANIFEST",
+        "DIGEST_MISMATCH",
+        "STAGING_FULL",
+    }
+)
+
+
+def is_dirty(failure: Failure) -> bool:
+    """Return whether a replica says that its weights may be mixed."""
+    return failure.metadata.get("dirty") == "true"
+
+
+def is_definite(failure: Failure, incarnation: str) -> bool:
+    """Return whether the process ``incarnation`` has refused for good, with nothing changed."""
+    signed = bool(incarnation) and failure.metadata.get("incarnation") == incarnation
+    return signed and failure.reason in _NOTHING_CHANGED and not is_dirty(failure)
+
+
+def all_definite(transfer: Transfer) -> bool:
+    """Return whether all refusals of an order to switch are definite."""
+    return all(
+        is_definite(failure, transfer.incarnations.get(replica_id, ""))
+        for replica_id, failure in transfer.refusals.items()
+    )
+
+
+# -- versions that are waited for ------------------------------------------------
 
 #: Versions that are waited for; of the oldest ones nothing more is expected.
 MAX_UNSERVED = 64

@@ -17,7 +17,7 @@ from typing import Final
 
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.state.effects import (
     Save,
     SaveAsStarted,
     SaveCheckpoint,

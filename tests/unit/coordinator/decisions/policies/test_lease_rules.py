@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft_rl.contract.errors import LeaseFencedError, PolicyOwnedError, WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
 from weft_rl.coordinator.decisions.state.values import VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Phase
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, Machine
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica_state import replica_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState

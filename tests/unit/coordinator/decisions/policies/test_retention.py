@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Phase
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 

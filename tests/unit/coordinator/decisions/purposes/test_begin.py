@@ -14,7 +14,7 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     Failure,

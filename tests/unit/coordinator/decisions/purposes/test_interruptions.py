@@ -13,8 +13,8 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState

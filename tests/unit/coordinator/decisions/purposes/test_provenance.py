@@ -20,8 +20,7 @@ from weft_rl.contract.checkpoint import DUMMY, READING, Checkpoint, CheckpointSt
 from weft_rl.contract.errors import InvalidAdapterError
 from weft_rl.contract.names import PolicyVersion, provenance
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.state import pool
+from weft_rl.coordinator.decisions.state import effects, events, pool
 from weft_rl.coordinator.decisions.state.values import AdapterSpec, Phase, VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 

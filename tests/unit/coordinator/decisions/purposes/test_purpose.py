@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.effects.change import Change
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers.course import at_commit_point, call_to_commit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 

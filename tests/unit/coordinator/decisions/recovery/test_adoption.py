@@ -10,14 +10,13 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC, Machine
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
 from weft_rl.coordinator.decisions.policies.republish import publish_again_version
 from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
-from weft_rl.coordinator.decisions.state.holdings import counted, undecided
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica_state import counted, explain_state, undecided
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
     Heard,

@@ -12,8 +12,8 @@ from tests.unit.coordinator.decisions.recovery.clones import (
 )
 from weft_rl.contract.names import AdapterVersions, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.purposes.repair import Restore
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 
 

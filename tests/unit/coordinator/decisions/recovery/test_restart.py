@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine, saved_versions
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import FreshIds
 from weft_rl.coordinator.decisions.state.values import Phase, VersionRecord, VersionState
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.purposes.restore import Restore
+from weft_rl.coordinator.decisions.purposes.repair import Restore
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Phase
 
 WRONG, RIGHT = "0" * 64, "f" * 64

@@ -19,7 +19,7 @@ from weft_rl.contract.checkpoint import (
 )
 from weft_rl.contract.names import VersionVector
 from weft_rl.contract.tensors import DataType
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     cause,
     eligible_targets,

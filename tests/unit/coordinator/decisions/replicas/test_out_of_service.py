@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import explain_state, routes
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState

@@ -13,7 +13,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
 )
 from weft_rl.contract.replica_report import Asleep, ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     CAUSES,
     base_targets,

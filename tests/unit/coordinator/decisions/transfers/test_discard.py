@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.unit.coordinator.decisions.machine import GONE, LOAD_FAILED, Machine
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.values import Phase
-from weft_rl.coordinator.decisions.transfers.discard import MAX_DISCARDS, REPEAT_SECONDS
+from weft_rl.coordinator.decisions.transfers.abort import MAX_DISCARDS, REPEAT_SECONDS
 
 
 def _begun(phase: Phase) -> tuple[Machine, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import DIGEST, GONE, Machine
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import eligible_targets, explain_state
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.messages.wire import group_to_proto, transfer_to_proto

@@ -9,9 +9,8 @@ from weft_rl.contract.group import MAX_GROUP_SIZE
 from weft_rl.contract.layout.manifest import WSUM64, Bucket, TensorSlot, make_manifest, plan_buckets
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.tensors import TensorMeta
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.state.group import Group
-from weft_rl.coordinator.decisions.state.progress import Activity, Word
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.transfer import Activity, Group, Word
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
 from weft_rl.coordinator.decisions.transfers import stalls
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import name_in_the_way
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 

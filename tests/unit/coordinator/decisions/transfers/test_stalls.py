@@ -14,11 +14,10 @@ from tests.unit.coordinator.decisions.stalling import (
     say,
     suspects_of,
 )
-from weft_rl.coordinator.decisions import effects, events
 from weft_rl.coordinator.decisions.purposes.clone import Clone
-from weft_rl.coordinator.decisions.state.progress import Activity, Watch, Word
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
-from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.transfer import Activity, Transfer, Watch, Word
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers.stalls import owed_steps, stalled
 

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import pass_stuck, suspects_of
 from weft_rl.contract.replica_report import ReplicaReport, Work
-from weft_rl.coordinator.decisions import effects, events
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase
 

@@ -16,8 +16,8 @@ from tests.unit.coordinator.decisions.machine import (
 )
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
-from weft_rl.coordinator.decisions import effects, events
-from weft_rl.coordinator.decisions.effects import SendAbort
+from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.effects import SendAbort
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,

@@ -14,7 +14,7 @@ import pytest
 
 from weft_rl.contract.errors import PeerUnavailableError
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.state.effects import (
     SaveEpoch,
     SavePolicy,
     SavePolicyDropped,
@@ -127,7 +127,7 @@ def test_an_older_base_is_retired_at_open(catalog_path: Path) -> None:
 _WRITER = """
 import sys
 from weft_rl.coordinator.runtime.catalog.database import Catalog
-from weft_rl.coordinator.decisions.effects import SavePolicy
+from weft_rl.coordinator.decisions.state.effects import SavePolicy
 from weft_rl.coordinator.decisions.state.pool import (Policy)
 from weft_rl.coordinator.decisions.state.values import (PolicyKind)
 catalog = Catalog.open(sys.argv[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weft_rl.coordinator.decisions.effects import SaveEpoch
+from weft_rl.coordinator.decisions.state.effects import SaveEpoch
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 _HOLDER = """

@@ -17,11 +17,7 @@ from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
-from weft_rl.coordinator.decisions.effects import (
-    SaveOutOfService,
-    SavePin,
-    SavePolicy,
-)
+from weft_rl.coordinator.decisions.state.effects import SaveOutOfService, SavePin, SavePolicy
 from weft_rl.coordinator.decisions.state.pool import Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import (

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import WeftError
-from weft_rl.coordinator.decisions.effects import (
+from weft_rl.coordinator.decisions.state.effects import (
     Announce,
     Answer,
     Effect,
@@ -19,10 +19,9 @@ from weft_rl.coordinator.decisions.effects import (
     SaveEpoch,
     SavePolicyDropped,
 )
-from weft_rl.coordinator.decisions.state.group import Group
 from weft_rl.coordinator.decisions.state.pool import FitKey, Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.transfer import Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 
 #: Ended transfers that are remembered.
 MAX_HISTORY = 100

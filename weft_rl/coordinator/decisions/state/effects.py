@@ -1,0 +1,664 @@
+"""Effects of an event: what is to be done in order, once its saves are durable."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
+from weft_rl.coordinator.decisions.state.values import (
+    AdapterSpec,
+    BoundCheckpoint,
+    ContentDigest,
+    Failure,
+    HeldVersion,
+    ReplicaState,
+    VersionRecord,
+)
+
+# -- saves to the catalog: one transaction for all saves of a batch -------------
+
+
+@dataclass(frozen=True)
+class SavePool:
+    """Base model that the pool is bound to; empty where an operator let go of it."""
+
+    fingerprint: str
+    architecture: str
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveGeneration:
+    """Generation above those of later coordinators that replicas have heard of."""
+
+    generation: int
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveNumberFloor:
+    """Number above which numbers of policies begin that the catalog does not know."""
+
+    number_floor: int
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveCheckpoint:
+    """Checkpoint that base@0 is from now on; SavePool forgets it."""
+
+    checkpoint: BoundCheckpoint
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveAsStarted:
+    """Content of a pushed base that holds the bytes of base@0; SavePool forgets it."""
+
+    content: bytes
+    durable: bool = False
+    """False, since replicas tell it again."""
+
+
+@dataclass(frozen=True)
+class SaveEpoch:
+    """Epoch of the newest group, or the number of an operator's order since."""
+
+    epoch: int
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """Counters and alias of a policy."""
+
+    policy: Policy
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SavePolicyDropped:
+    """Removal of a policy that never had a version; tokens of new ones begin above a floor."""
+
+    name: str
+    token_floor: int
+    durable: bool = False
+    """False, since a policy that is still there after a restart is dropped again."""
+
+
+@dataclass(frozen=True)
+class SaveVersion:
+    """Whole record of a version."""
+
+    record: VersionRecord
+    durable: bool = True
+    """False where a restart would come to the same end by itself. The record is then written
+    with the next durable save or tick."""
+
+
+@dataclass(frozen=True)
+class SaveRetired:
+    """Committed version that is no longer held."""
+
+    version: PolicyVersion
+    durable: bool = False
+
+
+@dataclass(frozen=True)
+class SaveCommitted:
+    """Retired version that is served again."""
+
+    version: PolicyVersion
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SavePin:
+    """Pin of a version, which must not be retired, or its removal."""
+
+    version: PolicyVersion
+    pinned: bool
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveOutOfService:
+    """Order that keeps a replica out of service; None where it is over."""
+
+    replica_id: str
+    order: OutOfService | None
+    durable: bool = True
+
+
+Save = (
+    SavePool
+    | SaveGeneration
+    | SaveNumberFloor
+    | SaveCheckpoint
+    | SaveAsStarted
+    | SaveEpoch
+    | SavePolicy
+    | SavePolicyDropped
+    | SaveVersion
+    | SaveRetired
+    | SaveCommitted
+    | SavePin
+    | SaveOutOfService
+)
+
+
+# -- answers to waiting calls ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeaseAnswer:
+    """Answer to AcquirePolicy and RenewLease."""
+
+    policy: str
+    lease: Lease
+    last_version: int
+    time_to_live: float
+    publish_again_version: int = 0
+    """Version that the owner is asked to publish again; 0 for none."""
+
+
+@dataclass(frozen=True)
+class BeginAnswer:
+    """Answer to BeginTransfer; ``group`` is None when the transfer has ended."""
+
+    transfer_id: str
+    version: PolicyVersion
+    nonce: int
+    replica_ids: tuple[str, ...]
+    group: Group | None
+
+
+@dataclass(frozen=True)
+class RegisterAnswer:
+    """Answer to Register."""
+
+    heartbeat_seconds: float
+    reference_wanted: bool
+    generation: int
+    coordinator_id: str = ""
+    refuse_reason: str = ""
+    """Reason why it must refuse new requests; empty if it must not refuse any."""
+    order_number: int = 0
+    out_of_service: OutOfService | None = None
+    """The operator's order that stands, to be told to the next coordinator."""
+    epoch: int = 0
+    """Number that groups and orders are counted up to."""
+
+
+@dataclass(frozen=True)
+class AbsentPolicy:
+    """Policy that the pool served once, and the reason why it no longer does."""
+
+    policy: str
+    last_version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """Answer to Heartbeat."""
+
+    ready: bool
+    drain_seconds: float | None = None
+    """Seconds that are left to a replica that is to drain; None for others."""
+    drain_reason: str = ""
+    in_transfer: bool = False
+    """True if a transfer needs it."""
+    pinned_bases: tuple[int, ...] = ()
+    """Versions of the base whose copies it must keep."""
+    refuse_reason: str = ""
+    """Reason why it must refuse new requests; empty if it must not refuse any."""
+    held_wanted: bool = False
+    """True if the next heartbeat is to name all that it holds."""
+    generation: int = 0
+    """The coordinator's generation, which may have grown."""
+    order_number: int = 0
+    """The number of the newest order to refuse requests, or to take them again."""
+    lacking: tuple[PolicyVersion, ...] = ()
+    """Versions behind the pool's aliases that the replica does not serve."""
+    base_doubt: str = ""
+    """Reason why its base@0 is not the pool's; empty where it is, or is not served."""
+    absent: tuple[AbsentPolicy, ...] = ()
+    """Policies that are lost or were forgotten, with what requests for them are told."""
+    out_of_service: OutOfService | None = None
+    """The operator's order that stands, as in ``RegisterAnswer``."""
+    epoch: int = 0
+    """Number that groups and orders are counted up to, as in ``RegisterAnswer``."""
+
+
+@dataclass(frozen=True)
+class UncordonAnswer:
+    """Answer to Uncordon: the replica's state, if it is in the pool, and the reason for it."""
+
+    state: ReplicaState | None
+    why: str
+
+
+@dataclass(frozen=True)
+class RollbackAnswer:
+    """Answer to Rollback."""
+
+    version: PolicyVersion
+    replaced_version: int
+    replica_ids: tuple[str, ...]
+    pause_seconds: float
+
+
+@dataclass(frozen=True)
+class RebindAnswer:
+    """Answer to RebindBase."""
+
+    retired: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True)
+class ForgetAnswer:
+    """Answer to ForgetPolicy."""
+
+    retired: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True)
+class RetentionAnswer:
+    """Answer to SetRetention."""
+
+    num_versions: int
+
+
+@dataclass(frozen=True)
+class SleepAnswer:
+    """Answer to orders to sleep and to wake: the replicas that have done so."""
+
+    replica_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Answer to calls that return nothing."""
+
+
+Answer = (
+    LeaseAnswer
+    | BeginAnswer
+    | RegisterAnswer
+    | HeartbeatAnswer
+    | RollbackAnswer
+    | RebindAnswer
+    | ForgetAnswer
+    | RetentionAnswer
+    | SleepAnswer
+    | UncordonAnswer
+    | Transfer
+    | Done
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer to a call, by its ticket."""
+
+    ticket: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Failure of a call, by its ticket."""
+
+    ticket: int
+    error: WeftError
+
+
+# -- side groups, and messages on the streams of their ranks ---------------------
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """Opening of a group's store and streams to its members."""
+
+    group: Group
+
+
+@dataclass(frozen=True)
+class DropGroup:
+    """End of a group's store and streams, with EPOCH_FENCED."""
+
+    group_id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class SendPrepare:
+    """Message to every receiver of the group: prepare for a transfer."""
+
+    group_id: str
+    transfer: Transfer
+    time_left: float
+
+
+@dataclass(frozen=True)
+class SendStart:
+    """Message to every rank of the group: start; verified buckets are counted from here."""
+
+    group_id: str
+    transfer_id: str
+    num_receivers: int
+    num_buckets: int
+    first_bucket: int = 0
+
+
+@dataclass(frozen=True)
+class SendReform:
+    """Message to each sender of a group that is about to be dropped: resume in another."""
+
+    group_id: str
+    transfer_id: str
+    renewed: Group
+    message: str
+
+
+@dataclass(frozen=True)
+class SendAbort:
+    """Message to every rank of the group that attends: abort."""
+
+    group_id: str
+    transfer_id: str
+    failure: Failure
+
+
+GroupEffect = OpenGroup | DropGroup | SendPrepare | SendStart | SendReform | SendAbort
+
+
+# -- calls to replicas; their answers come back as events -----------------------
+
+
+@dataclass(frozen=True)
+class CallJoin:
+    """Call of JoinGroup; ``first_rank`` is that of the replica's receiver 0."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    group: Group
+    first_rank: int
+
+
+@dataclass(frozen=True)
+class CallLoad:
+    """Call of LoadTransfer; answered as LoadAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    version: PolicyVersion
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallCommit:
+    """Call of CommitTransfer."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+    adapter: AdapterSpec | None
+    content_digest: ContentDigest
+    alias: int = 0
+    """Version that an adapter's bare name stands for afterwards; 0 is this version."""
+    layout_digest: bytes = b""
+
+
+@dataclass(frozen=True)
+class CallSend:
+    """Call of SendVersion at the source of a clone; a failure is answered as JoinAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+    group: Group
+    version: PolicyVersion
+    nonce: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallSwitch:
+    """Call of SwitchVersion; answered as CommitAnswered."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class CallRestore:
+    """Call of SwitchVersion to a version in the replica's spill directory.
+
+    Answered as CommitAnswered.
+    """
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+    adapter: AdapterSpec | None
+    content_digest: ContentDigest
+    layout_digest: bytes
+    alias: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallDiscard:
+    """Call of DiscardTransfer; repeated until it is answered."""
+
+    transfer_id: str
+    replica_id: str
+    address: str
+
+
+@dataclass(frozen=True)
+class CallRefuse:
+    """Call of RefuseRequests; answered as RefuseAnswered. Heartbeats repeat it."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True)
+class CallSleep:
+    """Call of Sleep; answered as SleepAnswered."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    trainer_id: str
+    level: int
+    aborts: bool
+    seconds: float
+    """Seconds that requests may take to end."""
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallWake:
+    """Call of WakeUp; answered as WakeAnswered."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class CallRetire:
+    """Call of RetireVersions."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    versions: tuple[PolicyVersion, ...]
+    mistaken: tuple[HeldVersion, ...] = ()
+    """Adapters whose bytes are not those of their numbers."""
+    ended: tuple[str, ...] = ()
+    """Policies that were forgotten: ``versions`` may include what their names stand for."""
+
+
+@dataclass(frozen=True)
+class CloseChannel:
+    """Notice that no call will go to this address again for a while."""
+
+    address: str
+
+
+ReplicaCall = (
+    CallJoin
+    | CallLoad
+    | CallCommit
+    | CallSend
+    | CallSwitch
+    | CallRestore
+    | CallDiscard
+    | CallRefuse
+    | CallSleep
+    | CallWake
+    | CallRetire
+)
+
+
+# -- questions to answer first; the answers come back as events ------------------
+
+
+@dataclass(frozen=True)
+class CheckFit:
+    """Preflight of a layout against one kind of replica; answered as FitChecked."""
+
+    key: FitKey
+    manifest: Manifest = field(repr=False, compare=False)
+    adapter: AdapterSpec | None
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Look-up of what is needed to bring a version to a replica; answered as LookedUp."""
+
+    replica_id: str
+    incarnation: str
+    source_id: str
+    source_address: str
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class DescribeHeld:
+    """Request for what the catalog is to record of a version; answered as HeldDescribed."""
+
+    replica_id: str
+    incarnation: str
+    address: str
+    version: PolicyVersion
+    digest: bytes
+
+
+Question = CheckFit | LookUp | DescribeHeld
+
+
+# -- announcements ---------------------------------------------------------------
+
+
+class EventKind(enum.StrEnum):
+    """Kind of an announced event; in capitals, the names are those of ``weft.v1.EventKind``.
+
+    That enum says what each means.
+    """
+
+    REPLICA_READY = enum.auto()
+    REPLICA_PENDING = enum.auto()
+    REPLICA_LOST = enum.auto()
+    REPLICA_QUARANTINED = enum.auto()
+    REPLICA_DRAINING = enum.auto()
+    REPLICA_CORDONED = enum.auto()
+    REPLICA_SUSPECT = enum.auto()
+    REPLICA_ANSWERS = enum.auto()
+    LEASE_ACQUIRED = enum.auto()
+    LEASE_RELEASED = enum.auto()
+    TRANSFER_BEGUN = enum.auto()
+    TRANSFER_REFORMED = enum.auto()
+    TRANSFER_STAGED = enum.auto()
+    TRANSFER_COMMITTED = enum.auto()
+    TRANSFER_ABORTED = enum.auto()
+    VERSION_FAILED = enum.auto()
+    VERSION_RETIRED = enum.auto()
+    VERSION_PINNED = enum.auto()
+    VERSION_UNPINNED = enum.auto()
+    RETENTION_SET = enum.auto()
+    ROLLED_BACK = enum.auto()
+    ROLLBACK_FAILED = enum.auto()
+    CLONE_BEGUN = enum.auto()
+    CLONE_INTERRUPTED = enum.auto()
+    CLONE_ENDED = enum.auto()
+    CLONE_FAILED = enum.auto()
+    RESTORE_BEGUN = enum.auto()
+    RESTORE_ENDED = enum.auto()
+    RESTORE_FAILED = enum.auto()
+    PUBLISH_AGAIN_WANTED = enum.auto()
+    BASE_BOUND = enum.auto()
+    BASE_UNBOUND = enum.auto()
+    CHECKPOINT_BOUND = enum.auto()
+    CATALOG_BEHIND = enum.auto()
+    UNRECORDED_VERSIONS = enum.auto()
+    VERSION_ADOPTED = enum.auto()
+    VERSION_NOT_ADOPTED = enum.auto()
+    VERSION_CONFLICT = enum.auto()
+    REPLICA_ASLEEP = enum.auto()
+    POLICY_FORGOTTEN = enum.auto()
+    POLICY_LOST = enum.auto()
+    POLICY_FOUND = enum.auto()
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Line of the log and of WatchEvents."""
+
+    kind: EventKind
+    subject: str
+    message: str
+
+
+@dataclass(frozen=True)
+class RoutesChanged:
+    """Notification of the watchers of the routes that these replicas have changed."""
+
+    replica_ids: tuple[str, ...]
+
+
+Effect = (
+    Save
+    | Reply
+    | Refuse
+    | GroupEffect
+    | ReplicaCall
+    | CloseChannel
+    | Question
+    | Announce
+    | RoutesChanged
+)

@@ -1,0 +1,617 @@
+"""Events that the coordinator decides on.
+
+Everything random or read from elsewhere comes in with the event. ``ticket`` names the waiting
+call that an effect will answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import Checkpoint
+from weft_rl.contract.layout.send_plan import SendPlan
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import Asleep, ReplicaReport
+from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
+from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
+from weft_rl.coordinator.decisions.state.transfer import FreshIds, Word
+from weft_rl.coordinator.decisions.state.values import (
+    AdapterSpec,
+    ContentDigest,
+    Failure,
+    Heard,
+    Layout,
+    PolicyKind,
+    VersionFacts,
+    VersionRecord,
+)
+
+# -- requests of trainers -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AcquirePolicy:
+    """Trainer's request for a policy's lease."""
+
+    ticket: int
+    trainer_id: str
+    session_id: str
+    policy: str
+    kind: PolicyKind
+    process: TrainerProcess = UNKNOWN_PROCESS
+    displaced_token: int = 0
+    """Token of a lease of the same trainer that ends first, if it is live."""
+    last_version: int = 0
+    """Newest version of the policy that the trainer was told of."""
+    last_token: int = 0
+    """Largest token by which the trainer owned a lease of the policy."""
+    identity: str = ""
+    """Identity that its credentials have shown; empty where nobody is asked."""
+
+    @property
+    def owner(self) -> str:
+        """Owner whose policies are counted together: names of trainers are their own choice."""
+        return self.identity or self.trainer_id
+
+
+@dataclass(frozen=True)
+class RenewLease:
+    """Trainer's request for more time of its lease."""
+
+    ticket: int
+    policy: str
+    fencing_token: int
+    session_id: str = ""
+    """Session whose lease it must be; empty for any."""
+
+
+@dataclass(frozen=True)
+class ReleasePolicy:
+    """Trainer's request to give its lease back."""
+
+    ticket: int
+    policy: str
+    fencing_token: int
+    session_id: str = ""
+    """Session whose lease it must be; empty for any."""
+
+
+@dataclass(frozen=True)
+class DescribeTarget:
+    """Trainer's request for a description of the pool; waits until ``deadline``."""
+
+    ticket: int
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginTransfer:
+    """Trainer's request to push a version."""
+
+    ticket: int
+    request_id: str
+    policy: str
+    fencing_token: int
+    layout_digest: bytes
+    layout: Layout | None
+    """Layout of that digest; None when no such manifest is known."""
+    adapter: AdapterSpec | None
+    min_replicas: int
+    deadline: float
+    answer_by: float
+    backend: str
+    group_id: str
+    ids: FreshIds
+    session_id: str = ""
+    """Session whose lease it must be; empty for any."""
+    recorded: VersionRecord | None
+    """Record that the catalog has of this trainer's request id."""
+    check_finite: bool = False
+    refuse_other_base: bool = False
+    carries_runs: bool = False
+    send_plan: SendPlan | None = None
+    backend_reason: str = ""
+    trial_names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class AwaitTransfer:
+    """Trainer's request to wait for a transfer's end."""
+
+    ticket: int
+    transfer_id: str
+
+
+@dataclass(frozen=True)
+class AbortTransfer:
+    """Trainer's request to give a transfer of its policy up."""
+
+    ticket: int
+    transfer_id: str
+    policy: str
+    fencing_token: int
+    message: str
+    request_id: str = ""
+    """Request id that names the transfer where ``transfer_id`` is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepRollouts:
+    """Request of the owner of the base's lease to put the replicas on its GPUs to sleep."""
+
+    ticket: int
+    fencing_token: int
+    session_id: str
+    gpu_uuids: frozenset[str]
+    level: int = 1
+    aborts: bool
+    """True if running requests are aborted, rather than finished."""
+    seconds: float
+    """Seconds that running requests may take to end."""
+    answer_by: float
+
+
+@dataclass(frozen=True)
+class WakeRollouts:
+    """Request of the owner of the base's lease to wake what it has put to sleep."""
+
+    ticket: int
+    fencing_token: int
+    session_id: str
+    answer_by: float
+
+
+TrainerEvent = (
+    AcquirePolicy
+    | RenewLease
+    | ReleasePolicy
+    | DescribeTarget
+    | BeginTransfer
+    | AwaitTransfer
+    | AbortTransfer
+    | SleepRollouts
+    | WakeRollouts
+)
+
+
+# -- events that replicas report of themselves ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Register:
+    """Registration of a replica."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    address: str
+    http_url: str
+    model_name: str
+    capabilities: Capabilities
+    report: ReplicaReport
+    held: tuple[Heard, ...] = ()
+    """All versions that it holds."""
+    last_generation: int = 0
+    """Highest generation of a coordinator that it was told."""
+    last_epoch: int = 0
+    """Highest epoch of a group that it was told."""
+    last_coordinator_id: str = ""
+    """Coordinator whose generation ``last_generation`` is."""
+    checkpoint: Checkpoint = NOT_TOLD
+    out_of_service: OutOfService | None = None
+    """Operator's order that it was told last."""
+
+
+@dataclass(frozen=True)
+class ReportCheckpoint:
+    """Report of the checkpoint that a replica was started with, once it is read."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Heartbeat of a replica."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+    report: ReplicaReport
+    staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
+    """Transfers that it holds bytes of, each with its record in the catalog."""
+    held: tuple[Heard, ...] = ()
+    """Versions that it has not told before; all that it holds if ``held_complete``."""
+    held_complete: bool = False
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Departure of a replica."""
+
+    ticket: int
+    replica_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ReferenceKnown:
+    """Notice that the tensors of the base model of that fingerprint are known."""
+
+    fingerprint: str
+
+
+ReplicaEvent = Register | ReportCheckpoint | Heartbeat | Leave | ReferenceKnown
+
+
+# -- messages of the ranks of a side group, on their streams ----------------------
+
+
+@dataclass(frozen=True)
+class RankAttends:
+    """Opening of a rank's stream."""
+
+    group_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """End of a rank's stream, broken or closed."""
+
+    group_id: str
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class RanksHeard:
+    """Reports of the ranks of a group on their work since the last tick."""
+
+    group_id: str
+    words: Mapping[int, Word] = field(default_factory=dict)
+    transfer_id: str = ""
+    """The transfer that ``num_verified`` is of."""
+    num_verified: Mapping[int, int] = field(default_factory=dict)
+    """Number of buckets, from the first, that receivers have reported; only of those that
+    reported."""
+
+
+@dataclass(frozen=True)
+class RankPrepared:
+    """Report of a receiver that it is ready for a transfer's bytes."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+    num_verified: int = 0
+    """Number of buckets, from the first, that it has from an earlier epoch."""
+
+
+@dataclass(frozen=True)
+class RankLoadDue:
+    """Request of a receiver that its replica load what it has received."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankStaged:
+    """Report of a rank that it has sent or verified everything."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+    digest: ContentDigest
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """Report of a rank that it cannot continue its transfer."""
+
+    group_id: str
+    transfer_id: str
+    rank: int
+    reason: str
+    message: str
+
+
+RankEvent = (
+    RankAttends | RankGone | RanksHeard | RankPrepared | RankLoadDue | RankStaged | RankFailed
+)
+
+
+# -- orders of operators ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Operator's order to serve a former version again."""
+
+    ticket: int
+    policy: str
+    to_version: int
+    ids: FreshIds
+    answer_by: float
+    recorded: VersionRecord | None
+    """Record that the catalog has of the version."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Operator's order to keep a version, or to let it go."""
+
+    ticket: int
+    policy: str
+    version: int
+    pinned: bool
+    recorded: VersionRecord | None
+    """Record that the catalog has of the version."""
+
+
+@dataclass(frozen=True)
+class RetireVersion:
+    """Operator's order to retire an adapter version now."""
+
+    ticket: int
+    policy: str
+    version: int
+    recorded: VersionRecord | None
+    """Record that the catalog has of the version."""
+
+
+@dataclass(frozen=True)
+class SetRetention:
+    """Operator's order on how many of the newest versions of an adapter to keep."""
+
+    ticket: int
+    policy: str
+    num_versions: int
+    """Number of versions to keep; 0 for as many as the coordinator was started with."""
+
+
+@dataclass(frozen=True)
+class ForgetPolicy:
+    """Operator's order to end a policy."""
+
+    ticket: int
+    policy: str
+    force: bool
+    """True if its owner's lease, and what the owner is pushing, end with it."""
+
+
+@dataclass(frozen=True)
+class TakeOutOfService:
+    """Operator's order to take a replica out of service."""
+
+    ticket: int
+    replica_id: str
+    order: OutOfService
+
+
+@dataclass(frozen=True)
+class Uncordon:
+    """Operator's order to put a replica back into service."""
+
+    ticket: int
+    replica_id: str
+
+
+@dataclass(frozen=True)
+class DrainReplica:
+    """Operator's order to let a replica leave."""
+
+    ticket: int
+    replica_id: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class SleepReplica:
+    """Operator's order to put a replica to sleep."""
+
+    ticket: int
+    replica_id: str
+    aborts: bool
+    """True if running requests are aborted, rather than finished."""
+    seconds: float
+    """Seconds that running requests may take to end."""
+    answer_by: float
+    level: int = 1
+
+
+@dataclass(frozen=True)
+class WakeReplica:
+    """Operator's order to wake a replica."""
+
+    ticket: int
+    replica_id: str
+    answer_by: float
+
+
+@dataclass(frozen=True)
+class RebindBase:
+    """Operator's order to let go of the pool's base model."""
+
+    ticket: int
+    fingerprint: str
+    """The fingerprint of the base that is to be let go of."""
+
+
+OperatorEvent = (
+    Rollback
+    | Pin
+    | RetireVersion
+    | SetRetention
+    | ForgetPolicy
+    | TakeOutOfService
+    | Uncordon
+    | DrainReplica
+    | SleepReplica
+    | WakeReplica
+    | RebindBase
+)
+
+
+# -- outcomes of effects that call replicas, or look something up ------------------
+
+
+@dataclass(frozen=True)
+class FitChecked:
+    """Answer of preflight; ``failure`` is None where the version fits."""
+
+    key: FitKey
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class JoinAnswered:
+    """Outcome of telling a replica to join a group."""
+
+    transfer_id: str
+    replica_id: str
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class LoadAnswered:
+    """Outcome of telling a replica to load a base in place, as it comes."""
+
+    transfer_id: str
+    replica_id: str
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class CommitAnswered:
+    """Outcome of an order to serve a version: ``vector`` is set, or ``failure`` says why not."""
+
+    transfer_id: str
+    replica_id: str
+    incarnation: str
+    vector: VersionVector | None
+    pause_seconds: float
+    failure: Failure | None
+    retained: tuple[int, ...] = ()
+    base_as_started: bool = False
+    """True if the base that it serves now holds the bytes of the checkpoint that it was started
+    with."""
+
+
+@dataclass(frozen=True)
+class RetireAnswered:
+    """Report of a replica on what it still holds."""
+
+    replica_id: str
+    incarnation: str
+    vector: VersionVector
+
+
+@dataclass(frozen=True)
+class DiscardAnswered:
+    """Report of a replica that it has discarded a transfer.
+
+    It holds no staged bytes of the transfer, carries out no order of it any more, and serves
+    what ``vector`` says.
+    """
+
+    replica_id: str
+    transfer_id: str
+    incarnation: str
+    vector: VersionVector
+
+
+@dataclass(frozen=True)
+class RefuseAnswered:
+    """Report of a replica on the refusal of requests that it enforces, by which order."""
+
+    replica_id: str
+    incarnation: str
+    refusing: str
+    order_number: int
+
+
+@dataclass(frozen=True)
+class SleepAnswered:
+    """Report of a replica that it sleeps, or why not."""
+
+    replica_id: str
+    incarnation: str
+    asleep: Asleep | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class WakeAnswered:
+    """Report of a replica that it is awake, or why not."""
+
+    replica_id: str
+    incarnation: str
+    failure: Failure | None
+    dirty_reason: str = ""
+    """Reason why it has nothing to serve, if so; see ``Replica.dirty_reason``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedUp:
+    """Result of a look-up: facts to bring ``version`` from ``source_id`` (maybe the replica)."""
+
+    replica_id: str
+    incarnation: str
+    source_id: str
+    version: PolicyVersion
+    ids: FreshIds
+    record: VersionRecord | None
+    layout: Layout | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldDescribed:
+    """Facts that a replica tells of a version unknown to the catalog, or why it cannot."""
+
+    replica_id: str
+    incarnation: str
+    version: PolicyVersion
+    digest: bytes
+    facts: VersionFacts | None
+    failure: Failure | None
+    recorded: VersionRecord | None
+    """Record that the catalog has of the version now."""
+
+
+AnswerEvent = (
+    FitChecked
+    | JoinAnswered
+    | LoadAnswered
+    | CommitAnswered
+    | RetireAnswered
+    | DiscardAnswered
+    | RefuseAnswered
+    | SleepAnswered
+    | WakeAnswered
+    | LookedUp
+    | HeldDescribed
+)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Passage of time."""
+
+
+@dataclass(frozen=True)
+class CallerGone:
+    """Cancellation of a waiting call."""
+
+    ticket: int
+
+
+Event = Tick | CallerGone | TrainerEvent | ReplicaEvent | RankEvent | OperatorEvent | AnswerEvent
