@@ -39,7 +39,7 @@ from tests.integration.traced_push import PROCESSES, trace_push
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.messages.large_pool import large_pool
 from trainer_side import Publisher
-from weft_rl.coordinator.decisions import events
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.watchers import Feed

@@ -21,8 +21,8 @@ from trainer_side.pushes.content import Content
 from trainer_side.pushing import Pushing, under_way
 from trainer_side.ranks.ranks import Ranks
 from weft_rl import tracing
-from weft_rl.contract.arguments import check_choice
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
+from weft_rl.contract.options import check_choice
 
 _log = logging.getLogger(__name__)
 

@@ -33,19 +33,23 @@ from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.rollout_sleep import RolloutsAsleep
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sources.named_source import Metadata, NamedTensors
-from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.capabilities import BackendChoice
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.names import PolicyVersion, check_name
-from weft_rl.contract.push_defaults import (
+from weft_rl.contract.options import (
     DEFAULT_BASE,
     DEFAULT_CONNECT_SECONDS,
+    DEFAULT_REQUESTS_SECONDS,
     DEFAULT_REQUIRE,
     DEFAULT_TIMEOUT_SECONDS,
     Require,
+    SleepLevel,
+    WhenRunning,
+    check_choice,
+    check_count,
+    check_seconds,
 )
-from weft_rl.contract.sleep import DEFAULT_REQUESTS_SECONDS, SleepLevel, WhenRunning
 from weft_rl.rpc.channel import check_target
 from weft_rl.rpc.security.credentials import Tls, credentials_of
 from weft_rl.transport.digests.wsum64 import warm

@@ -21,10 +21,9 @@ from trainer_side.pushes.rank_push import Packings, RankPush, packs_on_device
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
-from weft_rl.contract.arguments import check_choice, check_seconds
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name
-from weft_rl.contract.push_defaults import DEFAULT_BASE, Require
+from weft_rl.contract.options import DEFAULT_BASE, Require, check_choice, check_seconds
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 

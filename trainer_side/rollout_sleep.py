@@ -16,10 +16,15 @@ import torch
 
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.ranks.ranks import SENDER, Ranks, agreeing
-from weft_rl.contract.arguments import check_choice, check_seconds
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY
-from weft_rl.contract.sleep import SWITCH_SECONDS, SleepLevel, WhenRunning
+from weft_rl.contract.options import (
+    SWITCH_SECONDS,
+    SleepLevel,
+    WhenRunning,
+    check_choice,
+    check_seconds,
+)
 from weft_rl.rpc.codec import duration_to_proto, when_running_to_proto
 from weft_rl.transport.backends import gpu_uuid
 from weft_rl.v1 import publish_pb2 as pb

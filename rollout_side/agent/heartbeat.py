@@ -11,11 +11,7 @@ from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport
 from weft_rl.contract.tensors import Reference
-from weft_rl.rpc.codec import (
-    version_to_proto,
-    versions_from_proto,
-)
-from weft_rl.rpc.report_codec import drain_from_proto
+from weft_rl.rpc.codec import drain_from_proto, version_to_proto, versions_from_proto
 from weft_rl.v1 import registry_pb2 as pb
 from weft_rl.v1 import types_pb2
 

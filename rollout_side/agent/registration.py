@@ -36,14 +36,14 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel
-from weft_rl.rpc.checkpoint_codec import checkpoint_to_proto
 from weft_rl.rpc.codec import (
     capabilities_to_proto,
+    checkpoint_to_proto,
     duration_from_proto,
+    report_to_proto,
 )
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import reference_to_chunks
-from weft_rl.rpc.report_codec import report_to_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import registry_pb2 as pb

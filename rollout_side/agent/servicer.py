@@ -19,21 +19,21 @@ from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
-from weft_rl.rpc.checkpoint_codec import tensors_to_proto
 from weft_rl.rpc.codec import (
     aborts_from_proto,
+    asleep_to_proto,
     capabilities_to_proto,
     chunk_ranges,
     duration_from_proto,
     duration_to_proto,
     level_from_proto,
+    tensors_to_proto,
     ticket_from_proto,
     vector_to_proto,
     version_from_proto,
     version_to_proto,
 )
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
-from weft_rl.rpc.report_codec import asleep_to_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer, parent_in
 from weft_rl.v1 import publish_pb2, types_pb2
 from weft_rl.v1 import replica_pb2 as pb

@@ -328,7 +328,7 @@ async def test_certificates_that_cannot_be_used_leave_those_before_them_in_force
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the server, of channels that are open, and of new ones."""
-    monkeypatch.setattr("weft_rl.rpc.renewed_channels._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.channel._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     await secured.get_pool(viewer)
     for own in (secured.credentials, viewer):
@@ -370,7 +370,7 @@ async def test_rules_of_the_other_kind_need_a_restart(
 async def test_a_channel_closes_the_connections_that_it_had_before_a_rotation(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft_rl.rpc.renewed_channels._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.channel._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     channel = secured.channel(viewer)
     stub = inspect_pb2_grpc.InspectServiceStub(channel)
@@ -389,7 +389,7 @@ async def test_a_channel_closes_the_connections_that_it_had_before_a_rotation(
 async def test_certificates_are_rotated_under_a_stream(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft_rl.rpc.renewed_channels._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.channel._LOOK_SECONDS", 0.0)
     viewer = secured.authority.credentials("viewer.test")
     stub = inspect_pb2_grpc.InspectServiceStub(secured.channel(viewer))
     stream = stub.WatchEvents(inspect_pb2.WatchEventsRequest(), timeout=30)

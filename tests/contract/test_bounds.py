@@ -18,7 +18,7 @@ from tests.contract.conftest import Pool
 from tests.contract.served_replica import Served
 from tests.doubles.replicas import FakeReplica
 from weft_rl.coordinator.decisions.transfers import preflight
-from weft_rl.coordinator.services import uploads
+from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.server import bind
 from weft_rl.rpc.status import error_from_rpc
@@ -161,14 +161,14 @@ async def test_a_manifest_that_does_not_go_on_is_given_up(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await pool.trainer()
-    monkeypatch.setattr(uploads, "MAX_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(manifests, "MAX_PAUSE_SECONDS", 0.02)
     header = types_pb2.ManifestHeader(num_tensors=2, num_buckets=1)
 
     async def hangs() -> AsyncIterator[publish_pb2.PutManifestRequest]:
         yield publish_pb2.PutManifestRequest(chunk=types_pb2.ManifestChunk(header=header))
         await asyncio.sleep(60)
 
-    hanging = [trainer.stub.PutManifest(hangs()) for _ in range(uploads.MAX_AT_ONCE * 2)]
+    hanging = [trainer.stub.PutManifest(hangs()) for _ in range(manifests.MAX_AT_ONCE * 2)]
     for call in hanging:
         await fails(call, "DEADLINE_EXCEEDED", "DEADLINE")
     assert await trainer.put_manifest()

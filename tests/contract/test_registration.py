@@ -283,7 +283,7 @@ def test_a_token_file_that_is_away_keeps_the_token_that_it_held(
     file = tmp_path / "token"
     file.write_text("a-token-of-many-characters")
     monkeypatch.setenv("WEFT_TOKEN_FILE", str(file))
-    monkeypatch.setattr("weft_rl.rpc.renewed_channels._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.channel._LOOK_SECONDS", 0.0)
     registry = Registry([])
     registration = _registration(_serve(server, registry), pytest.fail)
     registration.start()

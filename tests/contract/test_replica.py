@@ -21,8 +21,7 @@ from tests.doubles.pool import running_pool
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion
-from weft_rl.rpc.checkpoint_codec import tensors_from_proto
-from weft_rl.rpc.codec import vector_from_proto
+from weft_rl.rpc.codec import tensors_from_proto, vector_from_proto
 from weft_rl.rpc.manifest_codec import ManifestDecoder
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest

@@ -6,8 +6,7 @@ from tests.doubles.pool import Pool
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.channel import open_channel
-from weft_rl.rpc.checkpoint_codec import tensors_from_proto
-from weft_rl.rpc.codec import version_to_proto
+from weft_rl.rpc.codec import tensors_from_proto, version_to_proto
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 

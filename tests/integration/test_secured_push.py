@@ -157,7 +157,7 @@ def test_certificates_are_rotated_under_running_pushes(
 ) -> None:
     pool, known = secured
     tls = known["tls"]
-    monkeypatch.setattr("weft_rl.rpc.renewed_channels._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("weft_rl.rpc.channel._LOOK_SECONDS", 0.0)
     stop = threading.Event()
     pushed, failures = [], []
 

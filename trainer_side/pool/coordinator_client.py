@@ -25,12 +25,11 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.tensors import Reference
-from weft_rl.rpc.channel import local_address_towards, split_target
+from weft_rl.rpc.channel import local_address_towards, open_threaded_channel, split_target
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.rpc.threaded_channel import open_threaded_channel
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.publish_pb2_grpc import PublishServiceStub

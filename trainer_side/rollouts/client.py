@@ -24,10 +24,14 @@ from trainer_side.rollouts.sample import SampleGroup
 from trainer_side.rollouts.sampler import Sampler, SamplerConfig
 from trainer_side.rollouts.stream import RolloutStream
 from trainer_side.rollouts.window import Window
-from weft_rl.contract.arguments import check_choice, check_count, check_seconds
 from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.contract.push_defaults import DEFAULT_CONNECT_SECONDS
+from weft_rl.contract.options import (
+    DEFAULT_CONNECT_SECONDS,
+    check_choice,
+    check_count,
+    check_seconds,
+)
 from weft_rl.contract.sampling import Sampling
 from weft_rl.rpc.channel import check_target
 from weft_rl.rpc.security.credentials import Tls, credentials_of

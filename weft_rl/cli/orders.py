@@ -23,7 +23,7 @@ from weft_rl.cli.console.output import CALL_SECONDS, connect, plural, print_json
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import MAX_VERSION, PolicyVersion, check_name
-from weft_rl.contract.sleep import DEFAULT_REQUESTS_SECONDS, SWITCH_SECONDS
+from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS, SWITCH_SECONDS
 from weft_rl.rpc.codec import (
     duration_from_proto,
     duration_to_proto,

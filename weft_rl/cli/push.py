@@ -13,7 +13,7 @@ from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
 from weft_rl.cli.console.output import plural, print_json, rate
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY
-from weft_rl.contract.push_defaults import (
+from weft_rl.contract.options import (
     DEFAULT_BASE,
     DEFAULT_CONNECT_SECONDS,
     DEFAULT_REQUIRE,

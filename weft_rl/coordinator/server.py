@@ -16,7 +16,7 @@ from weft_rl.coordinator.page.document import Document, pages
 from weft_rl.coordinator.page.history import History
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache
+from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, Uploads
 from weft_rl.coordinator.runtime.metrics import pool_registry
 from weft_rl.coordinator.runtime.traces import TransferTraces
 from weft_rl.coordinator.runtime.watchers import Feed
@@ -25,7 +25,6 @@ from weft_rl.coordinator.services.inspect import InspectServicer
 from weft_rl.coordinator.services.publish import PublishServicer
 from weft_rl.coordinator.services.registry import RegistryServicer
 from weft_rl.coordinator.services.rendezvous import RendezvousServicer
-from weft_rl.coordinator.services.uploads import Uploads
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, make_server
 from weft_rl.telemetry.metrics import refusal_counter

@@ -12,11 +12,19 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import (
+    MAX_FILES,
+    Checkpoint,
+    CheckpointState,
+    FileDigest,
+    StoredTensor,
+)
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport, Work
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
@@ -265,3 +273,144 @@ def aborts_from_proto(value: registry_pb2.WhenRunning.ValueType) -> bool:
     if value not in (registry_pb2.WHEN_RUNNING_ABORT, registry_pb2.WHEN_RUNNING_FINISH):
         raise InvalidRequestError("when_running must say what becomes of running requests")
     return value == registry_pb2.WHEN_RUNNING_ABORT
+
+
+# -- reports of replicas ---------------------------------------------------------
+
+#: Spilled versions that are taken note of.
+MAX_SPILLED: Final = 4096
+_LONGEST_SILENCE_SECONDS: Final = 86_400.0
+
+
+def report_to_proto(report: ReplicaReport) -> registry_pb2.ReplicaReport:
+    """Encode a replica's report."""
+    return registry_pb2.ReplicaReport(
+        version_vector=vector_to_proto(report.vector),
+        retained_base_versions=report.retained,
+        spilled_versions=map(version_to_proto, report.spilled),
+        dirty_reason=report.dirty_reason,
+        base_as_started=report.base_as_started,
+        refusing=report.refusing,
+        order_number=report.order_number,
+        sleep=asleep_to_proto(report.asleep),
+        drain=drain_to_proto(report.drain),
+        adapter_used_bytes=report.adapter_used_bytes,
+        pinned_base_versions=sorted(report.pins_obeyed),
+        pinned_base_bytes=report.pinned_bytes,
+        work=_work_to_proto(report.work),
+    )
+
+
+def report_from_proto(message: registry_pb2.ReplicaReport) -> ReplicaReport:
+    """Decode a replica's report; keeps ``MAX_SPILLED`` of its spilled versions."""
+    return ReplicaReport(
+        vector=vector_from_proto(message.version_vector),
+        retained=tuple(message.retained_base_versions),
+        spilled=frozenset(versions_from_proto(message.spilled_versions[:MAX_SPILLED])),
+        dirty_reason=message.dirty_reason,
+        base_as_started=message.base_as_started,
+        refusing=message.refusing,
+        order_number=message.order_number,
+        asleep=asleep_from_proto(message.sleep) if message.HasField("sleep") else None,
+        drain=drain_from_proto(message.drain) if message.HasField("drain") else None,
+        adapter_used_bytes=message.adapter_used_bytes,
+        pins_obeyed=frozenset(message.pinned_base_versions),
+        pinned_bytes=message.pinned_base_bytes,
+        work=_work_from_proto(message.work) if message.HasField("work") else None,
+    )
+
+
+def asleep_to_proto(asleep: Asleep | None) -> registry_pb2.Sleep | None:
+    """Encode a sleep; None for an engine that is awake."""
+    if asleep is None:
+        return None
+    return registry_pb2.Sleep(
+        trainer_id=asleep.trainer_id, weights_awake=asleep.weights_awake, level=asleep.level
+    )
+
+
+def asleep_from_proto(message: registry_pb2.Sleep) -> Asleep:
+    """Decode a sleep."""
+    return Asleep(message.trainer_id, message.weights_awake, message.level or 1)
+
+
+def drain_to_proto(drain: DrainNote | None) -> registry_pb2.Drain | None:
+    """Encode a drain; None while there is none."""
+    if drain is None:
+        return None
+    return registry_pb2.Drain(time_left=duration_to_proto(drain.seconds), reason=drain.reason)
+
+
+def drain_from_proto(message: registry_pb2.Drain) -> DrainNote:
+    """Decode a drain."""
+    return DrainNote(duration_from_proto(message.time_left), message.reason)
+
+
+def _work_to_proto(work: Work | None) -> registry_pb2.Work | None:
+    if work is None:
+        return None
+    silence = duration_to_proto(min(max(0.0, work.silence), _LONGEST_SILENCE_SECONDS))
+    return registry_pb2.Work(what=work.what, silence=silence)
+
+
+def _work_from_proto(message: registry_pb2.Work) -> Work:
+    return Work(message.what, duration_from_proto(message.silence))
+
+
+# -- checkpoints, and the digests of tensors -------------------------------------
+
+_SHA256_BYTES: Final = 32
+_MAX_NAME_CHARS: Final = 255
+_MAX_REASON_CHARS: Final = 500
+
+
+def checkpoint_to_proto(value: Checkpoint) -> registry_pb2.Checkpoint:
+    """Encode the checkpoint that a replica was started with, for ReportCheckpoint."""
+    return registry_pb2.Checkpoint(
+        state=registry_pb2.CheckpointState.ValueType(int(value.state)),
+        digest=value.digest,
+        files=files_to_proto(value.files),
+        reason=value.reason,
+    )
+
+
+def files_to_proto(files: Iterable[FileDigest]) -> list[registry_pb2.CheckpointFile]:
+    """Encode the files of a checkpoint."""
+    return [registry_pb2.CheckpointFile(name=file.name, digest=file.digest) for file in files]
+
+
+def checkpoint_from_proto(message: registry_pb2.Checkpoint) -> Checkpoint:
+    """Decode the checkpoint that a replica was started with, from ReportCheckpoint.
+
+    Raises:
+        InvalidRequestError: A digest is not SHA-256, there are too many files, or no state.
+    """
+    try:
+        state = CheckpointState(message.state)
+    except ValueError:
+        raise InvalidRequestError(f"{message.state} is not the state of a checkpoint") from None
+    if len(message.files) > MAX_FILES:
+        raise InvalidRequestError(
+            f"{len(message.files)} files of a checkpoint; at most {MAX_FILES} are told"
+        )
+    digested = state is CheckpointState.DIGESTED
+    digests = [message.digest, *(file.digest for file in message.files)] if digested else []
+    if any(len(digest) != _SHA256_BYTES for digest in digests):
+        raise InvalidRequestError("the digest of a checkpoint, or of a file of it, is not SHA-256")
+    if not digested:
+        return Checkpoint(state, reason=message.reason[:_MAX_REASON_CHARS])
+    files = tuple(FileDigest(file.name[:_MAX_NAME_CHARS], file.digest) for file in message.files)
+    return Checkpoint(state, message.digest, files)
+
+
+def tensors_to_proto(tensors: Iterable[StoredTensor]) -> list[types_pb2.TensorDigest]:
+    """Encode tensors and their digests."""
+    return [
+        types_pb2.TensorDigest(name=t.name, dtype=t.dtype, dims=t.shape, digest=t.digest)
+        for t in tensors
+    ]
+
+
+def tensors_from_proto(messages: Iterable[types_pb2.TensorDigest]) -> list[StoredTensor]:
+    """Decode tensors and their digests."""
+    return [StoredTensor(m.name, m.dtype, tuple(m.dims), m.digest) for m in messages]

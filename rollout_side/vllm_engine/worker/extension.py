@@ -41,7 +41,7 @@ from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import NotReadyError, RequestConflictError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.sleep import DISCARDS
+from weft_rl.contract.options import DISCARDS
 
 _log = logging.getLogger(__name__)
 

@@ -34,8 +34,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion, check_name, provenance
 from weft_rl.contract.tensors import DataType
-from weft_rl.rpc.checkpoint_codec import tensors_from_proto
-from weft_rl.rpc.codec import vector_from_proto, version_to_proto
+from weft_rl.rpc.codec import tensors_from_proto, vector_from_proto, version_to_proto
 from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import generate_pb2, types_pb2

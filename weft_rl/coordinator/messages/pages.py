@@ -1,8 +1,9 @@
-"""Pages: as much of a list as one message may hold, whatever its entries hold."""
+"""Lists in messages: as much as one message may hold, and no entry that spoils the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -13,13 +14,17 @@ from weft_rl.contract.names import VersionVector
 from weft_rl.rpc.codec import vector_to_proto
 from weft_rl.v1 import types_pb2
 
+_log = logging.getLogger(__name__)
+
 #: Of a list in one message. Messages may have 4 MiB; these stay far below, since whoever
 #: asks decodes them at once, and the coordinator makes them between two decisions.
 PAGE_BYTES: Final = 512 * 1024
 # The tag and the length of an entry.
 _ENTRY_BYTES = 6
+_WHY = "it cannot be shown; the coordinator's log says why"
 
 _Value = TypeVar("_Value")
+_Any = TypeVar("_Any")
 _Entry = TypeVar("_Entry", bound=Message)
 
 
@@ -107,3 +112,36 @@ def number_of(token: str) -> int | None:
     if not (token.isascii() and token.isdigit()):
         raise invalid_token()
     return int(token)
+
+
+# -- entries that cannot be shown ------------------------------------------------
+
+
+def each(
+    values: Iterable[_Value],
+    make: Callable[[_Value], _Any],
+    instead: Callable[[_Value, str], _Any] | None = None,
+) -> list[_Any]:
+    """Return the entries of all values, whatever some of them hold.
+
+    Args:
+        make: Makes an entry; if it raises, the value is logged.
+        instead: Makes the entry then, from the value and the reason why it is not whole;
+            without it the entry is left out.
+    """
+    entries = []
+    for value in values:
+        try:
+            entries.append(make(value))
+        except Exception:  # noqa: BLE001 (whatever is wrong with one is no reason to hide all)
+            _log.exception("an entry of a list cannot be shown: %.500r", value)
+            if instead is not None:
+                entries.append(instead(value, _WHY))
+    return entries
+
+
+def entry_of(
+    value: _Value, make: Callable[[_Value], _Any], instead: Callable[[_Value, str], _Any]
+) -> _Any:
+    """Return the entry of one value, as ``each`` makes it."""
+    return each([value], make, instead)[0]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
+from weft_rl import __version__
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
@@ -18,7 +21,12 @@ from weft_rl.coordinator.decisions.state.pool import (
     num_retained,
 )
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica_state import (
+    explain_state,
+    is_listed,
+    replica_state,
+    routes,
+)
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
@@ -31,12 +39,13 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft_rl.coordinator.messages.pages import Vectors
-from weft_rl.rpc.checkpoint_codec import files_to_proto
+from weft_rl.coordinator.messages.pages import Vectors, cut, entry_of
+from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
     capabilities_to_proto,
     dtype_to_proto,
     duration_to_proto,
+    files_to_proto,
     timestamp_to_proto,
     vector_to_proto,
     version_from_proto,
@@ -413,3 +422,100 @@ def sleep_request(
         timeout=duration_to_proto(call.seconds),
         level=call.level,
     )
+
+
+# -- the pool as a whole ---------------------------------------------------------
+
+#: Of GetPool, which stays below 1 MiB.
+_ORDERS_BYTES: Final = 128 * 1024
+
+
+def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolResponse:
+    """Encode a pool without its replicas, policies, transfers and version vector; O(replicas +
+    operators' orders)."""
+    orders = cut(
+        sorted(state.out_of_service),
+        lambda name: out_of_service_to_proto(name, state.out_of_service[name]),
+        max_bytes=_ORDERS_BYTES,
+    ).entries
+    counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
+    return inspect_pb2.GetPoolResponse(
+        base_fingerprint=state.fingerprint,
+        weft_version=__version__,
+        coordinator_generation=state.generation,
+        out_of_service=orders,
+        num_more_out_of_service=len(state.out_of_service) - len(orders),
+        replica_counts=[
+            inspect_pb2.ReplicaCount(
+                state=inspect_pb2.ReplicaState.ValueType(int(where)), num_replicas=count
+            )
+            for where, count in sorted(counts.items())
+        ],
+        base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
+        protocol_revision=PROTOCOL_REVISION,
+        time=timestamp_to_proto(unix_seconds),
+    )
+
+
+# -- routes: the whole list, or the changes since a list was told ----------------
+
+# Of a name at most 63 characters long: 256 KiB.
+_MAX_REMOVED: Final = 4000
+# Of such names, too, about 128 KiB.
+_MAX_OVER_ANOTHER_BASE: Final = 1024
+
+
+def route_messages(
+    state: PoolState, changed: Sequence[str] | None, previous: int, revision: int
+) -> list[inspect_pb2.WatchRoutesResponse]:
+    """Return the messages, one or more, that bring a reader from ``previous`` to ``revision``.
+
+    Args:
+        changed: Replicas that have changed since ``previous``; None for the whole list.
+    """
+    if changed is None:
+        listed, removed = routes(state), list[str]()
+    else:
+        now_is = [(name, state.replicas.get(name)) for name in sorted(changed)]
+        listed = [replica for _, replica in now_is if replica and is_listed(replica)]
+        removed = [name for name, replica in now_is if not (replica and is_listed(replica))]
+    parts = list[inspect_pb2.WatchRoutesResponse]()
+    while listed or removed or not parts:
+        part, listed = _part(listed)
+        part.removed_replica_ids.extend(removed[:_MAX_REMOVED])
+        removed = removed[_MAX_REMOVED:]
+        parts.append(part)
+    for part in parts:
+        part.coordinator_generation = state.generation
+        part.revision = revision
+        part.previous_revision = -1 if changed is None else previous
+        part.more = part is not parts[-1]
+    parts[0].whole = changed is None
+    parts[-1].over_another_base.extend(
+        inspect_pb2.OverAnotherBase(
+            version=version_to_proto(version),
+            trained_on_base_version=state.policies[version.policy].trained_on[version.version],
+            base_version=state.vector.base,
+        )
+        for version in state.over_another_base()[:_MAX_OVER_ANOTHER_BASE]
+    )
+    return parts
+
+
+def _part(listed: list[Replica]) -> tuple[inspect_pb2.WatchRoutesResponse, list[Replica]]:
+    """Put as many routes into a message as it may hold; return it and the rest."""
+    vectors = Vectors()
+
+    def make(replica: Replica) -> inspect_pb2.Route:
+        return entry_of(
+            replica,
+            lambda replica: route_to_proto(replica, vectors.index(replica.vector)),
+            lambda replica, _: inspect_pb2.Route(),
+        )
+
+    page = cut(listed, make, vectors=vectors)
+    message = inspect_pb2.WatchRoutesResponse(
+        routes=[route for route in page.entries if route.replica_id],
+        version_vectors=vectors.messages,
+    )
+    return message, listed[len(page.entries) :]

@@ -31,8 +31,12 @@ from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import ReplicaState
-from weft_rl.coordinator.messages.overview import pool_to_proto
-from weft_rl.coordinator.messages.wire import policy_to_proto, replica_to_proto, transfer_to_proto
+from weft_rl.coordinator.messages.wire import (
+    policy_to_proto,
+    pool_to_proto,
+    replica_to_proto,
+    transfer_to_proto,
+)
 from weft_rl.coordinator.page.history import (
     MAX_TRANSFERS,
     SHOWN_SECONDS,

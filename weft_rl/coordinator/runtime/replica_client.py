@@ -29,6 +29,7 @@ from weft_rl.coordinator.messages.wire import (
 from weft_rl.rpc.bounds import MAX_TEXT_CHARS
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (
+    asleep_from_proto,
     duration_from_proto,
     duration_to_proto,
     vector_from_proto,
@@ -36,7 +37,6 @@ from weft_rl.rpc.codec import (
 )
 from weft_rl.rpc.inbound import CheckedChannel
 from weft_rl.rpc.manifest_codec import ManifestDecoder
-from weft_rl.rpc.report_codec import asleep_from_proto
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.tracing import call_metadata, untraced

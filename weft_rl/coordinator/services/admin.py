@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.sleep import DEFAULT_REQUESTS_SECONDS
+from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
 from weft_rl.coordinator.decisions.replicas import base_binding
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService

@@ -15,21 +15,22 @@ from weft_rl.contract.names import BASE_POLICY, check_name
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.step import unknown_transfer
-from weft_rl.coordinator.messages.listing import each, entry_of
-from weft_rl.coordinator.messages.overview import pool_to_proto
 from weft_rl.coordinator.messages.pages import (
     PAGE_BYTES,
     Page,
     Vectors,
     check_request,
     cut,
+    each,
+    entry_of,
     invalid_token,
     number_of,
 )
-from weft_rl.coordinator.messages.route_list import route_messages
 from weft_rl.coordinator.messages.wire import (
     policy_to_proto,
+    pool_to_proto,
     replica_to_proto,
+    route_messages,
     transfer_from_record,
     transfer_to_proto,
     version_record_to_proto,

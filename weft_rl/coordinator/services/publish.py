@@ -29,9 +29,8 @@ from weft_rl.coordinator.messages.wire import (
 )
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, fresh_ids
+from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, Uploads, fresh_ids
 from weft_rl.coordinator.runtime.traces import TransferTraces
-from weft_rl.coordinator.services.uploads import Uploads
 from weft_rl.rpc.bounds import check_revision
 from weft_rl.rpc.codec import (
     aborts_from_proto,

@@ -16,17 +16,17 @@ from weft_rl.coordinator.decisions.state.values import Heard, ReplicaState
 from weft_rl.coordinator.messages.wire import held_from_proto
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import ReferenceCache
-from weft_rl.coordinator.services.uploads import Uploads
+from weft_rl.coordinator.runtime.manifests import ReferenceCache, Uploads
 from weft_rl.rpc.bounds import check_revision
-from weft_rl.rpc.checkpoint_codec import checkpoint_from_proto
 from weft_rl.rpc.codec import (
+    MAX_SPILLED,
     capabilities_from_proto,
+    checkpoint_from_proto,
     duration_to_proto,
+    report_from_proto,
     version_to_proto,
 )
 from weft_rl.rpc.manifest_codec import ReferenceDecoder
-from weft_rl.rpc.report_codec import MAX_SPILLED, report_from_proto
 from weft_rl.v1 import registry_pb2, registry_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]

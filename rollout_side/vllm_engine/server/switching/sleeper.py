@@ -25,7 +25,7 @@ from weft_rl.contract.errors import (
     NotReadyError,
     TransferTimeoutError,
 )
-from weft_rl.contract.sleep import DISCARDS
+from weft_rl.contract.options import DISCARDS
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
-from weft_rl.coordinator.messages.route_list import route_messages
+from weft_rl.coordinator.messages.wire import route_messages
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.live_groups import LiveGroups

@@ -17,7 +17,7 @@ from weft_rl.contract.errors import (
     error_from_reason,
 )
 from weft_rl.contract.names import BASE_POLICY
-from weft_rl.contract.sleep import DISCARDS, SWITCH_SECONDS
+from weft_rl.contract.options import DISCARDS, SWITCH_SECONDS
 from weft_rl.coordinator.decisions.replicas.out_of_service import unknown_replica
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft_rl.rpc import threaded_channel
-from weft_rl.rpc.threaded_channel import open_threaded_channel
+from weft_rl.rpc.channel import open_threaded_channel
 
 
 class _Channel:
@@ -41,7 +40,7 @@ class _Channel:
 def under(monkeypatch: pytest.MonkeyPatch) -> _Channel:
     """What the channel under test calls."""
     channel = _Channel()
-    monkeypatch.setattr(threaded_channel, "open_channel", lambda target, credentials: channel)
+    monkeypatch.setattr(channel, "open_channel", lambda target, credentials: channel)
     return channel
 
 

@@ -1,8 +1,11 @@
-"""Checks of single values that users give: times, counts, choices."""
+"""Options that users give to trainers, commands, coordinator and replicas: checks, defaults.
+
+Here, and not in ``trainer_side``, since the command line shows its help without torch.
+"""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Final, Literal, get_args
 
 from weft_rl.contract.errors import InvalidRequestError
 
@@ -45,3 +48,33 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     known = get_args(choices)
     if (type(value), value) not in [(type(each), each) for each in known]:  # True is not 1
         raise InvalidRequestError(f"{name}={value!r}: use one of {', '.join(map(repr, known))}")
+
+
+# -- pushes ----------------------------------------------------------------------
+
+#: Which replicas must hold a version before it is committed: at least so many, whoever they
+#: are, or all that are ready when the push begins.
+Require = Literal["all"] | int
+
+#: Whoever remains: the loss of a replica ends nobody's training.
+DEFAULT_REQUIRE: Final = 1
+#: Longest time of a push, waiting for replicas included.
+DEFAULT_TIMEOUT_SECONDS = 600.0
+#: Longest wait for a coordinator that was never reached.
+DEFAULT_CONNECT_SECONDS = 5.0
+#: Base of an adapter: found out, and a remark where the pool serves another.
+DEFAULT_BASE: Final = "auto"
+
+
+# -- sleep -----------------------------------------------------------------------
+
+#: vLLM's levels: 1 moves the weights to host memory, 2 discards them.
+SleepLevel = Literal[1, 2]
+#: The level at which weights are discarded.
+DISCARDS: Final = 2
+#: What becomes of requests that run when a replica falls asleep.
+WhenRunning = Literal["finish", "abort"]
+#: What those may take to end where a caller says nothing.
+DEFAULT_REQUESTS_SECONDS: Final = 60.0
+#: What an engine may take to fall asleep once its requests have ended, and to wake.
+SWITCH_SECONDS: Final = 180.0
