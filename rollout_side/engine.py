@@ -130,7 +130,7 @@ class SleepOrder:
 
 
 @dataclass(frozen=True)
-class Asleep(replica_report.Asleep):
+class Asleep(replica_report.Sleep):
     """Sleep of an engine, with what it needs to wake."""
 
     base_discarded: bool = False

@@ -9,7 +9,7 @@ from rollout_side.engine import AbsentPolicy
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import drain_from_proto, version_to_proto, versions_from_proto
 from weft_rl.v1 import registry_pb2 as pb
@@ -44,7 +44,7 @@ class Holdings:
     """Held versions, each with its digest, and True if it is spilled."""
     last_epoch: int = 0
     """Highest epoch of a side group that it was told."""
-    to_sleep: Asleep | None = None
+    to_sleep: Sleep | None = None
     """Set while it waits to sleep, refusing new requests."""
 
 

@@ -21,12 +21,12 @@ from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
 from weft_rl.rpc.codec import (
     aborts_from_proto,
-    asleep_to_proto,
     capabilities_to_proto,
     chunk_ranges,
     duration_from_proto,
     duration_to_proto,
     level_from_proto,
+    sleep_to_proto,
     tensors_to_proto,
     ticket_from_proto,
     vector_to_proto,
@@ -324,7 +324,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             timeout_seconds=duration_from_proto(request.timeout),
         )
         await agent.fall_asleep(order)
-        return pb.SleepResponse(sleep=asleep_to_proto(agent.engine.asleep))
+        return pb.SleepResponse(sleep=sleep_to_proto(agent.engine.asleep))
 
     async def WakeUp(  # noqa: N802
         self, request: pb.WakeUpRequest, context: _Context
@@ -353,7 +353,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             staging_used_bytes=serving.memory.staging_bytes,
             retained_base_versions=serving.memory.retained_bases,
             spilled_versions=map(version_to_proto, serving.memory.spilled),
-            sleep=asleep_to_proto(agent.engine.asleep),
+            sleep=sleep_to_proto(agent.engine.asleep),
         )
 
 

@@ -102,9 +102,9 @@ class CatalogModel:
                 and record.content_digest
                 and record.state in (VersionState.COMMITTED, VersionState.RETIRED)
             },
-            epoch=self.epoch,
+            epoch_counter=self.epoch,
             opened_generation=self.generation,
-            opened_epoch=self.epoch,
+            opened_epoch_counter=self.epoch,
             number_floor=self.number_floor,
             token_floor=self.token_floor,
             coordinator_id=coordinator_id,

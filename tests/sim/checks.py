@@ -105,7 +105,7 @@ class Checks:
             self._world.trace("step", repr(event)[:300])
         for effect in emitted:
             if isinstance(effect, effects.SaveVersion):
-                if isinstance(event, events.HeldDescribed):
+                if isinstance(event, events.VersionDescribed):
                     self.losses.adopting(effect.record)
                 elif effect.record.state is VersionState.STAGING:
                     self.leases.assigned(state, effect)

@@ -18,7 +18,7 @@ from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
     VersionRecord,
@@ -177,7 +177,7 @@ class SimCoordinator(Process):
                 self._call("retire", effect, lambda v, f: self._retire_answered(effect, v, f))
             case effects.LookUp():
                 self.spawn(self._look_up(effect))
-            case effects.DescribeHeld():
+            case effects.DescribeVersion():
                 self.spawn(self._describe_held(effect))
             case effects.Announce(kind=kind, subject=subject, message=message):
                 self.world.trace("coordinator", f"{kind} {subject}: {message}")
@@ -251,14 +251,14 @@ class SimCoordinator(Process):
                 incarnation=effect.incarnation,
                 source_id=effect.source_id,
                 version=effect.version,
-                ids=self.fresh_ids(),
+                ids=self.new_transfer_ids(),
                 record=record,
                 layout=layout,
                 failure=failure,
             )
         )
 
-    def _describe_held(self, effect: effects.DescribeHeld) -> Any:
+    def _describe_held(self, effect: effects.DescribeVersion) -> Any:
         facts, failure = None, None
         self.num_calls_out += 1
         try:
@@ -274,7 +274,7 @@ class SimCoordinator(Process):
             failure = Failure.of(error)
         self.num_calls_out -= 1
         self.post(
-            events.HeldDescribed(
+            events.VersionDescribed(
                 replica_id=effect.replica_id,
                 incarnation=effect.incarnation,
                 version=effect.version,
@@ -285,10 +285,10 @@ class SimCoordinator(Process):
             )
         )
 
-    def fresh_ids(self) -> FreshIds:
+    def new_transfer_ids(self) -> TransferIds:
         """Names of a new transfer and group; never the same twice."""
         number = next(self.world.numbers)
-        return FreshIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}")
+        return TransferIds(f"t{number}", number, f"g{number}", f"token{number}", f"secret{number}")
 
     def _retire_answered(
         self, call: effects.CallRetire, vector: Any, failure: Failure | None
@@ -309,7 +309,7 @@ class SimCoordinator(Process):
             future.set(error=error)
             return future, None
         if event is None:
-            future.set(effects.Done())
+            future.set(effects.EmptyAnswer())
             return future, None
         self.calls[ticket] = future
         self.calls_since[ticket] = self.clock.now

@@ -13,7 +13,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import Activity, Group, Word
+from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport
 from weft_rl.coordinator.runtime.live_groups import Watermark
 
 
@@ -22,7 +22,7 @@ class _LiveGroup:
         self.group = group
         self.links: dict[int, Stream] = {}
         self.watermark: Watermark | None = None
-        self.words: dict[int, Word] = {}
+        self.reports: dict[int, RankReport] = {}
         self.num_told: dict[int, int] = {}
 
 
@@ -64,7 +64,7 @@ class LiveGroups:
         elif kind == "load_due":
             self._post(events.RankLoadDue(group_id, transfer_id, rank))
         elif kind == "progress" and live is not None:
-            live.words[rank] = Word(transfer_id, Activity.WAITING, *rest)
+            live.reports[rank] = RankReport(transfer_id, Activity.WAITING, *rest)
         elif kind == "failed":
             self._post(events.RankFailed(group_id, transfer_id, rank, *rest))
         elif live is not None and mark is not None and mark.transfer_id == transfer_id:
@@ -79,14 +79,14 @@ class LiveGroups:
         """What ranks have said since this was asked last, by group."""
         told = []
         for name, live in self.live.items():
-            words, live.words = live.words, {}
+            reports, live.reports = live.reports, {}
             mark, transfer_id, new = live.watermark, "", dict[int, int]()
             if mark is not None:
                 transfer_id = mark.transfer_id
                 new = {r: n for r, n in mark.num_reported.items() if live.num_told.get(r) != n}
                 live.num_told.update(new)
-            if words or new:
-                told.append(events.RanksHeard(name, words, transfer_id, new))
+            if reports or new:
+                told.append(events.RanksHeard(name, reports, transfer_id, new))
         return told
 
     def carry_out(self, effect: effects.Effect) -> None:

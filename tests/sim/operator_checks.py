@@ -136,7 +136,7 @@ class OperatorChecks:
         now, unheld = self._world.clock.now, {}
         for policy in state.policies.values():
             version = PolicyVersion(policy.name, policy.served_version)
-            if policy.name in state.in_question:  # nothing is brought for it, nor asked
+            if policy.name in state.uncertain_aliases:  # nothing is brought for it, nor asked
                 continue
             if version.version and version not in state.copies and _is_lacked(state, version):
                 unheld[version] = self._unheld_since.get(version, now)

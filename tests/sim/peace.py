@@ -76,8 +76,8 @@ def behind(world: World) -> Iterator[str]:
         if not replica.alive or known is None or known.incarnation != replica.incarnation:
             yield f"{name} is not in the pool"
             continue
-        if known.suspicion:
-            yield f"{name} is taken for dead: {known.suspicion}"
+        if known.unheard_reason:
+            yield f"{name} is taken for dead: {known.unheard_reason}"
         lacks = [version for policy in policies for version in _lacks(world, replica, policy)]
         for version in lacks:
             if replica.dirty_reason and version.policy != BASE_POLICY:

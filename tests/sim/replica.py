@@ -31,7 +31,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Asleep, Work
+from weft_rl.contract.replica_report import Sleep, Work
 from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.transfer import Group, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
@@ -82,7 +82,7 @@ class SimReplica(Process):
         self.ready = self.is_known = False
         self.refusing = ""
         self.order = (0, 0)
-        self.asleep: Asleep | None = None
+        self.asleep: Sleep | None = None
         #: Whether it sleeps, or slept, at level 2, and no base has loaded since.
         self.base_discarded = False
         self.sleep = SimSleep(self)

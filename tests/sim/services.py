@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.values import Heard, HeldVersion, VersionState
+from weft_rl.coordinator.decisions.state.values import HeldVersion, HeldVersionRecord, VersionState
 from weft_rl.coordinator.decisions.step import already_committed
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ class Services:
         heard = self._heard(held)
         return events.Register(**args, held=heard, http_url="", model_name="tiny")
 
-    def _heard(self, held: list[HeldVersion]) -> tuple[Heard, ...]:
+    def _heard(self, held: list[HeldVersion]) -> tuple[HeldVersionRecord, ...]:
         find = self._coordinator.world.catalog.find_version
-        return tuple(Heard(one, find(one.version)) for one in held)
+        return tuple(HeldVersionRecord(one, find(one.version)) for one in held)
 
     def put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
         self._coordinator.post(events.ReferenceKnown(fingerprint))
@@ -70,7 +70,7 @@ class Services:
             deadline=deadline,
             answer_by=answer_by,
             backend="gloo",
-            ids=self._coordinator.fresh_ids(),
+            ids=self._coordinator.new_transfer_ids(),
             recorded=self._recorded(args["policy"], args["request_id"]),
         )
 
@@ -120,7 +120,7 @@ class Services:
         answer_by = self._answer_by(timeout)
         self._tick_after(answer_by, ticket)
         recorded = self._coordinator.flushed(version)
-        ids = self._coordinator.fresh_ids()
+        ids = self._coordinator.new_transfer_ids()
         return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
 
     def pin(

@@ -13,7 +13,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.replica_report import Asleep
+from weft_rl.contract.replica_report import Sleep
 from weft_rl.coordinator.decisions.state import effects
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class SimSleep:
         self.refuses = False
 
     @property
-    def to_sleep(self) -> Asleep | None:
+    def to_sleep(self) -> Sleep | None:
         """What it says of itself while it waits to sleep."""
         if self._wanted is None:
             return None
-        return Asleep(self._wanted.order.trainer_id, level=self._wanted.order.level)
+        return Sleep(self._wanted.order.trainer_id, level=self._wanted.order.level)
 
     def carry_out(self, order: effects.CallSleep | effects.CallWake) -> Generator[Any, Any, Any]:
         """Sleep or wake; returns what is answered."""
@@ -109,7 +109,7 @@ class SimSleep:
         sleeps_on = former is not None and not former.weights_awake
         # At level 2 without its weights, unless they sleep at level 1 already.
         level = former.level if former is not None and sleeps_on else wanted.order.level
-        replica.asleep = Asleep(wanted.order.trainer_id, level=level)
+        replica.asleep = Sleep(wanted.order.trainer_id, level=level)
         if level == 2:
             replica.discard_weights()
         replica.world.trace(replica.name, f"sleeps: {replica.asleep}")

@@ -124,7 +124,7 @@ class StallChecks:
             return not ranks <= transfer.attempt.prepared.keys()
         first = min(transfer.attempt.prepared.values())
         sent = self._sent(transfer, group, first)
-        told = transfer.attempt.watch.num_verified
+        told = transfer.attempt.progress.num_verified
         verified = {rank: told.get(rank, first) for rank in group.receivers}
         if is_source:
             return all(count >= first + len(sent) for count in verified.values())

@@ -8,7 +8,7 @@ from weft_rl.contract.names import PolicyVersion, VersionVector
 
 
 @dataclass(frozen=True)
-class Asleep:
+class Sleep:
     """Sleep of a replica's engine."""
 
     trainer_id: str
@@ -55,7 +55,7 @@ class ReplicaReport:
     """Reason why it refuses new requests, mixed weights aside; empty while it is open."""
     order_number: int = 0
     """Number of the order by which it refuses requests, or takes them."""
-    asleep: Asleep | None = None
+    asleep: Sleep | None = None
     """Set while its engine sleeps, or is about to."""
     drain: DrainNote | None = None
     """Set while it drains."""

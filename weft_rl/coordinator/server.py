@@ -16,7 +16,7 @@ from weft_rl.coordinator.page.document import Document, pages
 from weft_rl.coordinator.page.history import History
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, Uploads
+from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, UploadQueue
 from weft_rl.coordinator.runtime.metrics import pool_registry
 from weft_rl.coordinator.runtime.traces import TransferTraces
 from weft_rl.coordinator.runtime.watchers import Feed
@@ -86,7 +86,7 @@ class Coordinator:
         )
         manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
         traces = self._traces(lambda: driver.now()) if config.telemetry.traces else None
-        uploads = Uploads()
+        uploads = UploadQueue()
         state = _initial_state(catalog, self.config)
         metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
         history = History(state, time.monotonic)
@@ -204,9 +204,9 @@ def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
         checkpoint=known.checkpoint,
         base_contents=known.base_contents,
         as_started=known.as_started,
-        epoch=known.epoch,
+        epoch_counter=known.epoch,
         opened_generation=known.generation,
-        opened_epoch=known.epoch,
+        opened_epoch_counter=known.epoch,
         number_floor=known.number_floor,
         token_floor=known.token_floor,
         coordinator_id=secrets.token_hex(8),

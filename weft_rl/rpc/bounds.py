@@ -327,7 +327,7 @@ _NUMBERS: Final = frozenset(
 
 
 @dataclass(frozen=True)
-class _Checks:
+class _MessageChecks:
     """Checks of one message, by the name of the field.
 
     A walk over descriptors for each message would cost more than its parser.
@@ -338,11 +338,11 @@ class _Checks:
     """Checks of single messages, which may be absent."""
 
 
-_CHECKS: dict[type[Message], _Checks] = {}
+_CHECKS: dict[type[Message], _MessageChecks] = {}
 
 
-def _checks_of(descriptor: Any) -> _Checks:
-    checks = _Checks([], [])
+def _checks_of(descriptor: Any) -> _MessageChecks:
+    checks = _MessageChecks([], [])
     for field in descriptor.fields:
         if (test := _check_of(field)) is not _anything:
             is_message = field.message_type is not None and not _is_list(field)

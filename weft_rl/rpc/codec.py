@@ -24,7 +24,7 @@ from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport, Work
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep, Work
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
@@ -292,7 +292,7 @@ def report_to_proto(report: ReplicaReport) -> registry_pb2.ReplicaReport:
         base_as_started=report.base_as_started,
         refusing=report.refusing,
         order_number=report.order_number,
-        sleep=asleep_to_proto(report.asleep),
+        sleep=sleep_to_proto(report.asleep),
         drain=drain_to_proto(report.drain),
         adapter_used_bytes=report.adapter_used_bytes,
         pinned_base_versions=sorted(report.pins_obeyed),
@@ -311,7 +311,7 @@ def report_from_proto(message: registry_pb2.ReplicaReport) -> ReplicaReport:
         base_as_started=message.base_as_started,
         refusing=message.refusing,
         order_number=message.order_number,
-        asleep=asleep_from_proto(message.sleep) if message.HasField("sleep") else None,
+        asleep=sleep_from_proto(message.sleep) if message.HasField("sleep") else None,
         drain=drain_from_proto(message.drain) if message.HasField("drain") else None,
         adapter_used_bytes=message.adapter_used_bytes,
         pins_obeyed=frozenset(message.pinned_base_versions),
@@ -320,7 +320,7 @@ def report_from_proto(message: registry_pb2.ReplicaReport) -> ReplicaReport:
     )
 
 
-def asleep_to_proto(asleep: Asleep | None) -> registry_pb2.Sleep | None:
+def sleep_to_proto(asleep: Sleep | None) -> registry_pb2.Sleep | None:
     """Encode a sleep; None for an engine that is awake."""
     if asleep is None:
         return None
@@ -329,9 +329,9 @@ def asleep_to_proto(asleep: Asleep | None) -> registry_pb2.Sleep | None:
     )
 
 
-def asleep_from_proto(message: registry_pb2.Sleep) -> Asleep:
+def sleep_from_proto(message: registry_pb2.Sleep) -> Sleep:
     """Decode a sleep."""
-    return Asleep(message.trainer_id, message.weights_awake, message.level or 1)
+    return Sleep(message.trainer_id, message.weights_awake, message.level or 1)
 
 
 def drain_to_proto(drain: DrainNote | None) -> registry_pb2.Drain | None:

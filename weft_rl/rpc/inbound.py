@@ -3,8 +3,8 @@
 Messages are parsed and bounded before anybody reads them; bugs are logged.
 
 When a parser raises, gRPC answers INTERNAL, with a traceback in the log. So the parsers here
-never raise: what cannot be taken comes out as a ``Refused``. Its receiver answers, or raises,
-the typed error in it.
+never raise: a message that cannot be taken comes out as a ``RefusedMessage``. Its receiver
+answers, or raises, the typed error in it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _END_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMessage:
     """Stand-in for a message that cannot be taken."""
 
     error: WeftError
 
 
 def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a deserialiser that gives the message, or a ``Refused``, and never raises.
+    """Return a deserialiser that gives the message, or a ``RefusedMessage``, and never raises.
 
     Args:
         parse: Generated deserialiser of the message (``FromString``).
@@ -61,7 +61,7 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             message = parse(data)
         except (DecodeError, ValueError, RecursionError):
             what = f"{len(data)} bytes that are not the message this call takes"
-            return Refused(InvalidRequestError(f"{what}: is the caller of another version?"))
+            return RefusedMessage(InvalidRequestError(f"{what}: is the caller of another version?"))
         # A heartbeat says again and again what the one before it has said.
         name = hashlib.blake2b(data, digest_size=16).digest() if len(data) >= _LARGE else b""
         if name in taken:
@@ -69,7 +69,7 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         try:
             check(message)
         except WeftError as error:
-            return Refused(error)
+            return RefusedMessage(error)
         if name and message.ByteSize() == len(data):  # else a text was cut
             taken.put(name, None)
         return message
@@ -88,7 +88,7 @@ class Requests:
 
     async def __anext__(self) -> Any:
         request = await anext(self._inner)
-        if isinstance(request, Refused):
+        if isinstance(request, RefusedMessage):
             raise request.error
         return request
 
@@ -134,7 +134,7 @@ class CheckedChannel:
         return call
 
     def _taken(self, response: Any, method: str) -> Any:
-        if isinstance(response, Refused):
+        if isinstance(response, RefusedMessage):
             name = method.rpartition("/")[2]
             raise InvalidResponseError(
                 PeerUnavailableError(
@@ -213,7 +213,7 @@ def _checking(inner: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, 
         return inner(Requests(requests), context)
 
     def call(request: Any, context: Any) -> Any:
-        if isinstance(request, Refused):
+        if isinstance(request, RefusedMessage):
             raise request.error
         return inner(request, context)
 

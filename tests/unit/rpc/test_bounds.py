@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.rpc import bounds, codec
 from weft_rl.rpc.bounds import check
-from weft_rl.rpc.inbound import Refused, parser
+from weft_rl.rpc.inbound import RefusedMessage, parser
 from weft_rl.v1 import (
     admin_pb2,
     generate_pb2,
@@ -165,7 +165,7 @@ def test_bytes_that_are_no_message_are_refused_not_raised() -> None:
         nested = b"\x0b" + nested + b"\x0c"
     for data in (b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe", nested):
         refused = parse(data)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RefusedMessage)
         assert refused.error.reason == "INVALID_REQUEST"
     assert parse(b"") == registry_pb2.RegisterRequest()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from weft_rl.rpc import channel as channels
 from weft_rl.rpc.channel import open_threaded_channel
 
 
@@ -40,7 +41,7 @@ class _Channel:
 def under(monkeypatch: pytest.MonkeyPatch) -> _Channel:
     """What the channel under test calls."""
     channel = _Channel()
-    monkeypatch.setattr(channel, "open_channel", lambda target, credentials: channel)
+    monkeypatch.setattr(channels, "open_channel", lambda target, credentials: channel)
     return channel
 
 

@@ -12,7 +12,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport, Work
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep, Work
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.rpc import codec
 from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
@@ -127,7 +127,7 @@ REPORT = ReplicaReport(
     base_as_started=True,
     refusing="it starts",
     order_number=7,
-    asleep=Asleep("trainer-a", weights_awake=True, level=2),
+    asleep=Sleep("trainer-a", weights_awake=True, level=2),
     drain=DrainNote(1.5, "a new kernel"),
     adapter_used_bytes=1 << 40,
     pins_obeyed=frozenset({2, 3}),

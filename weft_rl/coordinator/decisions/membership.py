@@ -21,13 +21,17 @@ from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.recovery import catch_up
 from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service, sleeps
-from weft_rl.coordinator.decisions.replicas.out_of_service import adopt, heard, refuse_reason
+from weft_rl.coordinator.decisions.replicas.out_of_service import (
+    adopt,
+    refuse_reason,
+    with_enforced_order,
+)
 from weft_rl.coordinator.decisions.state import events, replica_state
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
     AbsentPolicy,
     CloseChannel,
-    Done,
+    EmptyAnswer,
     EventKind,
     HeartbeatAnswer,
     RegisterAnswer,
@@ -35,10 +39,10 @@ from weft_rl.coordinator.decisions.state.effects import (
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
-    doubt,
     eligible_targets,
+    explain_base_mismatch,
     is_routable,
-    lacks,
+    missing_versions,
     shared_backends,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
@@ -88,7 +92,7 @@ def register(change: Change, event: events.Register) -> None:
     numbering.replica_registers(change, event)
     numbering.versions_heard(change, replica, event.held)
     replica = change.put_replica(
-        replica_state.counted(change.state, replica, event.held, complete=True)
+        replica_state.with_counted_versions(change.state, replica, event.held, complete=True)
     )
     base_binding.note_checkpoint(change, replica)
     if report.base_as_started:
@@ -103,7 +107,7 @@ def register(change: Change, event: events.Register) -> None:
         refuse_reason(change.state, replica.replica_id),
         change.state.order_number,
         change.state.out_of_service.get(replica.replica_id),
-        change.state.epoch,
+        change.state.epoch_counter,
     )
     change.reply(event.ticket, answer)
     tell_at_registration(change, replica)
@@ -199,7 +203,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         replica,
         last_heard=change.now,
         report=report,
-        suspicion="",
+        unheard_reason="",
         spilled=report.spilled,
         drain=out_of_service.updated_drain(replica, report.drain, change.now),
         # One that was on its way while it fell asleep says that it is awake: that it woke, only
@@ -207,11 +211,11 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         asleep=report.asleep or replica.asleep,
         worked_at=_worked_at(change, replica, report),
     )
-    replica = heard(change.state, replica, report.refusing, report.order_number)
+    replica = with_enforced_order(change.state, replica, report.refusing, report.order_number)
     # While it loads in place its weights are mixed, as they must be.
     loading = abort.is_loading(change.state, replica.replica_id)
     # A heartbeat that was on its way during a commit tells what was served before.
-    believed_from = replica.vector_set_at + change.state.settings.heartbeat_seconds / 2
+    believed_from = replica.order_answered_at + change.state.settings.heartbeat_seconds / 2
     is_believed = change.now > believed_from
     if is_believed:
         replica = replace(
@@ -223,16 +227,18 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
         if is_new or event.held:
             numbering.versions_heard(change, replica, event.held)
         complete = event.held_complete
-        replica = replica_state.counted(change.state, replica, event.held, complete=complete)
+        replica = replica_state.with_counted_versions(
+            change.state, replica, event.held, complete=complete
+        )
     else:
-        replica = replica_state.counted(change.state, replica)
+        replica = replica_state.with_counted_versions(change.state, replica)
     change.put_replica(replica)
     if is_believed and report.base_as_started:
         base_binding.note_as_started(change, replica)
     catch_up.restore_or_discard(change, replica, event.staged)
     answer = _heartbeat_answer(change, replica)
-    undecided = replica_state.undecided(change.state, replica)
-    wanted = undecided or replica.mistaken or (event.held and not is_believed)
+    undecided_versions = replica_state.undecided_versions(change.state, replica)
+    wanted = undecided_versions or replica.mistaken or (event.held and not is_believed)
     answer = replace(answer, held_wanted=bool(wanted))
     # What it says of itself now counts at once against it, though not yet for it.
     whole = loading or not report.dirty_reason
@@ -253,23 +259,21 @@ def _worked_at(change: Change, replica: Replica | None, report: ReplicaReport) -
 
 def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
     state, name = change.state, replica.replica_id
-    drain = replica.drain
     ready = is_routable(state, replica)
     return HeartbeatAnswer(
         ready=ready,
-        drain_seconds=max(0.0, drain.deadline - change.now) if drain else None,
-        drain_reason=drain.reason if drain else "",
+        drain=replica.drain.note(change.now) if replica.drain else None,
         in_transfer=any(name in transfer.occupied for transfer in state.transfers.values()),
         pinned_bases=state.pinned_bases,
         refuse_reason=refuse_reason(state, name),
         order_number=state.order_number,
         generation=state.generation,
         # Who is routed to lacks nothing; of ten thousand policies that is not asked twice.
-        lacking=() if ready else tuple(map(PolicyVersion.parse, lacks(state, replica))),
-        base_doubt="" if ready else doubt(state, replica),
+        lacking=() if ready else tuple(map(PolicyVersion.parse, missing_versions(state, replica))),
+        base_doubt="" if ready else explain_base_mismatch(state, replica),
         absent=_absent(state),
         out_of_service=state.out_of_service.get(name),
-        epoch=state.epoch,
+        epoch=state.epoch_counter,
     )
 
 
@@ -307,7 +311,7 @@ def leave(change: Change, event: events.Leave) -> None:
     if replica and replica.incarnation == event.incarnation:
         _remove(change, replica, "it left the pool")
         change.announce(EventKind.REPLICA_LOST, replica.replica_id, "it left the pool")
-    change.reply(event.ticket, Done())
+    change.reply(event.ticket, EmptyAnswer())
 
 
 #: Ticks come every 0.25 s; after a longer gap the coordinator itself was stopped or

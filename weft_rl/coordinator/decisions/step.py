@@ -20,14 +20,19 @@ from weft_rl.coordinator.decisions.recovery import adoption, catch_up
 from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service, sleeps
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
-from weft_rl.coordinator.decisions.state.effects import Done, Effect, EventKind, RoutesChanged
+from weft_rl.coordinator.decisions.state.effects import (
+    Effect,
+    EmptyAnswer,
+    EventKind,
+    RoutesChanged,
+)
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     explain_state,
     is_routable,
     replica_state,
-    seen,
+    route_of,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
@@ -164,7 +169,7 @@ def _apply(change: Change, event: events.Event) -> None:
             withdrawals.discard_answered(change, event)
         case events.LookedUp():
             catch_up.looked_up(change, event)
-        case events.HeldDescribed():
+        case events.VersionDescribed():
             adoption.described(change, event)
         case events.Rollback():
             rollback.ask(change, event)
@@ -238,7 +243,7 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
             message = event.message or "no reason given"
             failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
             abort.abort(change, transfer, failure)
-        change.reply(event.ticket, Done())
+        change.reply(event.ticket, EmptyAnswer())
 
 
 def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:
@@ -323,7 +328,7 @@ def _note_routes(before: PoolState, change: Change) -> None:
     changed = []
     for replica_id in touched:
         was, now_is = before.replicas.get(replica_id), change.state.replicas.get(replica_id)
-        if was is not now_is and seen(was) != seen(now_is):
+        if was is not now_is and route_of(was) != route_of(now_is):
             changed.append(replica_id)
     if changed:
         change.emit(RoutesChanged(tuple(changed)))
@@ -336,7 +341,7 @@ def _answer_describers(change: Change) -> None:
         return
     if change.state.reference_known and base_targets(change.state):
         for ticket in waiting:
-            change.reply(ticket, Done())
+            change.reply(ticket, EmptyAnswer())
         waiting = {}
     else:
         late = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]

@@ -28,7 +28,7 @@ _Any = TypeVar("_Any")
 _Entry = TypeVar("_Entry", bound=Message)
 
 
-class Vectors:
+class SharedVectors:
     """The distinct version vectors of one message, which its entries refer to.
 
     Args:
@@ -64,7 +64,7 @@ def cut(
     *,
     max_bytes: int = PAGE_BYTES,
     page_size: int = 0,
-    vectors: Vectors | None = None,
+    vectors: SharedVectors | None = None,
 ) -> Page[_Value, _Entry]:
     """Return the first page of ``values``: at least one entry, else at most ``max_bytes``.
 

@@ -39,7 +39,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft_rl.coordinator.messages.pages import Vectors, cut, entry_of
+from weft_rl.coordinator.messages.pages import SharedVectors, cut, entry_of
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.codec import (
     capabilities_to_proto,
@@ -300,7 +300,7 @@ def replica_to_proto(
     state: PoolState,
     replica: Replica,
     now: float,
-    vectors: Vectors | None = None,
+    vectors: SharedVectors | None = None,
     most: int | None = None,
 ) -> inspect_pb2.Replica:
     """Encode a replica, with its state and the reason for it.
@@ -504,7 +504,7 @@ def route_messages(
 
 def _part(listed: list[Replica]) -> tuple[inspect_pb2.WatchRoutesResponse, list[Replica]]:
     """Put as many routes into a message as it may hold; return it and the rest."""
-    vectors = Vectors()
+    vectors = SharedVectors()
 
     def make(replica: Replica) -> inspect_pb2.Route:
         return entry_of(

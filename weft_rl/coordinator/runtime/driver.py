@@ -318,7 +318,7 @@ class Driver:
                 self._check_fit(effect)
             case effects.LookUp():
                 self._spawn(self._look_up(effect))
-            case effects.DescribeHeld():
+            case effects.DescribeVersion():
                 self._spawn(self._describe_held(effect))
             case effects.RoutesChanged():
                 self.routes.change(effect.replica_ids)
@@ -384,7 +384,7 @@ class Driver:
     async def _look_up(self, effect: effects.LookUp) -> None:
         self.post(await look_up(effect, self._catalog, self._manifests, self.replicas))
 
-    async def _describe_held(self, effect: effects.DescribeHeld) -> None:
+    async def _describe_held(self, effect: effects.DescribeVersion) -> None:
         self.post(await describe_held(effect, self._catalog, self.replicas))
 
     async def stop(self) -> None:

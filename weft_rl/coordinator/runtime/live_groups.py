@@ -24,7 +24,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import DIGEST_BYTES
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, Word
+from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
@@ -154,7 +154,7 @@ class LiveGroup:
         self.watermark: Watermark | None = None
         #: Buckets that each sender keeps, as it has said when it came.
         self.num_in_flight: dict[int, int] = {}
-        self.words: dict[int, Word] = {}
+        self.reports: dict[int, RankReport] = {}
         self.num_told: dict[int, int] = {}
 
     @property
@@ -164,15 +164,15 @@ class LiveGroup:
 
     def take_progress(self) -> events.RanksHeard | None:
         """Return what its ranks have said and verified since the last call; None if nothing."""
-        words, self.words = self.words, {}
+        reports, self.reports = self.reports, {}
         transfer_id, new = "", dict[int, int]()
         if (mark := self.watermark) is not None:
             transfer_id, told = mark.transfer_id, self.num_told
             new = {rank: n for rank, n in mark.num_reported.items() if told.get(rank) != n}
             told.update(new)
-        if not words and not new:
+        if not reports and not new:
             return None
-        return events.RanksHeard(self.group_id, words, transfer_id, new)
+        return events.RanksHeard(self.group_id, reports, transfer_id, new)
 
 
 def token_digest(token: str) -> bytes:
@@ -332,7 +332,7 @@ class LiveGroups:
         live = self._live.get(link.group_id)
         if live is not None:
             transfer_id = said.transfer_id[:_MAX_ID]
-            live.words[link.rank] = Word(
+            live.reports[link.rank] = RankReport(
                 transfer_id, said.activity, said.bucket, said.done, said.total
             )
 

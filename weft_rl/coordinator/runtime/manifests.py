@@ -21,7 +21,7 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
@@ -45,7 +45,7 @@ class Decoder(Protocol[_Whole]):
         """Return the decoded value, once all chunks have come; slow, so called on a thread."""
 
 
-class Uploads:
+class UploadQueue:
     """Streams of chunks that are being read. Used on one event loop."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class ReferenceCache:
         return self._exceptions[key]
 
 
-class Describer(Protocol):
+class VersionReader(Protocol):
     """Client that can ask a replica for a manifest."""
 
     async def describe(self, address: str, version: PolicyVersion) -> Manifest:
@@ -188,9 +188,9 @@ class Describer(Protocol):
         """
 
 
-def fresh_ids() -> FreshIds:
+def new_transfer_ids() -> TransferIds:
     """Return unguessable names and secrets for a transfer and its group."""
-    return FreshIds(
+    return TransferIds(
         transfer_id=f"t-{secrets.token_hex(8)}",
         nonce=secrets.randbits(64),
         group_id=f"g-{secrets.token_hex(8)}",
@@ -200,7 +200,7 @@ def fresh_ids() -> FreshIds:
 
 
 async def look_up(
-    effect: effects.LookUp, catalog: Catalog, manifests: LayoutCache, describer: Describer
+    effect: effects.LookUp, catalog: Catalog, manifests: LayoutCache, describer: VersionReader
 ) -> events.LookedUp:
     """Look up a version's record and its layout.
 
@@ -225,7 +225,7 @@ async def look_up(
         incarnation=effect.incarnation,
         source_id=effect.source_id,
         version=effect.version,
-        ids=fresh_ids(),
+        ids=new_transfer_ids(),
         record=record,
         layout=layout,
         failure=failure,
@@ -240,8 +240,8 @@ def _failure_of(error: Exception) -> Failure:
 
 
 async def describe_held(
-    effect: effects.DescribeHeld, catalog: Catalog, describer: Describer
-) -> events.HeldDescribed:
+    effect: effects.DescribeVersion, catalog: Catalog, describer: VersionReader
+) -> events.VersionDescribed:
     """Ask a replica for the facts of a version, and look up what the catalog has of it by then."""
     facts: VersionFacts | None = None
     failure: Failure | None = None
@@ -249,7 +249,7 @@ async def describe_held(
         facts = await describer.facts(effect.address, effect.version, effect.digest)
     except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
         failure = _failure_of(error)
-    return events.HeldDescribed(
+    return events.VersionDescribed(
         replica_id=effect.replica_id,
         incarnation=effect.incarnation,
         version=effect.version,
@@ -261,7 +261,7 @@ async def describe_held(
 
 
 async def _fetch(
-    effect: effects.LookUp, record: VersionRecord, manifests: LayoutCache, describer: Describer
+    effect: effects.LookUp, record: VersionRecord, manifests: LayoutCache, describer: VersionReader
 ) -> Layout:
     manifest = await describer.describe(effect.source_address, effect.version)
     if manifest.layout_digest != record.layout_digest:

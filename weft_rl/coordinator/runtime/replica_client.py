@@ -29,9 +29,9 @@ from weft_rl.coordinator.messages.wire import (
 from weft_rl.rpc.bounds import MAX_TEXT_CHARS
 from weft_rl.rpc.channel import open_aio_channel
 from weft_rl.rpc.codec import (
-    asleep_from_proto,
     duration_from_proto,
     duration_to_proto,
+    sleep_from_proto,
     vector_from_proto,
     version_to_proto,
 )
@@ -448,7 +448,7 @@ class ReplicaCaller:
         try:
             if isinstance(request, replica_pb2.SleepRequest):
                 response = await stub.Sleep(request, timeout=call.timeout_seconds)
-                asleep = asleep_from_proto(response.sleep) if response.HasField("sleep") else None
+                asleep = sleep_from_proto(response.sleep) if response.HasField("sleep") else None
             else:
                 woken = await stub.WakeUp(request, timeout=call.timeout_seconds)
                 dirty_reason = woken.dirty_reason[:MAX_TEXT_CHARS]

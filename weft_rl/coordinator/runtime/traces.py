@@ -24,7 +24,7 @@ _KINDS: Final = {PolicyKind.BASE: "base", PolicyKind.ADAPTER: "adapter"}
 
 
 @dataclass
-class _Traced:
+class _TransferSpans:
     """Spans of a transfer that has not ended; as many as the state has transfers."""
 
     span: Span
@@ -43,7 +43,7 @@ class TransferTraces:
     def __init__(self, tracer: Tracer, now: Callable[[], float]) -> None:
         self._tracer, self._now = tracer, now
         self._expected: Lru[str, str] = Lru(_MAX_EXPECTED)
-        self._live: dict[str, _Traced] = {}
+        self._live: dict[str, _TransferSpans] = {}
 
     def expect(self, transfer_id: str, traceparent: str) -> None:
         """Remember the parent of a transfer's span: a transfer may begin under this id."""
@@ -92,7 +92,7 @@ class TransferTraces:
                 **({"replica": transfer.replica_id} if transfer.replica_id else {}),
             )
             phase_span = self._begin_phase(span, transfer.phase, began_ns)
-            self._live[transfer.transfer_id] = _Traced(span, transfer.phase, phase_span)
+            self._live[transfer.transfer_id] = _TransferSpans(span, transfer.phase, phase_span)
         elif traced.phase is not transfer.phase:
             traced.phase_span.end()
             traced.phase = transfer.phase
@@ -106,7 +106,7 @@ class TransferTraces:
 
     def _end(
         self,
-        traced: _Traced,
+        traced: _TransferSpans,
         last: Transfer | None,
         after: PoolState,
         done: Sequence[effects.Effect],

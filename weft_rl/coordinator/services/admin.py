@@ -15,7 +15,7 @@ from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import fresh_ids
+from weft_rl.coordinator.runtime.manifests import new_transfer_ids
 from weft_rl.rpc.codec import (
     aborts_from_proto,
     duration_from_proto,
@@ -51,7 +51,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
         answer = await self._driver.call(
             lambda ticket: events.Rollback(
-                ticket, request.policy, request.to_version, fresh_ids(), answer_by, recorded
+                ticket, request.policy, request.to_version, new_transfer_ids(), answer_by, recorded
             ),
             until=answer_by,
         )

@@ -18,7 +18,7 @@ from weft_rl.coordinator.decisions.step import unknown_transfer
 from weft_rl.coordinator.messages.pages import (
     PAGE_BYTES,
     Page,
-    Vectors,
+    SharedVectors,
     check_request,
     cut,
     each,
@@ -74,7 +74,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         last = next(reversed([*state.history.values()]), None)
-        vectors = Vectors(_MOST_ADAPTERS) if request.share_version_vectors else None
+        vectors = SharedVectors(_MOST_ADAPTERS) if request.share_version_vectors else None
         replicas = self._replicas(sorted(state.replicas), vectors=vectors, most=_MOST_ADAPTERS)
         policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
         under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
@@ -103,7 +103,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         if request.replica_ids:
             wanted = set(request.replica_ids)
             names = [name for name in names if name in wanted]
-        vectors = Vectors() if request.share_version_vectors else None
+        vectors = SharedVectors() if request.share_version_vectors else None
         page = self._replicas(
             [name for name in names if name > request.page_token],
             page_size=request.page_size,
@@ -255,7 +255,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         names: Sequence[str],
         *,
         page_size: int = 0,
-        vectors: Vectors | None = None,
+        vectors: SharedVectors | None = None,
         most: int | None = None,
     ) -> Page[str, inspect_pb2.Replica]:
         state, now = self._driver.state, self._driver.now()

@@ -29,7 +29,12 @@ from weft_rl.coordinator.messages.wire import (
 )
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, Uploads, fresh_ids
+from weft_rl.coordinator.runtime.manifests import (
+    LayoutCache,
+    ReferenceCache,
+    UploadQueue,
+    new_transfer_ids,
+)
 from weft_rl.coordinator.runtime.traces import TransferTraces
 from weft_rl.rpc.bounds import check_revision
 from weft_rl.rpc.codec import (
@@ -62,7 +67,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         catalog: Catalog,
         manifests: LayoutCache,
         references: ReferenceCache,
-        uploads: Uploads,
+        uploads: UploadQueue,
         traces: TransferTraces | None = None,
     ) -> None:
         self._driver = driver
@@ -194,7 +199,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
         deadline = self._driver.now() + timeout
         answer_by = min(deadline, self._answer_by(context))
-        ids = fresh_ids()
+        ids = new_transfer_ids()
         if self._traces is not None:
             self._traces.expect(ids.transfer_id, parent_in(context.invocation_metadata()))
         answer = await self._driver.call(

@@ -12,16 +12,17 @@ import grpc
 from weft_rl.coordinator.decisions.membership import check_free
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
-from weft_rl.coordinator.decisions.state.values import Heard, ReplicaState
+from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, ReplicaState
 from weft_rl.coordinator.messages.wire import held_from_proto
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
-from weft_rl.coordinator.runtime.manifests import ReferenceCache, Uploads
+from weft_rl.coordinator.runtime.manifests import ReferenceCache, UploadQueue
 from weft_rl.rpc.bounds import check_revision
 from weft_rl.rpc.codec import (
     MAX_SPILLED,
     capabilities_from_proto,
     checkpoint_from_proto,
+    drain_to_proto,
     duration_to_proto,
     report_from_proto,
     version_to_proto,
@@ -43,7 +44,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """Service by which replicas join the pool, stay in it, and leave it."""
 
     def __init__(
-        self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: Uploads
+        self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: UploadQueue
     ) -> None:
         self._driver = driver
         self._uploads = uploads
@@ -141,8 +142,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             )
         )
         assert isinstance(answer, effects.HeartbeatAnswer)
-        response = registry_pb2.HeartbeatResponse(
+        return registry_pb2.HeartbeatResponse(
             ready=answer.ready,
+            drain=drain_to_proto(answer.drain),
             in_transfer=answer.in_transfer,
             refuse_reason=answer.refuse_reason,
             pinned_base_versions=answer.pinned_bases,
@@ -161,10 +163,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 for one in answer.absent
             ],
         )
-        if answer.drain_seconds is not None:
-            response.drain.reason = answer.drain_reason
-            response.drain.time_left.CopyFrom(duration_to_proto(answer.drain_seconds))
-        return response
 
     async def Leave(
         self, request: registry_pb2.LeaveRequest, context: Context
@@ -175,13 +173,15 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         )
         return registry_pb2.LeaveResponse()
 
-    async def _heard(self, messages: Sequence[types_pb2.HeldVersion]) -> tuple[Heard, ...]:
+    async def _heard(
+        self, messages: Sequence[types_pb2.HeldVersion]
+    ) -> tuple[HeldVersionRecord, ...]:
         """Return the versions that a replica holds, each with its record in the catalog. Lets
         other calls run after every few versions."""
         heard = []
         for index, message in enumerate(messages[:_MAX_HELD]):
             held = held_from_proto(message)
-            heard.append(Heard(held, self._catalog.find_version(held.version)))
+            heard.append(HeldVersionRecord(held, self._catalog.find_version(held.version)))
             if index % _HELD_AT_ONCE == _HELD_AT_ONCE - 1:
                 await asyncio.sleep(0)
         return tuple(heard)

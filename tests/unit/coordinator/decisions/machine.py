@@ -16,13 +16,13 @@ from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    Heard,
     HeldVersion,
+    HeldVersionRecord,
     Layout,
     Phase,
     PolicyKind,
@@ -178,17 +178,19 @@ class Machine:
         )
         return ticket
 
-    def heard(self, held: dict[str, bytes]) -> tuple[Heard, ...]:
+    def heard(self, held: dict[str, bytes]) -> tuple[HeldVersionRecord, ...]:
         """Digests by version; those of what is spilled with a + behind it."""
         return tuple(
-            Heard(HeldVersion(version, digest, name.endswith("+")), self.record(version))
+            HeldVersionRecord(
+                HeldVersion(version, digest, name.endswith("+")), self.record(version)
+            )
             for name, digest in held.items()
             for version in [PolicyVersion.parse(name.rstrip("+"))]
         )
 
     def describe_held(self, failure: Failure | None = None, **changes: Any) -> list[PolicyVersion]:
         """Answer what holders are asked, as they would; returns the versions, as asked."""
-        asked = self.ever(effects.DescribeHeld)[self.answered_inquiries :]
+        asked = self.ever(effects.DescribeVersion)[self.answered_inquiries :]
         self.answered_inquiries += len(asked)
         for effect in asked:
             is_base = effect.version.policy == "base"
@@ -206,7 +208,7 @@ class Machine:
                 "failure": failure,
                 "recorded": self.record(effect.version),
             }
-            self.do(events.HeldDescribed(**fields | changes))
+            self.do(events.VersionDescribed(**fields | changes))
         return [effect.version for effect in asked]
 
     def pool(self, *replica_ids: str) -> Machine:
@@ -240,7 +242,7 @@ class Machine:
             "answer_by": float("inf"),
             "backend": "gloo",
             "group_id": "",
-            "ids": FreshIds(
+            "ids": TransferIds(
                 f"t{ticket}", ticket, f"g{ticket}", f"token{ticket}", f"secret{ticket}"
             ),
             "recorded": None,
@@ -267,7 +269,7 @@ class Machine:
     def roll_back(self, policy: str, to_version: int, seconds: float = 60.0) -> int:
         ticket = next(self.ids)
         record = self.record(PolicyVersion(policy, to_version))
-        ids = FreshIds(f"t{ticket}", ticket, f"g{ticket}", "token", "secret")
+        ids = TransferIds(f"t{ticket}", ticket, f"g{ticket}", "token", "secret")
         self.do(events.Rollback(ticket, policy, to_version, ids, self.now + seconds, record))
         return ticket
 
@@ -289,7 +291,7 @@ class Machine:
                 "incarnation": effect.incarnation,
                 "source_id": effect.source_id,
                 "version": effect.version,
-                "ids": FreshIds(
+                "ids": TransferIds(
                     f"t{ticket}", ticket, f"g{ticket}", f"k{ticket}", f"secret{ticket}"
                 ),
                 "record": self.record(effect.version),

@@ -9,7 +9,7 @@ from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.replica_report import Work
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import Activity, Word
+from weft_rl.coordinator.decisions.state.transfer import Activity, RankReport
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 
 LATE = Failure("DEADLINE", "the deadline of JoinGroup passed", {})
@@ -40,9 +40,9 @@ def say(
     num_verified: Mapping[int, int] | None = None,
 ) -> None:
     transfer = m.transfer(ticket)
-    word = Word(transfer.transfer_id, activity, bucket)
-    words = dict.fromkeys(ranks, word)
-    heard = events.RanksHeard(transfer.group_id, words, transfer.transfer_id, num_verified or {})
+    report = RankReport(transfer.transfer_id, activity, bucket)
+    reports = dict.fromkeys(ranks, report)
+    heard = events.RanksHeard(transfer.group_id, reports, transfer.transfer_id, num_verified or {})
     m.do(heard)
 
 

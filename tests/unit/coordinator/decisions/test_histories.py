@@ -143,7 +143,7 @@ class Histories(RuleBasedStateMachine):
             generation=known.generation,
             fingerprint=known.fingerprint,
             architecture=known.architecture,
-            epoch=known.epoch,
+            epoch_counter=known.epoch,
             token_floor=known.token_floor,
             policies={p.name: p for p in known.policies},
         )

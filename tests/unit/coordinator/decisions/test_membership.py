@@ -265,7 +265,7 @@ def test_leaving_twice_succeeds_and_a_stranger_cannot_make_it_leave() -> None:
     m.do(events.Leave(96, "r0", "i1"))
     m.do(events.Leave(97, "r0", "i1"))
     assert "r0" not in m.state.replicas
-    assert all(isinstance(m.answer(t), effects.Done) for t in (95, 96, 97))
+    assert all(isinstance(m.answer(t), effects.EmptyAnswer) for t in (95, 96, 97))
 
 
 def test_describe_target_waits_for_a_replica_and_its_reference() -> None:
@@ -277,7 +277,7 @@ def test_describe_target_waits_for_a_replica_and_its_reference() -> None:
     m.pass_time(1.5)
     assert m.error(51).reason == "POOL_EMPTY"
     m.do(events.ReferenceKnown("f" * 64))
-    assert isinstance(m.answer(50), effects.Done)
+    assert isinstance(m.answer(50), effects.EmptyAnswer)
     assert not m.state.target_tickets
 
 

@@ -12,7 +12,7 @@ from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
-from weft_rl.coordinator.messages.pages import PAGE_BYTES, Vectors, cut
+from weft_rl.coordinator.messages.pages import PAGE_BYTES, SharedVectors, cut
 from weft_rl.coordinator.messages.wire import route_messages
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
@@ -106,7 +106,7 @@ def test_a_page_has_an_entry_however_large() -> None:
 
 
 def test_equal_vectors_are_one() -> None:
-    vectors = Vectors()
+    vectors = SharedVectors()
     one = VersionVector(1).with_adapter(PolicyVersion("a", 1)).with_adapter(PolicyVersion("b", 1))
     two = VersionVector(1).with_adapter(PolicyVersion("b", 1)).with_adapter(PolicyVersion("a", 1))
     assert [vectors.index(v) for v in (one, two, VersionVector(1), one)] == [0, 0, 1, 0]

@@ -18,7 +18,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.send_plan import WireBucket, make_send_plan
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Group, Member, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Group, Member, Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankLink, Watermark
@@ -149,7 +149,7 @@ async def test_each_of_several_senders_is_told_what_one_alone_is() -> None:
     links = [groups.attend("g", group.token_of(r), r, 3 - r if r < 2 else 0) for r in range(3)]
     plan = make_send_plan(2, [WireBucket(0, 0, 256, 1), WireBucket(1, 0, 256, 1)])
     transfer = Transfer(
-        ids=FreshIds("t", 1, "g", "k", "s"),
+        ids=TransferIds("t", 1, "g", "k", "s"),
         purpose=Clone(replica_id="r0", source="r1"),
         policy="math",
         kind=PolicyKind.ADAPTER,

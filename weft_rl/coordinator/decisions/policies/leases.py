@@ -15,7 +15,12 @@ from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.policies.republish import publish_again_version
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
-from weft_rl.coordinator.decisions.state.effects import Done, EventKind, LeaseAnswer, SavePolicy
+from weft_rl.coordinator.decisions.state.effects import (
+    EmptyAnswer,
+    EventKind,
+    LeaseAnswer,
+    SavePolicy,
+)
 from weft_rl.coordinator.decisions.state.pool import (
     MAX_NUMBER,
     Lease,
@@ -138,7 +143,7 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
         change.announce(EventKind.LEASE_RELEASED, policy.name, f"by trainer {lease.trainer_id}")
         _abort_transfers(change, policy.name, "its trainer gave the lease back")
         _drop_unused(change, policy.name)
-    change.reply(event.ticket, Done())
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def expire_leases(change: Change) -> None:

@@ -22,9 +22,9 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveNumberFloor,
     SavePolicy,
 )
-from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, Policy, PoolState, Question
+from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, Policy, PoolState, UncertainAlias
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.values import Heard, PolicyKind
+from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, PolicyKind
 
 #: What is left free above the highest number or token that was heard.
 LEAP: Final = 1000
@@ -61,7 +61,7 @@ def replica_registers(change: Change, event: events.Register) -> None:
     # The same, and of another: that one's catalog does not know of us, or ours of it.
     is_ours = event.last_coordinator_id == state.coordinator_id
     is_behind = state.generation < generation + (not is_ours) <= MAX_NUMBER
-    is_older = not is_ours and state.epoch < epoch <= MAX_NUMBER
+    is_older = not is_ours and state.epoch_counter < epoch <= MAX_NUMBER
     if is_behind:
         change.state = replace(change.state, generation=generation + 1)
         change.emit(SaveGeneration(generation + 1))
@@ -70,7 +70,7 @@ def replica_registers(change: Change, event: events.Register) -> None:
         epoch += LEAP
         what, counted = f"generation {generation}", f"to {state.generation}"
         if not is_behind:
-            what, counted = f"epoch {event.last_epoch}", f"to epoch {state.epoch}"
+            what, counted = f"epoch {event.last_epoch}", f"to epoch {state.epoch_counter}"
         change.announce(
             EventKind.CATALOG_BEHIND,
             event.replica_id,
@@ -80,8 +80,8 @@ def replica_registers(change: Change, event: events.Register) -> None:
         )
         _leap_all(change)
         question_all(change)
-    if state.epoch < epoch <= MAX_NUMBER:
-        change.state = replace(change.state, epoch=epoch)
+    if state.epoch_counter < epoch <= MAX_NUMBER:
+        change.state = replace(change.state, epoch_counter=epoch)
         change.emit(SaveEpoch(epoch))
 
 
@@ -91,11 +91,13 @@ def question_all(change: Change) -> None:
     Since this catalog was written, the pool may have gone back to other versions.
     """
     found = {
-        policy.name: Question(policy.served_version, change.now)
+        policy.name: UncertainAlias(policy.served_version, change.now)
         for policy in change.state.policies.values()
         if policy.served_version
     }
-    change.state = replace(change.state, in_question={**found, **change.state.in_question})
+    change.state = replace(
+        change.state, uncertain_aliases={**found, **change.state.uncertain_aliases}
+    )
     change.touched_all = True
 
 
@@ -112,7 +114,9 @@ def _leap_all(change: Change) -> None:
         _raise(change, policy, policy.last_version + LEAP)
 
 
-def versions_heard(change: Change, replica: Replica, heard: Iterable[Heard] = ()) -> None:
+def versions_heard(
+    change: Change, replica: Replica, heard: Iterable[HeldVersionRecord] = ()
+) -> None:
     """Continue above the versions that a replica serves, and those that it holds the bytes of."""
     vector = replica.vector
     versions = [PolicyVersion(BASE_POLICY, n) for n in (vector.base, *replica.retained)]

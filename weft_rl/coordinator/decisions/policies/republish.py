@@ -18,9 +18,13 @@ from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import EventKind
-from weft_rl.coordinator.decisions.state.pool import PoolState, Republish, live_lease
+from weft_rl.coordinator.decisions.state.pool import PoolState, RepublishRequest, live_lease
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
-from weft_rl.coordinator.decisions.state.replica_state import lacked_adapters, wants, who_publishes
+from weft_rl.coordinator.decisions.state.replica_state import (
+    lacked_adapters,
+    versions_to_bring,
+    who_publishes,
+)
 
 
 def watch(change: Change) -> None:
@@ -43,7 +47,7 @@ def watch(change: Change) -> None:
     lacked = {
         version.policy: version.version
         for replica in reachable
-        for version in (*wants(state, replica), *_in_vain(change, replica))
+        for version in (*versions_to_bring(state, replica), *_in_vain(change, replica))
         if version in unheld
     }
     republish = {}
@@ -93,11 +97,11 @@ def _is_held(version: PolicyVersion, holders: Sequence[Replica]) -> bool:
     return any(holds(replica, version) or version in replica.spilled for replica in holders)
 
 
-def _asked(change: Change, policy: str, version: int) -> Republish:
+def _asked(change: Change, policy: str, version: int) -> RepublishRequest:
     """Return the request to a policy's owner to publish again; announces it when it is made."""
     wanted = change.state.republish.get(policy)
     if wanted is None or wanted.version != version:
-        wanted = Republish(version, change.now)
+        wanted = RepublishRequest(version, change.now)
     waited = change.now - wanted.since
     if not wanted.is_asked and waited >= change.state.settings.publish_again_after_seconds:
         wanted = replace(wanted, is_asked=True)

@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
     CallRetire,
-    Done,
+    EmptyAnswer,
     EventKind,
     ForgetAnswer,
     RetentionAnswer,
@@ -38,17 +38,21 @@ from weft_rl.coordinator.decisions.state.effects import (
 from weft_rl.coordinator.decisions.state.pool import (
     Policy,
     PoolState,
+    keepable_versions,
     kept_versions,
     known_policy,
     live_lease,
-    may_be_kept,
     num_retained,
-    requestable,
+    requestable_versions,
+    rollback_versions,
     unknown_policy,
-    ways_back,
 )
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.replica_state import counted, mistaken_adapters, undecided
+from weft_rl.coordinator.decisions.state.replica_state import (
+    mistaken_adapters,
+    undecided_versions,
+    with_counted_versions,
+)
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers import abort
@@ -89,7 +93,7 @@ def pin(change: Change, event: events.Pin) -> None:
                 "they have",
                 reason="TRANSFER_UNDER_WAY",
             )
-        elif event.pinned and version.version not in requestable(change.state, policy):
+        elif event.pinned and version.version not in requestable_versions(change.state, policy):
             raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
         elif event.pinned and version not in change.state.copies:
             raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
@@ -103,7 +107,7 @@ def pin(change: Change, event: events.Pin) -> None:
         change.emit(SavePin(version, event.pinned))
         kind = EventKind.VERSION_PINNED if event.pinned else EventKind.VERSION_UNPINNED
         change.announce(kind, str(version), "by an operator")
-    change.reply(event.ticket, Done())
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def _check_base_pin(state: PoolState, version: PolicyVersion) -> None:
@@ -141,7 +145,7 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
                 "versions of the base are not retired: a push replaces the one that is served"
             )
         if version.version == policy.served_version:
-            back = ways_back(change.state, policy)
+            back = rollback_versions(change.state, policy)
             advice = f" or roll back to {back[-1]}" if back else ""
             raise NotReadyError(
                 f"requests for {policy.name!r} get {version}: push a newer version{advice} first, "
@@ -162,7 +166,7 @@ def retire_version(change: Change, event: events.RetireVersion) -> None:
     if version.version in policy.versions:
         _retire_all(change, policy, [version.version], "by an operator")
         retire(change)
-    change.reply(event.ticket, Done())
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def _may_return(state: PoolState, version: PolicyVersion) -> bool:
@@ -190,7 +194,7 @@ def set_retention(change: Change, event: events.SetRetention) -> None:
         change.refuse([event.ticket], error)
         return
     # What is on its way out may be gone at some replicas: it does not come back.
-    kept = may_be_kept(change.state, policy)
+    kept = keepable_versions(change.state, policy)
     policy = _retire_all(
         change, policy, [v for v in policy.versions if v not in kept], "superseded"
     )
@@ -226,7 +230,7 @@ def retire(change: Change) -> None:
     change.state = state = replace(change.state, retire_at=change.now + EVERY_SECONDS)
     # A commit that no replica can follow is undone: until then nothing leaves for it.
     unsettled = {t.policy for t in state.transfers.values() if t.may_be_undone}
-    unsettled |= {version.policy for version in state.unserved} | state.in_question.keys()
+    unsettled |= {version.policy for version in state.unserved} | state.uncertain_aliases.keys()
     kept = {
         policy.name: frozenset(policy.versions)
         if policy.name in unsettled
@@ -239,7 +243,7 @@ def retire(change: Change) -> None:
         if replica.lost:
             continue
         # Nothing that the catalog does not know goes before it is decided about.
-        undecided_here = {h.version for h in undecided(state, replica)}
+        undecided_here = {h.version for h in undecided_versions(state, replica)}
         ended = {name for name in replica.vector.adapters if name in state.forgotten}
         unwanted = [v for v in _unwanted(replica, kept, ended) if v not in undecided_here]
         held.update(unwanted)
@@ -333,7 +337,7 @@ def retire_answered(change: Change, event: events.RetireAnswered) -> None:
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         replica = replace(replica, vector=event.vector, retire_at=change.now)
-        change.put_replica(counted(change.state, replica))
+        change.put_replica(with_counted_versions(change.state, replica))
         change.state = replace(change.state, retire_at=change.now)
 
 
@@ -418,7 +422,7 @@ def _end_policy(change: Change, policy: Policy) -> tuple[PolicyVersion, ...]:
         unserved={v: case for v, case in state.unserved.items() if v.policy != name},
         conflicts={v: found for v, found in state.conflicts.items() if v.policy != name},
         republish={k: wanted for k, wanted in state.republish.items() if k != name},
-        in_question={k: asked for k, asked in state.in_question.items() if k != name},
+        uncertain_aliases={k: asked for k, asked in state.uncertain_aliases.items() if k != name},
         lost={k: number for k, number in state.lost.items() if k != name},
     )
     change.touched_all = True

@@ -20,12 +20,12 @@ from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallSend, EventKind, OpenGroup
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
-from weft_rl.coordinator.decisions.state.replica_state import takes_clones, wants
-from weft_rl.coordinator.decisions.state.transfer import Attempt, Group, Transfer, seats
+from weft_rl.coordinator.decisions.state.replica_state import takes_clones, versions_to_bring
+from weft_rl.coordinator.decisions.state.transfer import Attempt, Group, Transfer, group_members
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
 from weft_rl.coordinator.decisions.transfers import abort, course, reform, suspects
 from weft_rl.coordinator.decisions.transfers.abort import discard
-from weft_rl.coordinator.decisions.transfers.purpose import Turns
+from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class Clone(Repair):
         if self.num_interruptions:  # what was verified is of no use any more
             discard(change, transfer.transfer_id, [self.replica_id])
 
-    def _holds_back(self, change: Change, transfer: Transfer, turns: Turns) -> bool:
+    def _holds_back(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> bool:
         # Not while its own target is busy with something else.
         is_first = self._goes_first(change.state, transfer, change.now)
-        return is_first and self.replica_id not in turns.repaired
+        return is_first and self.replica_id not in queue.repaired
 
     def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
         source = change.state.replicas[self.source]
@@ -79,7 +79,7 @@ class Clone(Repair):
             transfer.trainer_id,
             "",
             transfer.backend,
-            seats([replica]),
+            group_members([replica]),
         )
         transfer = replace(
             transfer,
@@ -151,7 +151,9 @@ class Clone(Repair):
         if not takes_clones(state, replica):
             return f"{self.replica_id} was taken out of service"
         # One that is being loaded in place continues: only that makes its target's weights whole.
-        if not transfer.loading and transfer.policy_version not in wants(state, replica):
+        if not transfer.loading and transfer.policy_version not in versions_to_bring(
+            state, replica
+        ):
             return f"the pool does not serve {transfer.policy_version} any more"
         return ""
 
@@ -162,7 +164,7 @@ class Clone(Repair):
         if replica is not None and replica.suspect is None and self.replica_id in lost:
             # Most often its process is dead: no other clone is begun before it is heard again.
             why = lost[self.replica_id].message
-            change.put_replica(replace(replica, suspicion=why))
+            change.put_replica(replace(replica, unheard_reason=why))
         abort.abort(change, transfer, next(iter(lost.values())))  # it is scheduled anew
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:

@@ -53,7 +53,7 @@ from weft_rl.coordinator.decisions.state.pool import (
 )
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import is_joining, obeys_pins
-from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, seats
+from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, group_members
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
@@ -72,7 +72,7 @@ from weft_rl.coordinator.decisions.transfers import (
 )
 from weft_rl.coordinator.decisions.transfers.abort import close_group, discard
 from weft_rl.coordinator.decisions.transfers.course import take_over
-from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
+from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite, is_dirty
 
 _FOR_REPLICAS = "replicas"
@@ -113,10 +113,10 @@ class Push(Purpose):
 
     # -- its turn -----------------------------------------------------------------
 
-    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
-        replicas = turns.targets(transfer.kind)
+    def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
+        replicas = queue.targets(transfer.kind)
         try:
-            waits_for = self._try(change, transfer, replicas, turns)
+            waits_for = self._try(change, transfer, replicas, queue)
         except WeftError as error:
             change.refuse(transfer.begin_tickets, error)
             change.drop_transfer(transfer.transfer_id)
@@ -128,7 +128,7 @@ class Push(Purpose):
         return [replica.replica_id for replica in replicas]
 
     def _try(
-        self, change: Change, transfer: Transfer, replicas: Sequence[Replica], turns: Turns
+        self, change: Change, transfer: Transfer, replicas: Sequence[Replica], queue: AdmissionQueue
     ) -> str:
         """Start a push if it may; otherwise say what it waits for."""
         if change.now >= self.answer_by:
@@ -141,15 +141,15 @@ class Push(Purpose):
         waited_for = [r.replica_id for r in unheard if not is_joining(change.state, r)]
         if waited_for or len(unheard) == len(replicas):
             return ", ".join(waited_for or [r.replica_id for r in unheard]) + _FOR_PINS
-        if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
+        if queue.must_wait(replicas) or change.state.is_changing(transfer.policy):
             return "its turn"
         preflight.check_names(change.state, transfer.policy)  # some came while it waited
         preflight.check_takes_bases(change.state, transfer.policy)
         passed_over = {replica.replica_id for replica in unheard}
-        free = [r for r in turns.free(replicas) if r.replica_id not in passed_over]
+        free = [r for r in queue.free(replicas) if r.replica_id not in passed_over]
         if len(free) < self.min_replicas:
             return _FOR_JOINING
-        full = preflight.without_room(change.state, transfer, free)
+        full = preflight.lacking_room(change.state, transfer, free)
         if full and (self.require_all or len(free) - len(full) < self.min_replicas):
             raise next(iter(full.values())).error()
         free = [replica for replica in free if replica.replica_id not in full]
@@ -253,7 +253,7 @@ class Push(Purpose):
             is_silent = replica is not None and replica.suspect is None and why.reason in _SILENCE
             if is_silent and replica is not None:
                 # Most often its process is dead: no push waits for it until it is heard again.
-                change.put_replica(replace(replica, suspicion=why.message))
+                change.put_replica(replace(replica, unheard_reason=why.message))
             abort.abandon(change, transfer, [replica_id], why)
         if not self.may_continue(transfer, group, lost):
             abort.abort(change, transfer, next(iter(lost.values())))
@@ -437,7 +437,7 @@ def kept_group(
         and group.backend == transfer.backend
         and group.complete
         and group.num_senders == transfer.num_senders
-        and group.members == seats(replicas, transfer.num_senders)
+        and group.members == group_members(replicas, transfer.num_senders)
     ):
         return group
     return None
@@ -459,7 +459,7 @@ def new_group(
         transfer.trainer_id,
         session_id,
         transfer.backend,
-        seats(replicas, transfer.num_senders),
+        group_members(replicas, transfer.num_senders),
         num_senders=transfer.num_senders,
     )
     change.put_group(group)

@@ -22,8 +22,8 @@ from weft_rl.coordinator.decisions.state.effects import (
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Backoff, Replica, holds
-from weft_rl.coordinator.decisions.state.replica_state import obeys_pins, wants
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft_rl.coordinator.decisions.state.replica_state import obeys_pins, versions_to_bring
+from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
     Layout,
@@ -32,7 +32,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
 )
 from weft_rl.coordinator.decisions.transfers import course
-from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
+from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 
 #: Between two attempts; doubled with each failure, from the first to the second.
 FIRST_BACKOFF_SECONDS = 1.0
@@ -60,13 +60,13 @@ class Repair(Purpose):
 
     replica_id: str = field()
 
-    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+    def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
         state = change.state
         replica = state.replicas.get(self.replica_id)
         if (
             replica is None
             or replica.is_away
-            or transfer.policy_version not in wants(state, replica)
+            or transfer.policy_version not in versions_to_bring(state, replica)
             or not self._is_possible(state, transfer, replica)
         ):
             change.drop_transfer(transfer.transfer_id)
@@ -75,8 +75,8 @@ class Repair(Purpose):
         if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
             return ()
         needed = {self.replica_id, self.source or self.replica_id}
-        if turns.taken & needed:
-            return needed if self._holds_back(change, transfer, turns) else ()
+        if queue.taken & needed:
+            return needed if self._holds_back(change, transfer, queue) else ()
         self._start(change, transfer, replica)
         return needed
 
@@ -85,7 +85,7 @@ class Repair(Purpose):
         """Return whether what the repair needs is still there."""
 
     @abstractmethod
-    def _holds_back(self, change: Change, transfer: Transfer, turns: Turns) -> bool:
+    def _holds_back(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> bool:
         """Return whether it keeps what it needs from those behind it while it cannot start."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Repair(Purpose):
 
 def waiting_repair(
     purpose: Repair,
-    ids: FreshIds,
+    ids: TransferIds,
     record: VersionRecord,
     layout: Layout,
     now: float,
@@ -158,9 +158,9 @@ class Restore(Repair):
         is_free = replica.suspect is None and not state.is_quarantined(self.replica_id)
         return has_it and is_free
 
-    def _holds_back(self, change: Change, transfer: Transfer, turns: Turns) -> bool:
+    def _holds_back(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> bool:
         # Not by waiting for what a push interrupts.
-        return self.replica_id in turns.firm
+        return self.replica_id in queue.firm
 
     def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
         """Order the replica to switch: there is nothing to stage first."""

@@ -26,21 +26,21 @@ from weft_rl.coordinator.decisions.state.pool import (
     Policy,
     PoolState,
     known_policy,
-    requestable,
-    ways_back,
+    requestable_versions,
+    rollback_versions,
 )
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
-    difference,
     eligible_targets,
+    explain_checkpoint_mismatch,
     is_ready,
     obeys_pins,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers.course import at_commit_point, take_over
-from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
+from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite
 
 #: Who does it, as a transfer's sender; no trainer can be named so.
@@ -55,7 +55,7 @@ class Rollback(Purpose):
     answer_by: float
     """Time by which it must have had its turn."""
 
-    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+    def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
         """Start the rollback at the replicas that are free, if its turn has come.
 
         As with a push, replicas that have still to catch up are not waited for, and clones are
@@ -67,10 +67,10 @@ class Rollback(Purpose):
             if change.now >= self.answer_by:
                 why = "the rollback's time was up while it waited for its turn"
                 raise TransferTimeoutError(why)
-            if turns.must_wait(replicas) or change.state.is_changing(transfer.policy):
+            if queue.must_wait(replicas) or change.state.is_changing(transfer.policy):
                 return everyone
             policy = change.state.policies[transfer.policy]
-            targets = turns.free(_targets(change.state, policy, transfer.policy_version))
+            targets = queue.free(_targets(change.state, policy, transfer.policy_version))
             if policy.kind is PolicyKind.BASE and not (
                 targets and all(obeys_pins(change.state, r) for r in targets)
             ):
@@ -165,7 +165,7 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
         BaseMismatchError: Back to base@0, which is not one model.
     """
     if policy.kind is PolicyKind.ADAPTER:
-        if version.version not in requestable(state, policy):
+        if version.version not in requestable_versions(state, policy):
             raise _not_retained(state, policy, f"{version} was retired, or is being")
         if version not in state.copies:
             raise _not_retained(state, policy, f"no replica in contact holds {version}")
@@ -195,7 +195,7 @@ def _serves(replica: Replica, version: PolicyVersion) -> bool:
 
 
 def _not_retained(state: PoolState, policy: Policy, why: str) -> NotReadyError:
-    left = ", ".join(map(str, ways_back(state, policy))) or "nothing"
+    left = ", ".join(map(str, rollback_versions(state, policy))) or "nothing"
     if state.is_lost(policy):
         left += f" (it is lost: push it again, or weft forget {policy.name})"
     return NotReadyError(
@@ -218,7 +218,7 @@ def _check_one_base(state: PoolState, replicas: list[Replica]) -> None:
         BaseMismatchError: They do not, or that is not known yet.
     """
     for replica in replicas:
-        if why := difference(state, replica):
+        if why := explain_checkpoint_mismatch(state, replica):
             raise BaseMismatchError(
                 f"the pool cannot go back to base@0: {replica.replica_id}: {why}",
                 metadata={"member": replica.replica_id},

@@ -12,7 +12,7 @@ stands for one (what is spilled), the highest. Other bytes under one number are 
 What an older copy says is served is *in question* for as long: an operator may have gone
 back since. If no replica's name stands for it, what they stand for is served.
 
-What a record says beside the digest comes from a holder (``DescribeHeld``): it need not
+What a record says beside the digest comes from a holder (``DescribeVersion``): it need not
 travel with every registration.
 """
 
@@ -27,21 +27,21 @@ from weft_rl.coordinator.decisions.policies.retention import serve
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
-    DescribeHeld,
+    DescribeVersion,
     EventKind,
     SavePolicy,
     SaveRetired,
     SaveVersion,
 )
 from weft_rl.coordinator.decisions.state.pool import (
-    Inquiry,
+    DescriptionRequest,
     Policy,
     PoolState,
-    Question,
+    UncertainAlias,
     num_retained,
 )
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.replica_state import undecided, without_mistaken
+from weft_rl.coordinator.decisions.state.replica_state import undecided_versions, without_mistaken
 from weft_rl.coordinator.decisions.state.values import (
     HeldVersion,
     PolicyKind,
@@ -69,21 +69,23 @@ def watch(change: Change) -> None:
 
     O(replicas) while there is nothing.
     """
-    for name, question in list(change.state.in_question.items()):
-        waited = change.now - question.since
+    for name, uncertain in list(change.state.uncertain_aliases.items()):
+        waited = change.now - uncertain.since
         seconds = change.state.settings.publish_again_after_seconds
         if waited >= seconds and not change.state.is_changing(name):
-            _settle(change, name, question)
+            _settle(change, name, uncertain)
     found, before = _unrecorded(change.state), change.state.unrecorded_since
     if not found and not before:
         return
     since = {name: before.get(name, change.now) for name in found}
-    inquiries = {
+    description_requests = {
         version: inquiry
-        for version, inquiry in change.state.inquiries.items()
+        for version, inquiry in change.state.description_requests.items()
         if version.version in found.get(version.policy, ())
     }
-    change.state = replace(change.state, unrecorded_since=since, inquiries=inquiries)
+    change.state = replace(
+        change.state, unrecorded_since=since, description_requests=description_requests
+    )
     for name in sorted(found.keys() - before.keys()):
         held = ", ".join(f"{name}@{number}" for number in sorted(found[name])[-4:])
         seconds = change.state.settings.publish_again_after_seconds
@@ -108,7 +110,7 @@ def _unrecorded(state: PoolState) -> dict[str, dict[int, dict[bytes, list[Replic
     for replica in state.replicas.values():
         if not replica.unrecorded or replica.lost or state.is_quarantined(replica.replica_id):
             continue
-        for held in undecided(state, replica):
+        for held in undecided_versions(state, replica):
             version = held.version
             if version.policy in state.policies:
                 numbers = found.setdefault(version.policy, {})
@@ -169,14 +171,14 @@ def _stands_for(state: PoolState, policy: Policy) -> set[int]:
     return found - ({0} if policy.kind is PolicyKind.ADAPTER else set())
 
 
-def _settle(change: Change, name: str, question: Question) -> None:
+def _settle(change: Change, name: str, uncertain: UncertainAlias) -> None:
     """Decide what a policy stands for, since its catalog is an older copy."""
     state = change.state
-    left = {k: other for k, other in state.in_question.items() if k != name}
-    change.state = replace(state, in_question=left)
+    left = {k: other for k, other in state.uncertain_aliases.items() if k != name}
+    change.state = replace(state, uncertain_aliases=left)
     change.touched_all = True
     policy = state.policies.get(name)
-    if policy is None or policy.served_version != question.served:
+    if policy is None or policy.served_version != uncertain.served:
         return  # it was pushed, rolled back or forgotten meanwhile
     unrecorded = {h.version.version for r in state.replicas.values() for h in r.unrecorded
                   if h.version.policy == name}  # fmt: skip
@@ -185,21 +187,21 @@ def _settle(change: Change, name: str, question: Question) -> None:
     is_adapter = policy.kind is PolicyKind.ADAPTER
     stands &= {*policy.versions} if is_adapter else {0, *state.base_contents}
     shown = " and ".join(f"{name}@{number}" for number in sorted(stands))
-    if not stands or stands == {question.served}:
+    if not stands or stands == {uncertain.served}:
         return
-    if question.served in stands:
+    if uncertain.served in stands:
         change.announce(
             EventKind.CATALOG_BEHIND,
             name,
             f"replicas stand for {shown}; the catalog, an older copy, says {name}@"
-            f"{question.served}, which is served: if it was rolled back since, do so again",
+            f"{uncertain.served}, which is served: if it was rolled back since, do so again",
         )
         return
     number = max(stands)
     change.announce(
         EventKind.ROLLED_BACK,
         str(PolicyVersion(name, number)),
-        f"from {question.served}, as the catalog says, which is an older copy: replicas stand "
+        f"from {uncertain.served}, as the catalog says, which is an older copy: replicas stand "
         f"for {shown}",
     )
     serve(change, policy, number)
@@ -218,11 +220,14 @@ def _wanted(state: PoolState, policy: Policy, agreed: list[int], served: int | N
 
 
 def _ask(change: Change, version: PolicyVersion, digest: bytes, holders: list[Replica]) -> None:
-    inquiries = change.state.inquiries
-    last = inquiries.get(version)
+    description_requests = change.state.description_requests
+    last = description_requests.get(version)
     if last is not None and change.now < last.again_at:
         return
-    if sum(change.now < inquiry.again_at for inquiry in inquiries.values()) >= MAX_DESCRIBING:
+    if (
+        sum(change.now < inquiry.again_at for inquiry in description_requests.values())
+        >= MAX_DESCRIBING
+    ):
         return
     in_memory = HeldVersion(version, digest)
     failed = last.replica_id if last else ""
@@ -232,16 +237,18 @@ def _ask(change: Change, version: PolicyVersion, digest: bytes, holders: list[Re
     )
     _note_asked(change, version, holder.replica_id, _ANSWER_SECONDS)
     change.emit(
-        DescribeHeld(holder.replica_id, holder.incarnation, holder.address, version, digest)
+        DescribeVersion(holder.replica_id, holder.incarnation, holder.address, version, digest)
     )
 
 
 def _note_asked(change: Change, version: PolicyVersion, replica_id: str, seconds: float) -> None:
-    inquiry = Inquiry(replica_id, change.now + seconds)
-    change.state = replace(change.state, inquiries={**change.state.inquiries, version: inquiry})
+    inquiry = DescriptionRequest(replica_id, change.now + seconds)
+    change.state = replace(
+        change.state, description_requests={**change.state.description_requests, version: inquiry}
+    )
 
 
-def described(change: Change, event: events.HeldDescribed) -> None:
+def described(change: Change, event: events.VersionDescribed) -> None:
     """Adopt a version once a holder has said what the catalog is to record of it."""
     version, digest, facts = event.version, event.digest, event.facts
     _note_asked(change, version, event.replica_id, _RETRY_SECONDS)
@@ -265,7 +272,7 @@ def _is_incomplete(version: PolicyVersion, facts: VersionFacts) -> bool:
     return is_adapter is (facts.adapter is None) or len(facts.layout_digest) != 32
 
 
-def _disbelieve(change: Change, event: events.HeldDescribed) -> None:
+def _disbelieve(change: Change, event: events.VersionDescribed) -> None:
     """Forget the claim of a replica that does not hold what it said, or cannot say what it is."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is not None and replica.incarnation == event.incarnation:

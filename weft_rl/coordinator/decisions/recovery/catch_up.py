@@ -31,9 +31,9 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     is_asleep,
     is_ready,
     takes_clones,
-    wants,
+    versions_to_bring,
 )
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer, switch_id
+from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds, switch_id
 from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionRecord, VersionState
 
 #: Between two schedules when one clone ends after another.
@@ -60,7 +60,7 @@ def schedule(change: Change) -> None:
         ids = replica.replica_id
         if replica.is_away or ids in occupied or ids in served or ids in state.lookups:
             continue
-        wanted = wants(state, replica)
+        wanted = versions_to_bring(state, replica)
         if replica.backoffs.keys() - set(wanted):
             left = {v: b for v, b in replica.backoffs.items() if v in wanted}
             replica = replace(replica, backoffs=left)
@@ -210,7 +210,7 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
     size = digest.size_bytes
     return waiting_repair(
         Restore(replica_id=replica.replica_id, staged_by=record.transfer_id),
-        FreshIds(name, 0, "", "", ""),
+        TransferIds(name, 0, "", "", ""),
         record,
         Layout(None, record.layout_digest, size, size, 0),
         now,
@@ -220,4 +220,6 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
 def _is_wanted(state: PoolState, replica: Replica, record: VersionRecord) -> bool:
     if record.state is not VersionState.COMMITTED:
         return False
-    return record.version in wants(state, replica) and not replica.vector.holds(record.version)
+    return record.version in versions_to_bring(state, replica) and not replica.vector.holds(
+        record.version
+    )

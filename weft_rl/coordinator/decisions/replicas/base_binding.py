@@ -18,7 +18,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
-    Done,
+    EmptyAnswer,
     EventKind,
     RebindAnswer,
     RoutesChanged,
@@ -31,7 +31,7 @@ from weft_rl.coordinator.decisions.state.effects import (
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.replica_state import difference
+from weft_rl.coordinator.decisions.state.replica_state import explain_checkpoint_mismatch
 from weft_rl.coordinator.decisions.state.values import BoundCheckpoint
 
 
@@ -171,7 +171,7 @@ def report_checkpoint(change: Change, event: events.ReportCheckpoint) -> None:
         change.refuse([event.ticket], error)
         return
     note_checkpoint(change, replace(replica, checkpoint=event.checkpoint))
-    change.reply(event.ticket, Done())
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def note_checkpoint(change: Change, replica: Replica) -> None:
@@ -191,7 +191,7 @@ def note_as_started(change: Change, replica: Replica) -> None:
     if content is None or content in state.as_started or len(state.as_started) >= _MAX_AS_STARTED:
         return
     is_compared = replica.checkpoint.state is CheckpointState.DIGESTED
-    if not is_compared or state.checkpoint is None or difference(state, replica):
+    if not is_compared or state.checkpoint is None or explain_checkpoint_mismatch(state, replica):
         return
     change.state = replace(state, as_started=state.as_started | {content})
     # What is over another base is told with the routes.

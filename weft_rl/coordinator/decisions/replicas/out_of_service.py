@@ -20,7 +20,7 @@ from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
     CallRefuse,
-    Done,
+    EmptyAnswer,
     EventKind,
     SaveOutOfService,
     UncordonAnswer,
@@ -43,7 +43,7 @@ def take_out(change: Change, event: events.TakeOutOfService) -> None:
         return
     if order.state is ReplicaState.QUARANTINED or not state.is_quarantined(name):
         _put(change, name, order)
-    change.reply(event.ticket, Done())
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def uncordon(change: Change, event: events.Uncordon) -> None:
@@ -96,7 +96,7 @@ def _knows_more(state: PoolState, event: events.Register) -> bool:
     if event.last_coordinator_id == state.coordinator_id:
         return False
     generation = state.opened_generation < event.last_generation + 1 <= MAX_NUMBER
-    return generation or state.opened_epoch < event.last_epoch <= MAX_NUMBER
+    return generation or state.opened_epoch_counter < event.last_epoch <= MAX_NUMBER
 
 
 def refuse_reason(state: PoolState, replica_id: str) -> str:
@@ -111,10 +111,14 @@ def order_answered(change: Change, event: events.RefuseAnswered) -> None:
     """Note what a replica says that it enforces."""
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
-        change.put_replica(heard(change.state, replica, event.refusing, event.order_number))
+        change.put_replica(
+            with_enforced_order(change.state, replica, event.refusing, event.order_number)
+        )
 
 
-def heard(state: PoolState, replica: Replica, refusing: str, order_number: int) -> Replica:
+def with_enforced_order(
+    state: PoolState, replica: Replica, refusing: str, order_number: int
+) -> Replica:
     """Return a replica once it has said what it enforces.
 
     What it said before it heard a later order, and came late, does not count, nor does an
@@ -178,7 +182,7 @@ def drain(change: Change, event: events.DrainReplica) -> None:
         reason = ": ".join(filter(None, ["by an operator", event.reason]))
         note = DrainNote(event.seconds, reason)
         change.put_replica(replace(replica, drain=updated_drain(replica, note, change.now)))
-        change.reply(event.ticket, Done())
+        change.reply(event.ticket, EmptyAnswer())
 
 
 def updated_drain(replica: Replica | None, note: DrainNote | None, now: float) -> Drain | None:

@@ -179,7 +179,9 @@ def wake_answered(change: Change, event: events.WakeAnswered) -> None:
     if event.failure is None:
         replica = replace(replica, asleep=None, sleep_call_until=float("-inf"))
         if event.dirty_reason:
-            replica = replace(replica, dirty_reason=event.dirty_reason, vector_set_at=change.now)
+            replica = replace(
+                replica, dirty_reason=event.dirty_reason, order_answered_at=change.now
+            )
         change.put_replica(replica)
         return
     _call_again(change, replica)

@@ -94,9 +94,9 @@ class Change:
         self.state = replace(self.state, policies=others, forgotten=forgotten)
 
     def next_epoch(self) -> int:
-        """Count the epoch up and return it; durable before a group of that epoch is opened."""
-        epoch = self.state.epoch + 1
-        self.state = replace(self.state, epoch=epoch)
+        """Advance the epoch counter and return it; durable before its group is opened."""
+        epoch = self.state.epoch_counter + 1
+        self.state = replace(self.state, epoch_counter=epoch)
         self.effects.append(SaveEpoch(epoch))
         return epoch
 

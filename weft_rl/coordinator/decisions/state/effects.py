@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import DrainNote
 from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
@@ -210,9 +211,8 @@ class HeartbeatAnswer:
     """Answer to Heartbeat."""
 
     ready: bool
-    drain_seconds: float | None = None
-    """Seconds that are left to a replica that is to drain; None for others."""
-    drain_reason: str = ""
+    drain: DrainNote | None = None
+    """Set when the replica is to drain."""
     in_transfer: bool = False
     """True if a transfer needs it."""
     pinned_bases: tuple[int, ...] = ()
@@ -284,7 +284,7 @@ class SleepAnswer:
 
 
 @dataclass(frozen=True)
-class Done:
+class EmptyAnswer:
     """Answer to calls that return nothing."""
 
 
@@ -300,7 +300,7 @@ Answer = (
     | SleepAnswer
     | UncordonAnswer
     | Transfer
-    | Done
+    | EmptyAnswer
 )
 
 
@@ -569,7 +569,7 @@ class LookUp:
 
 
 @dataclass(frozen=True)
-class DescribeHeld:
+class DescribeVersion:
     """Request for what the catalog is to record of a version; answered as HeldDescribed."""
 
     replica_id: str
@@ -579,7 +579,7 @@ class DescribeHeld:
     digest: bytes
 
 
-Question = CheckFit | LookUp | DescribeHeld
+Query = CheckFit | LookUp | DescribeVersion
 
 
 # -- announcements ---------------------------------------------------------------
@@ -658,7 +658,7 @@ Effect = (
     | GroupEffect
     | ReplicaCall
     | CloseChannel
-    | Question
+    | Query
     | Announce
     | RoutesChanged
 )

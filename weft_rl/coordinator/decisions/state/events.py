@@ -13,15 +13,15 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Asleep, ReplicaReport
+from weft_rl.contract.replica_report import ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.pool import UNKNOWN_PROCESS, FitKey, TrainerProcess
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Word
+from weft_rl.coordinator.decisions.state.transfer import RankReport, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    Heard,
+    HeldVersionRecord,
     Layout,
     PolicyKind,
     VersionFacts,
@@ -103,7 +103,7 @@ class BeginTransfer:
     answer_by: float
     backend: str
     group_id: str
-    ids: FreshIds
+    ids: TransferIds
     session_id: str = ""
     """Session whose lease it must be; empty for any."""
     recorded: VersionRecord | None
@@ -191,7 +191,7 @@ class Register:
     model_name: str
     capabilities: Capabilities
     report: ReplicaReport
-    held: tuple[Heard, ...] = ()
+    held: tuple[HeldVersionRecord, ...] = ()
     """All versions that it holds."""
     last_generation: int = 0
     """Highest generation of a coordinator that it was told."""
@@ -224,7 +224,7 @@ class Heartbeat:
     report: ReplicaReport
     staged: Mapping[str, VersionRecord | None] = field(default_factory=dict)
     """Transfers that it holds bytes of, each with its record in the catalog."""
-    held: tuple[Heard, ...] = ()
+    held: tuple[HeldVersionRecord, ...] = ()
     """Versions that it has not told before; all that it holds if ``held_complete``."""
     held_complete: bool = False
 
@@ -273,7 +273,7 @@ class RanksHeard:
     """Reports of the ranks of a group on their work since the last tick."""
 
     group_id: str
-    words: Mapping[int, Word] = field(default_factory=dict)
+    reports: Mapping[int, RankReport] = field(default_factory=dict)
     transfer_id: str = ""
     """The transfer that ``num_verified`` is of."""
     num_verified: Mapping[int, int] = field(default_factory=dict)
@@ -337,7 +337,7 @@ class Rollback:
     ticket: int
     policy: str
     to_version: int
-    ids: FreshIds
+    ids: TransferIds
     answer_by: float
     recorded: VersionRecord | None
     """Record that the catalog has of the version."""
@@ -544,7 +544,7 @@ class SleepAnswered:
 
     replica_id: str
     incarnation: str
-    asleep: Asleep | None
+    asleep: Sleep | None
     failure: Failure | None
 
 
@@ -567,14 +567,14 @@ class LookedUp:
     incarnation: str
     source_id: str
     version: PolicyVersion
-    ids: FreshIds
+    ids: TransferIds
     record: VersionRecord | None
     layout: Layout | None
     failure: Failure | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldDescribed:
+class VersionDescribed:
     """Facts that a replica tells of a version unknown to the catalog, or why it cannot."""
 
     replica_id: str
@@ -598,7 +598,7 @@ AnswerEvent = (
     | SleepAnswered
     | WakeAnswered
     | LookedUp
-    | HeldDescribed
+    | VersionDescribed
 )
 
 

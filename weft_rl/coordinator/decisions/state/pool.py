@@ -158,7 +158,7 @@ class FitKey:
 
 
 @dataclass(frozen=True)
-class Republish:
+class RepublishRequest:
     """Served version that a replica lacks and no replica in contact can bring.
 
     Its owner is asked to publish it again.
@@ -171,7 +171,7 @@ class Republish:
 
 
 @dataclass(frozen=True)
-class Inquiry:
+class DescriptionRequest:
     """Request to a replica for what is to be recorded of a version."""
 
     replica_id: str
@@ -180,7 +180,7 @@ class Inquiry:
 
 
 @dataclass(frozen=True)
-class Question:
+class UncertainAlias:
     """Doubt about the version that a policy stands for.
 
     The catalog is an older copy than replicas know.
@@ -192,7 +192,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Unserved:
+class UnservedVersion:
     """Committed version that no replica is known to serve (see withdrawals.py)."""
 
     transfer: Transfer
@@ -224,12 +224,13 @@ class PoolState:
     """Contents of the base that are the bytes of base@0; durable."""
     checkpoint_unseen_since: float | None = None
     """Time since which replicas with another checkpoint are there, and none with this one."""
-    epoch: int = 0
-    """The newest group's epoch, or the number of an operator's order since; durable."""
+    epoch_counter: int = 0
+    """Counter that the epochs of groups are taken from; operators' orders advance it, too, so that
+    an older copy of the catalog is known by it. Durable."""
     opened_generation: int = 1
-    """Generation in the catalog as it was opened; its epoch is ``opened_epoch``. A replica that
-    has heard of higher ones knows more than the catalog."""
-    opened_epoch: int = 0
+    """Generation in the catalog as it was opened. A replica that has heard of a higher one, or of
+    a higher ``opened_epoch_counter``, knows more than the catalog."""
+    opened_epoch_counter: int = 0
     reference_known: bool = False
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     policies: Mapping[str, Policy] = field(default_factory=dict)
@@ -260,11 +261,11 @@ class PoolState:
     """Earliest time at which the end of a clone gives rise to a schedule."""
     lookups: frozenset[str] = frozenset()
     """Replicas for which a version is being looked up."""
-    republish: Mapping[str, Republish] = field(default_factory=dict)
+    republish: Mapping[str, RepublishRequest] = field(default_factory=dict)
     """Versions that are to be published again, by policy."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Versions that are served and lost, by policy; see ``republish``."""
-    unserved: Mapping[PolicyVersion, Unserved] = field(default_factory=dict)
+    unserved: Mapping[PolicyVersion, UnservedVersion] = field(default_factory=dict)
     """Committed versions that no replica is known to serve. Bounded; not durable."""
     out_of_service: Mapping[str, OutOfService] = field(default_factory=dict)
     """Operators' orders by replica, of the pool or not; durable."""
@@ -276,10 +277,10 @@ class PoolState:
     never had a version nothing else is kept. Durable."""
     unrecorded_since: Mapping[str, float] = field(default_factory=dict)
     """Time, by policy, since which a replica holds versions that the catalog does not know."""
-    in_question: Mapping[str, Question] = field(default_factory=dict)
+    uncertain_aliases: Mapping[str, UncertainAlias] = field(default_factory=dict)
     """Policies whose served version is in question. Until that is decided, nothing is brought
     for them, nor asked of replicas."""
-    inquiries: Mapping[PolicyVersion, Inquiry] = field(default_factory=dict)
+    description_requests: Mapping[PolicyVersion, DescriptionRequest] = field(default_factory=dict)
     """Unrecorded versions whose facts a holder is asked for."""
     adopted: Mapping[PolicyVersion, bytes] = field(default_factory=dict)
     """Digests of the unrecorded versions that were recorded since the start."""
@@ -308,7 +309,7 @@ class PoolState:
                 if policy.kind is PolicyKind.ADAPTER
                 and policy.served_version
                 and not self.is_lost(policy)
-                and policy.name not in self.in_question
+                and policy.name not in self.uncertain_aliases
             },
         )
 
@@ -429,7 +430,7 @@ def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
     return frozenset((*newest, *policy.pinned, policy.served_version))
 
 
-def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
+def keepable_versions(state: PoolState, policy: Policy) -> frozenset[int]:
     """Return the versions that are kept, or would be if the change under way were undone."""
     kept = kept_versions(policy, state.settings)
     for transfer in state.transfers.values():
@@ -447,17 +448,17 @@ def may_be_kept(state: PoolState, policy: Policy) -> frozenset[int]:
     return kept
 
 
-def requestable(state: PoolState, policy: Policy) -> list[int]:
+def requestable_versions(state: PoolState, policy: Policy) -> list[int]:
     """List the versions of an adapter that can be requested and will not leave by themselves."""
     kept = kept_versions(policy, state.settings)
     return [version for version in policy.versions if version in kept]
 
 
-def ways_back(state: PoolState, policy: Policy) -> list[int]:
+def rollback_versions(state: PoolState, policy: Policy) -> list[int]:
     """List the versions that an adapter can go back to now."""
     return [
         number
-        for number in requestable(state, policy)
+        for number in requestable_versions(state, policy)
         if number != policy.served_version and PolicyVersion(policy.name, number) in state.copies
     ]
 

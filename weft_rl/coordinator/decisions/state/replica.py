@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Asleep, ReplicaReport
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, ReplicaState
 
 
@@ -57,7 +57,7 @@ class Backoff:
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class Suspect:
     """Suspicion that a replica hangs in a transfer or an order, until it answers a probe."""
 
     why: str
@@ -86,6 +86,10 @@ class Drain:
     deadline: float
     reason: str
 
+    def note(self, now: float) -> DrainNote:
+        """Return the drain as it is told to the replica, and in listings."""
+        return DrainNote(max(0.0, self.deadline - now), self.reason)
+
 
 #: Of a replica that says nothing of its checkpoint.
 NOT_TOLD = not_compared("it does not say what it was started with")
@@ -106,9 +110,9 @@ class Replica:
     report: ReplicaReport = field(default_factory=ReplicaReport)
     """Last report, whole; fields below hold what is believed of it, or came of other answers."""
     lost: bool = False
-    suspicion: str = ""
+    unheard_reason: str = ""
     """Reason why it may be dead: a transfer lost it, and it was not heard of since."""
-    suspect: Suspicion | None = None
+    suspect: Suspect | None = None
     """Set while it takes no part in transfers, though its process is heard."""
     worked_at: float = float("-inf")
     """Time at which its work last made progress, by its reports; stays when the work is done."""
@@ -116,7 +120,7 @@ class Replica:
     """Reason why its engine may hold mixed weights, which keeps it out of service."""
     commit_failure: str = ""
     """Reason why it did not switch to a committed version."""
-    vector_set_at: float = float("-inf")
+    order_answered_at: float = float("-inf")
     """Time at which an order's outcome (CommitTransfer, say) last told what it serves."""
     retire_at: float = float("-inf")
     """Earliest time at which it may be asked again to drop versions."""
@@ -146,7 +150,7 @@ class Replica:
     order_due: int = 0
     """Number of the order that it must have heard before it counts as open."""
 
-    asleep: Asleep | None = None
+    asleep: Sleep | None = None
     """Set while it says that it sleeps."""
     sleep_call_until: float = float("-inf")
     """Time until which it is not told again to sleep, or to wake; -inf once it has answered."""
@@ -172,7 +176,7 @@ class Replica:
     @property
     def is_away(self) -> bool:
         """True if it was silent for too long, or since a transfer lost it."""
-        return self.lost or bool(self.suspicion)
+        return self.lost or bool(self.unheard_reason)
 
     @property
     def in_contact(self) -> bool:

@@ -20,13 +20,13 @@ from weft_rl.coordinator.decisions.state.pool import (
     PoolState,
     kept_versions,
     num_retained,
-    ways_back,
+    rollback_versions,
 )
 from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
-    Heard,
     HeldVersion,
+    HeldVersionRecord,
     PolicyKind,
     ReplicaState,
     VersionRecord,
@@ -37,10 +37,10 @@ from weft_rl.coordinator.decisions.state.values import (
 NO_VERSION = -1
 
 
-def counted(
+def with_counted_versions(
     state: PoolState,
     replica: Replica,
-    heard: Iterable[Heard] = (),
+    heard: Iterable[HeldVersionRecord] = (),
     *,
     complete: bool = False,
 ) -> Replica:
@@ -77,7 +77,7 @@ def counted(
     )
 
 
-def _digest_of(state: PoolState, heard: Heard) -> bytes | None:
+def _digest_of(state: PoolState, heard: HeldVersionRecord) -> bytes | None:
     """Return the digest that the catalog has under a number; None if it knows none.
 
     A push that was aborted without a digest counts as unknown. If the catalog is an older
@@ -93,7 +93,7 @@ def _digest_of(state: PoolState, heard: Heard) -> bytes | None:
     return record.content_digest.value if record.content_digest else b""
 
 
-def undecided(state: PoolState, replica: Replica) -> frozenset[HeldVersion]:
+def undecided_versions(state: PoolState, replica: Replica) -> frozenset[HeldVersion]:
     """Return the unrecorded versions of a replica that would be kept.
 
     The others are retired like any version, or kept after all if a newer one is withdrawn.
@@ -133,7 +133,7 @@ def without_mistaken(replica: Replica) -> Replica:
     )
 
 
-def switched(replica: Replica, version: PolicyVersion) -> Replica:
+def after_switch(replica: Replica, version: PolicyVersion) -> Replica:
     """Return a replica after its switch to a version, by an order that named the digest.
 
     The version in its memory is then neither unrecorded nor mistaken.
@@ -171,7 +171,7 @@ def _lists(replica: Replica, held: HeldVersion) -> bool:
 
 def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
     """Return a replica's state; cheap."""
-    if replica.lost or replica.suspicion:
+    if replica.lost or replica.unheard_reason:
         return ReplicaState.LOST
     if replica.dirty_reason or state.is_quarantined(replica.replica_id):
         return ReplicaState.QUARANTINED
@@ -183,7 +183,11 @@ def replica_state(state: PoolState, replica: Replica) -> ReplicaState:
         return ReplicaState.ASLEEP
     if replica.suspect is not None:
         return ReplicaState.SUSPECT
-    serves = replica.is_open and not lacks(state, replica) and not doubt(state, replica)
+    serves = (
+        replica.is_open
+        and not missing_versions(state, replica)
+        and not explain_base_mismatch(state, replica)
+    )
     return ReplicaState.READY if serves else ReplicaState.PENDING_WEIGHTS
 
 
@@ -198,36 +202,38 @@ def is_routable(state: PoolState, replica: Replica) -> bool:
         case ReplicaState.SUSPECT:
             assert replica.suspect is not None
             answers = replica.suspect.is_told and not replica.work
-            serves = not lacks(state, replica) and not doubt(state, replica)
+            serves = not missing_versions(state, replica) and not explain_base_mismatch(
+                state, replica
+            )
             return answers and replica.is_open and serves
     return False
 
 
 def explain_state(state: PoolState, replica: Replica) -> tuple[ReplicaState, str]:
     """Return a replica's state, and why it is not ready; looks at all replicas if it is not."""
-    if replica.lost or replica.suspicion:
-        return ReplicaState.LOST, replica.suspicion or "no heartbeat"
+    if replica.lost or replica.unheard_reason:
+        return ReplicaState.LOST, replica.unheard_reason or "no heartbeat"
     order = state.out_of_service.get(replica.replica_id)
-    suspicion = replica.suspect.why if replica.suspect else ""
+    suspect = replica.suspect.why if replica.suspect else ""
     if order and order.state is ReplicaState.QUARANTINED:
         late = "" if replica.refusing else "it has not said yet that it refuses requests"
-        why = _joined(_by_operator(order), late, replica.dirty_reason, suspicion)
+        why = _joined(_by_operator(order), late, replica.dirty_reason, suspect)
         return ReplicaState.QUARANTINED, why
     if replica.dirty_reason:
-        repair = [f"it needs {v}{text}" for v in wants(state, replica)
-                  if (text := outlook(state, replica, v))]  # fmt: skip
-        return ReplicaState.QUARANTINED, _joined(replica.dirty_reason, suspicion, *repair)
+        repair = [f"it needs {v}{text}" for v in versions_to_bring(state, replica)
+                  if (text := explain_outlook(state, replica, v))]  # fmt: skip
+        return ReplicaState.QUARANTINED, _joined(replica.dirty_reason, suspect, *repair)
     if replica.drain is not None:
         return ReplicaState.DRAINING, replica.drain.reason
-    missing = _joined(_missing(state, replica), doubt(state, replica))
+    missing = _joined(_missing(state, replica), explain_base_mismatch(state, replica))
     if order:
-        why = _joined(_by_operator(order), _sleep(state, replica), suspicion, missing)
+        why = _joined(_by_operator(order), _sleep(state, replica), suspect, missing)
         return ReplicaState.CORDONED, why
     if is_asleep(state, replica):
-        return ReplicaState.ASLEEP, _joined(_sleep(state, replica), suspicion, missing)
+        return ReplicaState.ASLEEP, _joined(_sleep(state, replica), suspect, missing)
     missing = _joined(missing, _closed(replica))
-    if suspicion:
-        return ReplicaState.SUSPECT, _joined(suspicion, missing)
+    if suspect:
+        return ReplicaState.SUSPECT, _joined(suspect, missing)
     return (ReplicaState.PENDING_WEIGHTS, missing) if missing else (ReplicaState.READY, "")
 
 
@@ -251,15 +257,15 @@ def cause(state: PoolState, replica: Replica, known: ReplicaState) -> str:
     """
     match known:
         case ReplicaState.LOST:
-            return "left_transfer" if replica.suspicion else "silent"
+            return "left_transfer" if replica.unheard_reason else "silent"
         case ReplicaState.QUARANTINED:
             return "operator" if state.is_quarantined(replica.replica_id) else "mixed_weights"
         case ReplicaState.ASLEEP:
             return "ordered" if replica.replica_id in state.sleeps else "waking"
         case ReplicaState.PENDING_WEIGHTS:
-            if lacks(state, replica):
+            if missing_versions(state, replica):
                 return "versions_missing"
-            return "other_base" if doubt(state, replica) else "not_open"
+            return "other_base" if explain_base_mismatch(state, replica) else "not_open"
     (only,) = CAUSES[known]
     return only
 
@@ -298,12 +304,12 @@ def _joined(*parts: str) -> str:
 
 def _missing(state: PoolState, replica: Replica) -> str:
     """Explain what a replica lacks and what is done about it; empty if it lacks nothing."""
-    lacking = lacks(state, replica)
+    lacking = missing_versions(state, replica)
     if not lacking:
         return ""
     groups: dict[str, list[str]] = {}
     for name in lacking:
-        text = outlook(state, replica, PolicyVersion.parse(name))
+        text = explain_outlook(state, replica, PolicyVersion.parse(name))
         groups.setdefault(text, []).append(name)
     reason = "; ".join(f"lacks {', '.join(names)}{text}" for text, names in groups.items())
     if replica.commit_failure:
@@ -324,10 +330,10 @@ def routes(state: PoolState) -> list[Replica]:
 
 def is_listed(replica: Replica) -> bool:
     """Return whether a replica is listed in the routes: requests may be sent to it."""
-    return seen(replica) is not None
+    return route_of(replica) is not None
 
 
-def seen(replica: Replica | None) -> tuple[str, str, str, VersionVector] | None:
+def route_of(replica: Replica | None) -> tuple[str, str, str, VersionVector] | None:
     """Return what readers of the routes see of a replica; None if it is not listed."""
     if replica is None or not replica.routed or not replica.http_url:
         return None
@@ -348,7 +354,7 @@ def base_targets(state: PoolState) -> list[Replica]:
         (
             r
             for r in state.replicas.values()
-            if not r.lost and not r.suspicion and takes_weights(state, r)
+            if not r.lost and not r.unheard_reason and takes_weights(state, r)
         ),
         key=lambda r: r.replica_id,
     )
@@ -399,7 +405,11 @@ def is_unsettled(replica: Replica) -> bool:
 
 def is_ready(state: PoolState, replica: Replica) -> bool:
     """Return whether a replica in contact serves everything that the pool serves."""
-    return replica.in_contact and not lacks(state, replica) and not doubt(state, replica)
+    return (
+        replica.in_contact
+        and not missing_versions(state, replica)
+        and not explain_base_mismatch(state, replica)
+    )
 
 
 def is_joining(state: PoolState, replica: Replica) -> bool:
@@ -412,7 +422,7 @@ def is_joining(state: PoolState, replica: Replica) -> bool:
     """
     if replica.announced is ReplicaState.READY:
         return False
-    return bool(replica.dirty_reason or lacks(state, replica))
+    return bool(replica.dirty_reason or missing_versions(state, replica))
 
 
 def obeys_pins(state: PoolState, replica: Replica) -> bool:
@@ -423,7 +433,7 @@ def obeys_pins(state: PoolState, replica: Replica) -> bool:
 # -- what a replica lacks ----------------------------------------------------
 
 
-def lacks(state: PoolState, replica: Replica) -> list[str]:
+def missing_versions(state: PoolState, replica: Replica) -> list[str]:
     """List the versions that a replica must still serve to be ready, as ``policy@version``.
 
     Between the commit point and its own switch a replica does not lack the committed version.
@@ -454,7 +464,7 @@ def lacks(state: PoolState, replica: Replica) -> list[str]:
     return lacking
 
 
-def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
+def versions_to_bring(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     """List the versions to bring to a replica, in order, so that it is ready when it has them all.
 
     The base comes first, then each adapter's versions from the oldest on. A replica whose
@@ -468,7 +478,7 @@ def wants(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     takes_base = bool(pool.base) and not replica.capabilities.base_refusal
     if replica.dirty_reason:
         return [base] if takes_base else []
-    takes_base &= BASE_POLICY not in state.in_question
+    takes_base &= BASE_POLICY not in state.uncertain_aliases
     found = [base] if takes_base and replica.vector.base != pool.base else []
     return found + lacked_adapters(state, replica)
 
@@ -491,7 +501,7 @@ def lacked_adapters(state: PoolState, replica: Replica) -> list[PolicyVersion]:
     return found
 
 
-def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
+def explain_outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
     """Explain what is done about a version that a replica lacks, for messages.
 
     Empty when it will be brought in a moment.
@@ -510,7 +520,7 @@ def outlook(state: PoolState, replica: Replica, version: PolicyVersion) -> str:
         return f", which could not be brought yet, it is tried again: {backoff.why}"
     if version in (held.version for held in mistaken_adapters(replica)):
         return ", for it has other bytes under that number, and drops them"
-    if version.policy in state.unrecorded_since or version.policy in state.in_question:
+    if version.policy in state.unrecorded_since or version.policy in state.uncertain_aliases:
         return f", until it is clear which versions of {version.policy} replicas hold"
     if version not in state.copies:
         return f", which no replica in contact holds: {who_publishes(state, version.policy)}"
@@ -522,15 +532,15 @@ def who_publishes(state: PoolState, policy: str) -> str:
     known = state.policies.get(policy)
     if known is not None and known.lease is not None:
         return f"its owner {known.lease.trainer_id} is asked to publish it again"
-    return f"nobody owns it now, push it again, or {_way_on(state, policy)}"
+    return f"nobody owns it now, push it again, or {_remedy(state, policy)}"
 
 
-def _way_on(state: PoolState, policy: str) -> str:
+def _remedy(state: PoolState, policy: str) -> str:
     """Return the order by which a pool goes on without a version that nobody holds any more."""
     known = state.policies.get(policy)
     if policy == BASE_POLICY:
         return "go back to what replicas were started with: weft rollback base --to 0"
-    if known is not None and (back := ways_back(state, known)):
+    if known is not None and (back := rollback_versions(state, known)):
         return f"go back: weft rollback {policy} --to {back[-1]}"
     return f"end it: weft forget {policy}"
 
@@ -544,7 +554,7 @@ _REMEDY = (
 )
 
 
-def doubt(state: PoolState, replica: Replica) -> str:
+def explain_base_mismatch(state: PoolState, replica: Replica) -> str:
     """Explain why a replica may not answer as base@0, for messages; empty if it may.
 
     Also empty if the pool or the replica serves another base than base@0. Cheap if it is
@@ -552,10 +562,10 @@ def doubt(state: PoolState, replica: Replica) -> str:
     """
     if state.vector.base or replica.vector.base:
         return ""
-    return difference(state, replica)
+    return explain_checkpoint_mismatch(state, replica)
 
 
-def difference(state: PoolState, replica: Replica) -> str:
+def explain_checkpoint_mismatch(state: PoolState, replica: Replica) -> str:
     """Explain why a replica's base@0 is not known to be the pool's; empty if it is.
 
     Also empty if there is nothing to compare.

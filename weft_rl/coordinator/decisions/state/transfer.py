@@ -18,7 +18,7 @@ from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import (
-    NOTHING,
+    NO_LAYOUT,
     AdapterSpec,
     ContentDigest,
     Failure,
@@ -43,7 +43,7 @@ class Activity(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Word:
+class RankReport:
     """Last report of a rank on its work; see ``weft.v1.Progress``."""
 
     transfer_id: str
@@ -76,7 +76,7 @@ FIRST_STEP = "join the group"
 
 
 @dataclass(frozen=True)
-class Debt:
+class OwedStep:
     """Next step of a transfer, owed by one rank."""
 
     step: str
@@ -84,40 +84,42 @@ class Debt:
 
 
 @dataclass(frozen=True)
-class Watch:
+class GroupProgress:
     """Progress of one epoch of a transfer, as its ranks report it; times as in ``pool``."""
 
     heard_at: Mapping[int, float] = field(default_factory=dict)
     """Time at which each rank last said what it does, or verified a bucket."""
-    words: Mapping[int, Word] = field(default_factory=dict)
+    reports: Mapping[int, RankReport] = field(default_factory=dict)
     num_verified: Mapping[int, int] = field(default_factory=dict)
     """Number of buckets, from the first, that each receiver has reported as verified."""
-    debts: Mapping[int, Debt] = field(default_factory=dict)
+    owed_steps: Mapping[int, OwedStep] = field(default_factory=dict)
     held_up: Mapping[int, float] = field(default_factory=dict)
     """Seconds for which each receiver, at work, was what all others waited for."""
     looked_at: float = float("inf")
     """Time at which a receiver that holds the others up was noted last; inf while there is none."""
 
     def heard(
-        self, words: Mapping[int, Word], num_verified: Mapping[int, int], now: float
-    ) -> Watch:
+        self, reports: Mapping[int, RankReport], num_verified: Mapping[int, int], now: float
+    ) -> GroupProgress:
         """Return this watch with the words and numbers of verified buckets that ranks reported."""
         return replace(
             self,
-            heard_at={**self.heard_at, **dict.fromkeys((*words, *num_verified), now)},
-            words={**self.words, **words},
+            heard_at={**self.heard_at, **dict.fromkeys((*reports, *num_verified), now)},
+            reports={**self.reports, **reports},
             num_verified={**self.num_verified, **num_verified},
         )
 
-    def with_debts(self, steps: Mapping[int, str], now: float) -> Watch:
+    def with_owed_steps(self, steps: Mapping[int, str], now: float) -> GroupProgress:
         """Return this watch with what each rank owes now; a debt keeps its beginning."""
-        debts = {
-            rank: old if (old := self.debts.get(rank)) and old.step == step else Debt(step, now)
+        owed_steps = {
+            rank: old
+            if (old := self.owed_steps.get(rank)) and old.step == step
+            else OwedStep(step, now)
             for rank, step in steps.items()
         }
-        return self if debts == self.debts else replace(self, debts=debts)
+        return self if owed_steps == self.owed_steps else replace(self, owed_steps=owed_steps)
 
-    def carried(self, ranks: Mapping[int, int], step: str, now: float) -> Watch:
+    def carried(self, ranks: Mapping[int, int], step: str, now: float) -> GroupProgress:
         """Return the watch that a transfer's next epoch begins with.
 
         The silence of each rank is carried over, until the rank has done its first step.
@@ -126,15 +128,15 @@ class Watch:
             ranks: The former rank of each new one.
             step: What each owes first.
         """
-        debts = {
-            rank: Debt(step, now - silence)
+        owed_steps = {
+            rank: OwedStep(step, now - silence)
             for rank, former in ranks.items()
             if (silence := self.silence(former, now)) > 0
         }
         held_up = {r: self.held_up[old] for r, old in ranks.items() if old in self.held_up}
-        return Watch(debts=debts, held_up=held_up)
+        return GroupProgress(owed_steps=owed_steps, held_up=held_up)
 
-    def with_holder(self, rank: int | None, now: float) -> Watch:
+    def with_holder(self, rank: int | None, now: float) -> GroupProgress:
         """Return this watch with the receiver that holds the others up noted; None is nobody.
 
         The time since the last look counts, a second at most: ticks are more frequent.
@@ -146,16 +148,17 @@ class Watch:
 
     def silence(self, rank: int, now: float) -> float:
         """Return the seconds that a rank has owed its step without a word; 0 if it owes nothing."""
-        debt = self.debts.get(rank)
-        return now - max(debt.since, self.heard_at.get(rank, debt.since)) if debt else 0.0
+        owed = self.owed_steps.get(rank)
+        return now - max(owed.since, self.heard_at.get(rank, owed.since)) if owed else 0.0
 
-    def forgiven(self, seconds: float) -> Watch:
+    def forgiven(self, seconds: float) -> GroupProgress:
         """Return this watch as if ``seconds`` had not passed."""
         return replace(
             self,
             heard_at={rank: at + seconds for rank, at in self.heard_at.items()},
-            debts={
-                rank: replace(debt, since=debt.since + seconds) for rank, debt in self.debts.items()
+            owed_steps={
+                rank: replace(owed, since=owed.since + seconds)
+                for rank, owed in self.owed_steps.items()
             },
         )
 
@@ -173,7 +176,7 @@ class Member:
     num_receivers: int
 
 
-def members_of(
+def assign_ranks(
     replicas: Iterable[tuple[str, str, int]], num_senders: int = 1
 ) -> tuple[Member, ...]:
     """Assign ranks in a group: senders get ranks 0 and up, receivers follow in the given order.
@@ -189,9 +192,9 @@ def members_of(
     return tuple(members)
 
 
-def seats(replicas: Iterable[Replica], num_senders: int = 1) -> tuple[Member, ...]:
+def group_members(replicas: Iterable[Replica], num_senders: int = 1) -> tuple[Member, ...]:
     """Return the places of replicas in a new group."""
-    return members_of(
+    return assign_ranks(
         ((r.replica_id, r.incarnation, r.capabilities.num_receivers) for r in replicas),
         num_senders,
     )
@@ -273,7 +276,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class FreshIds:
+class TransferIds:
     """Random values that a new transfer and a new group are named by."""
 
     transfer_id: str
@@ -315,7 +318,7 @@ class Attempt:
     pausing: Mapping[str, float] = field(default_factory=dict)
     """Replicas that load in place and have not answered yet that they have paused generation,
     with the time since which they are told to."""
-    watch: Watch = field(default_factory=Watch)
+    progress: GroupProgress = field(default_factory=GroupProgress)
     """Progress of the ranks, as they report it."""
     accusations: Mapping[int, Failure] = field(default_factory=dict)
     """Failures by the rank that says a peer is gone, without knowing which (see course.py)."""
@@ -358,14 +361,14 @@ class PurposeFacts:
 class Transfer:
     """One attempt to have replicas serve one version: what all purposes have in common."""
 
-    ids: FreshIds
+    ids: TransferIds
     purpose: PurposeFacts
     """Purpose, with what only transfers of that purpose have."""
     policy: str
     kind: PolicyKind
     trainer_id: str
     """Sender: a trainer, ``replica_sender(...)``, or an operator who has nothing to send."""
-    layout: Layout = NOTHING
+    layout: Layout = NO_LAYOUT
     send_plan: SendPlan | None = field(default=None, repr=False)
     """Division of the buckets among several senders. Not kept once the transfer has ended."""
     adapter: AdapterSpec | None = None

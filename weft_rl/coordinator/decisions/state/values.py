@@ -155,7 +155,7 @@ class Layout:
 
 
 #: Of a transfer that moves no bytes.
-NOTHING = Layout(None, b"", 0, 0, 0)
+NO_LAYOUT = Layout(None, b"", 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class VersionRecord:
 
 
 @dataclass(frozen=True)
-class Heard:
+class HeldVersionRecord:
     """Version that a replica holds, with what the catalog says of it."""
 
     held: HeldVersion

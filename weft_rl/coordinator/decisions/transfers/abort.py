@@ -40,7 +40,7 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
     is recorded. The group goes too, since a collective may be half done in it.
     """
     assert transfer.uncommitted
-    failure = with_price(transfer, failure)
+    failure = name_dirty_replicas(transfer, failure)
     if transfer.phase is Phase.WAITING:
         change.refuse((*transfer.begin_tickets, *transfer.await_tickets), failure.error())
         change.drop_transfer(transfer.transfer_id)
@@ -166,11 +166,11 @@ def abandon(
             why = f"{transfer.policy_version} was not loaded whole: {failure.message}"
             # What it could be asked for was in its engine.
             change.put_replica(
-                replace(replica, dirty_reason=why, retained=(), vector_set_at=change.now)
+                replace(replica, dirty_reason=why, retained=(), order_answered_at=change.now)
             )
 
 
-def with_price(transfer: Transfer, failure: Failure) -> Failure:
+def name_dirty_replicas(transfer: Transfer, failure: Failure) -> Failure:
     """Return the failure of a transfer, extended by the replicas whose weights it has cost."""
     names = ", ".join(sorted(transfer.loading.intersection(transfer.targets)))
     if not names:

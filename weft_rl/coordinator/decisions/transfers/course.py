@@ -25,7 +25,7 @@ from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers import abort, reform, stalls, suspects, withdrawals
-from weft_rl.coordinator.decisions.transfers.purpose import Turns, purpose_of
+from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, purpose_of
 from weft_rl.coordinator.decisions.transfers.withdrawals import is_dirty
 
 JUDGE_AFTER_SECONDS = 0.5
@@ -353,18 +353,20 @@ def commit_answered(change: Change, event: events.CommitAnswered) -> None:
         if event.vector is not None:
             loaded_base = transfer is not None and transfer.kind is PolicyKind.BASE
             if transfer is not None:
-                replica = replica_state.switched(replica, transfer.policy_version)
+                replica = replica_state.after_switch(replica, transfer.policy_version)
             replica = replace(
                 replica,
                 vector=event.vector,
-                vector_set_at=change.now,
+                order_answered_at=change.now,
                 commit_failure="",
                 retained=event.retained if loaded_base else replica.retained,
                 dirty_reason="" if loaded_base else replica.dirty_reason,
             )
-            replica = replica_state.counted(change.state, replica)
+            replica = replica_state.with_counted_versions(change.state, replica)
         elif event.failure and is_dirty(event.failure):
-            replica = replace(replica, dirty_reason=event.failure.message, vector_set_at=change.now)
+            replica = replace(
+                replica, dirty_reason=event.failure.message, order_answered_at=change.now
+            )
         elif event.failure:
             replica = replace(replica, commit_failure=event.failure.message)
         change.put_replica(replica)
@@ -398,9 +400,9 @@ def admit(change: Change) -> None:
     """Start every waiting transfer whose turn has come."""
     if all(t.phase is not Phase.WAITING for t in change.state.transfers.values()):
         return
-    turns = Turns(change.state, change.now)
-    for transfer in turns.waiting():
-        turns.take(purpose_of(transfer).admit(change, transfer, turns))
+    queue = AdmissionQueue(change.state, change.now)
+    for transfer in queue.waiting():
+        queue.take(purpose_of(transfer).admit(change, transfer, queue))
 
 
 def take_over(change: Change, replicas: Sequence[Replica], by: Transfer) -> None:

@@ -133,7 +133,7 @@ def check_takes_bases(state: PoolState, policy: str) -> None:
             )
 
 
-def without_room(
+def lacking_room(
     state: PoolState, transfer: Transfer, replicas: Iterable[Replica]
 ) -> dict[str, Failure]:
     """Return the replicas without room for a transfer now, and why (``STAGING_FULL``); cheap."""

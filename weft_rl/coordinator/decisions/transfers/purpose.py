@@ -47,7 +47,7 @@ class Purpose(PurposeFacts, ABC):
         return 1
 
     @abstractmethod
-    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
+    def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
         """Start a waiting ``transfer`` if it may start, or drop it.
 
         Returns:
@@ -111,7 +111,7 @@ def purpose_of(transfer: Transfer) -> Purpose:
     return transfer.purpose
 
 
-class Turns:
+class AdmissionQueue:
     """Replicas that are taken, as waiting transfers are given their turns.
 
     ``taken`` are those that a transfer under way occupies, or that an earlier waiting one

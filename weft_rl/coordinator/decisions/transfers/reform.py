@@ -23,9 +23,9 @@ from weft_rl.coordinator.decisions.state.transfer import (
     FIRST_STEP,
     Attempt,
     Group,
+    GroupProgress,
     Transfer,
-    Watch,
-    members_of,
+    assign_ranks,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import abort
@@ -72,7 +72,7 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
         group_id=name,
         secret=secret,
         epoch=epoch,
-        members=members_of(
+        members=assign_ranks(
             ((m.replica_id, m.incarnation, m.num_receivers) for m in survivors), group.num_senders
         ),
         attending=frozenset(),
@@ -85,7 +85,7 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
         targets=tuple(member.replica_id for member in survivors),
         lost=(*transfer.lost, *lost),
         losses={**transfer.losses, **lost},
-        attempt=Attempt(watch=_carried(change, transfer, group, renewed)),
+        attempt=Attempt(progress=_carried(change, transfer, group, renewed)),
     )
     change.put_group(renewed)
     change.put_transfer(transfer)
@@ -103,7 +103,7 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
     )
 
 
-def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) -> Watch:
+def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) -> GroupProgress:
     """Return the watch of the new group, with the silence of the survivors carried over.
 
     What they may take is counted over the whole transfer, however often its group is formed
@@ -114,7 +114,7 @@ def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) 
     for member in renewed.members:
         for index in range(member.num_receivers):
             ranks[member.first_rank + index] = first_ranks[member.replica_id] + index
-    return transfer.attempt.watch.carried(ranks, FIRST_STEP, change.now)
+    return transfer.attempt.progress.carried(ranks, FIRST_STEP, change.now)
 
 
 def _discard_at(change: Change, transfer: Transfer, replica: Replica | None) -> None:

@@ -41,8 +41,8 @@ from weft_rl.coordinator.decisions.state.transfer import (
     FIRST_STEP,
     Activity,
     Group,
+    GroupProgress,
     Transfer,
-    Watch,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import reform, suspects
@@ -67,12 +67,12 @@ def owed_steps(transfer: Transfer, group: Group) -> dict[int, str]:
 
 def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
     num_buckets, attempt = transfer.layout.num_buckets, transfer.attempt
-    words = attempt.watch.words
+    reports = attempt.progress.reports
     first = min(attempt.prepared.values(), default=0)
-    verified = {rank: attempt.watch.num_verified.get(rank, first) for rank in group.receivers}
+    verified = {rank: attempt.progress.num_verified.get(rank, first) for rank in group.receivers}
     least, most = min(verified.values()), max(verified.values())
     # Each has handed over its own buckets below this.
-    num_sent = {r: max(words[r].bucket if r in words else 0, most) for r in group.senders}
+    num_sent = {r: max(reports[r].bucket if r in reports else 0, most) for r in group.senders}
     num_sent.update((r, num_buckets) for r in group.senders if r in attempt.staged)
     steps = {}
     for rank, count in verified.items():
@@ -97,8 +97,12 @@ def _owed_while_bytes_flow(transfer: Transfer, group: Group) -> dict[int, str]:
 
 def stalled(transfer: Transfer, group: Group, now: float, seconds: float) -> list[int]:
     """List the ranks that have owed a step for ``seconds`` without a word, ascending."""
-    watch = transfer.attempt.watch
-    return [r for r in range(group.size) if r in watch.debts and watch.silence(r, now) >= seconds]
+    progress = transfer.attempt.progress
+    return [
+        r
+        for r in range(group.size)
+        if r in progress.owed_steps and progress.silence(r, now) >= seconds
+    ]
 
 
 def heard(change: Change, event: events.RanksHeard) -> None:
@@ -106,9 +110,13 @@ def heard(change: Change, event: events.RanksHeard) -> None:
     for transfer in change.state.transfers.values():
         if transfer.group_id == event.group_id and transfer.uncommitted:
             ours = ("", transfer.transfer_id)
-            words = {r: word for r, word in event.words.items() if word.transfer_id in ours}
+            reports = {
+                r: report for r, report in event.reports.items() if report.transfer_id in ours
+            }
             verified = event.num_verified if event.transfer_id == transfer.transfer_id else {}
-            _watched(change, transfer, transfer.attempt.watch.heard(words, verified, change.now))
+            _with_progress(
+                change, transfer, transfer.attempt.progress.heard(reports, verified, change.now)
+            )
             return
 
 
@@ -120,10 +128,10 @@ def watch(change: Change) -> None:
         group = change.state.groups[transfer.group_id]
         if not transfer.taken_up and _has_come(transfer, group):
             transfer = change.put_transfer(replace(transfer, taken_up=True))
-        seen = transfer.attempt.watch.with_debts(owed_steps(transfer, group), change.now)
+        seen = transfer.attempt.progress.with_owed_steps(owed_steps(transfer, group), change.now)
         seen = seen.with_holder(_holder(seen, group), change.now)
-        if seen is not transfer.attempt.watch:
-            transfer = _watched(change, transfer, seen)
+        if seen is not transfer.attempt.progress:
+            transfer = _with_progress(change, transfer, seen)
         if not transfer.attempt.accusations:  # else somebody is about to be found dead
             _give_up(change, transfer, group)
             if change.state.transfers.get(transfer.transfer_id) is transfer:
@@ -136,26 +144,26 @@ def _has_come(transfer: Transfer, group: Group) -> bool:
     In a group that is kept from the former transfer a sender attends in any case.
     """
     is_own = group.group_id.startswith(transfer.ids.group_id)
-    words = transfer.attempt.watch.words
+    reports = transfer.attempt.progress.reports
     return any(
         (is_own and rank in group.attending)
-        or (rank in words and words[rank].transfer_id == transfer.transfer_id)
+        or (rank in reports and reports[rank].transfer_id == transfer.transfer_id)
         for rank in group.senders
     )
 
 
-def _holder(watch: Watch, group: Group) -> int | None:
+def _holder(progress: GroupProgress, group: Group) -> int | None:
     """Return the receiver that all others wait for now; None if a sender owes a step, too.
 
     Of several it is the first that is at work: behind one that relays to it, another waits for
     bytes.
     """
-    owing = [rank for rank in group.receivers if rank in watch.debts]
-    is_a_sender = any(rank in watch.debts for rank in group.senders)
+    owing = [rank for rank in group.receivers if rank in progress.owed_steps]
+    is_a_sender = any(rank in progress.owed_steps for rank in group.senders)
     if is_a_sender or not owing or len(owing) == group.num_receivers:
         return None
-    words = watch.words
-    at_work = [r for r in owing if r in words and words[r].activity != Activity.WAITING]
+    reports = progress.reports
+    at_work = [r for r in owing if r in reports and reports[r].activity != Activity.WAITING]
     return (at_work or owing)[0]
 
 
@@ -164,17 +172,17 @@ def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
 
     Only where the transfer would not end in its time because of it, and goes on without it.
     """
-    watch, seconds = transfer.attempt.watch, transfer.deadline - transfer.begin_at
-    for rank, held_up in watch.held_up.items():
+    progress, seconds = transfer.attempt.progress, transfer.deadline - transfer.begin_at
+    for rank, held_up in progress.held_up.items():
         name = group.member_name(rank)
-        is_long = held_up >= seconds * _SHARE_OF_ITS_TIME and rank in watch.debts
+        is_long = held_up >= seconds * _SHARE_OF_ITS_TIME and rank in progress.owed_steps
         if not is_long or not _would_be_late(transfer, group, change.now):
             continue
         is_free = not purpose_of(transfer).requires(name)
         if is_free and purpose_of(transfer).may_continue(transfer, group, {name}):
             why = (
                 f"{name} cannot keep up: the others waited {held_up:.0f} s for it, and the push "
-                f"would not end in its time; it was to {watch.debts[rank].step}"
+                f"would not end in its time; it was to {progress.owed_steps[rank].step}"
             )
             failure = Failure("TOO_SLOW", why, {"member": name})
             reform.lose_replica(change, transfer, name, failure)
@@ -185,7 +193,7 @@ def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:
     """Return whether a transfer would end after its deadline at the pace so far."""
     if transfer.phase is not Phase.STAGING:
         return True
-    num_verified = transfer.attempt.watch.num_verified
+    num_verified = transfer.attempt.progress.num_verified
     least = min(num_verified.get(rank, 0) for rank in group.receivers)
     # The bucket that it is at is taken for done, and what follows the last one for another.
     share = (least + 1) / (transfer.layout.num_buckets + 1)
@@ -195,12 +203,12 @@ def _would_be_late(transfer: Transfer, group: Group, now: float) -> bool:
 def forgive(change: Change, seconds: float) -> None:
     """Discount the seconds that the coordinator itself was stopped: silence says nothing then."""
     for transfer in list(change.state.transfers.values()):
-        if transfer.attempt.watch != Watch():
-            _watched(change, transfer, transfer.attempt.watch.forgiven(seconds))
+        if transfer.attempt.progress != GroupProgress():
+            _with_progress(change, transfer, transfer.attempt.progress.forgiven(seconds))
 
 
-def _watched(change: Change, transfer: Transfer, watch: Watch) -> Transfer:
-    attempt = replace(transfer.attempt, watch=watch)
+def _with_progress(change: Change, transfer: Transfer, progress: GroupProgress) -> Transfer:
+    attempt = replace(transfer.attempt, progress=progress)
     return change.put_transfer(replace(transfer, attempt=attempt))
 
 
@@ -274,8 +282,8 @@ def trainer_delays_others(change: Change, transfer: Transfer) -> bool:
 
     It is once it has had its time, and another transfer waits for a replica that it occupies.
     """
-    watch = transfer.attempt.watch
-    silence = max(watch.silence(rank, change.now) for rank in range(transfer.num_senders))
+    progress = transfer.attempt.progress
+    silence = max(progress.silence(rank, change.now) for rank in range(transfer.num_senders))
     if silence < change.state.settings.sender_stall_seconds:
         return False
     occupied = set(transfer.occupied)
@@ -294,11 +302,11 @@ def _awaited(state: PoolState, waiting: Transfer) -> Iterable[str]:
 
 
 def _what(transfer: Transfer, rank: int, now: float) -> str:
-    watch = transfer.attempt.watch
-    debt, word = watch.debts[rank], watch.words.get(rank)
-    silence = watch.silence(rank, now)
-    said = f", and last said that it was {word}" if word else ""
-    return f"it was to {debt.step} and has been silent for {silence:.1f} s{said}"
+    progress = transfer.attempt.progress
+    owed, report = progress.owed_steps[rank], progress.reports.get(rank)
+    silence = progress.silence(rank, now)
+    said = f", and last said that it was {report}" if report else ""
+    return f"it was to {owed.step} and has been silent for {silence:.1f} s{said}"
 
 
 def _failure(member: str, what: str, who: str = "") -> Failure:

@@ -19,7 +19,7 @@ from weft_rl.containers.frozen import replace
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallJoin, EventKind, OpenGroup
-from weft_rl.coordinator.decisions.state.replica import Replica, Suspicion
+from weft_rl.coordinator.decisions.state.replica import Replica, Suspect
 from weft_rl.coordinator.decisions.state.transfer import Group, Member
 from weft_rl.coordinator.decisions.transfers import abort
 
@@ -36,7 +36,7 @@ def suspect(change: Change, replica_id: str, why: str) -> None:
     replica = change.state.replicas.get(replica_id)
     if replica is None or replica.suspect is not None:
         return
-    change.put_replica(replace(replica, suspect=Suspicion(why, change.now)))
+    change.put_replica(replace(replica, suspect=Suspect(why, change.now)))
 
 
 def watch(change: Change) -> None:
@@ -70,23 +70,23 @@ def probe(change: Change) -> None:
             _probe(change, replica, replica.suspect)
 
 
-def _probe(change: Change, replica: Replica, suspicion: Suspicion) -> None:
-    group = change.state.groups.get(suspicion.group_id)
+def _probe(change: Change, replica: Replica, known: Suspect) -> None:
+    group = change.state.groups.get(known.group_id)
     if group is not None and _clear(change, replica, group):
         return
-    if change.now < suspicion.probe_at or (group is not None and suspicion.is_told):
+    if change.now < known.probe_at or (group is not None and known.is_told):
         return
-    delay = min(LONGEST_SECONDS, FIRST_SECONDS * 2.0 ** min(suspicion.num_probes, 30))
+    delay = min(LONGEST_SECONDS, FIRST_SECONDS * 2.0 ** min(known.num_probes, 30))
     if group is None:
         group = _new_group(change, replica)
-    suspicion = replace(
-        suspicion,
+    known = replace(
+        known,
         group_id=group.group_id,
         is_told=False,
-        num_probes=suspicion.num_probes + 1,
+        num_probes=known.num_probes + 1,
         probe_at=change.now + delay,
     )
-    change.put_replica(replace(replica, suspect=suspicion))
+    change.put_replica(replace(replica, suspect=known))
     change.emit(CallJoin(group.group_id, replica.replica_id, replica.address, group, 1))
 
 

@@ -34,7 +34,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState, Unserved
+from weft_rl.coordinator.decisions.state.pool import PoolState, UnservedVersion
 from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind, VersionState
@@ -84,7 +84,7 @@ def wait_for_reports(change: Change, ended: Transfer) -> None:
         for replica_id, failure in ended.refusals.items()
         if not is_definite(failure, ended.incarnations.get(replica_id, ""))
     )
-    cases = {**change.state.unserved, ended.policy_version: Unserved(ended, silent)}
+    cases = {**change.state.unserved, ended.policy_version: UnservedVersion(ended, silent)}
     while len(cases) > MAX_UNSERVED:
         oldest = next(iter(cases))
         retire_replaced(change, cases.pop(oldest).transfer)
@@ -131,7 +131,7 @@ def decide(change: Change) -> None:
             _fails(change, version, case)
 
 
-def _version(item: tuple[PolicyVersion, Unserved]) -> PolicyVersion:
+def _version(item: tuple[PolicyVersion, UnservedVersion]) -> PolicyVersion:
     return item[0]
 
 
@@ -142,7 +142,7 @@ def _may_return(state: PoolState, version: PolicyVersion) -> bool:
     )
 
 
-def _still_awaited(state: PoolState, version: PolicyVersion, case: Unserved) -> bool:
+def _still_awaited(state: PoolState, version: PolicyVersion, case: UnservedVersion) -> bool:
     """Return whether a replica may serve the version yet."""
     for replica_id in case.silent:
         replica = state.replicas.get(replica_id)
@@ -157,7 +157,7 @@ def _has_bytes(replica: Replica, version: PolicyVersion) -> bool:
     return holds(replica, version) or version in replica.spilled
 
 
-def _stands(change: Change, version: PolicyVersion, case: Unserved) -> None:
+def _stands(change: Change, version: PolicyVersion, case: UnservedVersion) -> None:
     """Let the commit stand: a replica serves it after all, or it is not held any more."""
     _forget(change, version)
     served = change.state.policies[version.policy].served_version
@@ -165,7 +165,7 @@ def _stands(change: Change, version: PolicyVersion, case: Unserved) -> None:
         retire_replaced(change, case.transfer)
 
 
-def _fails(change: Change, version: PolicyVersion, case: Unserved) -> None:
+def _fails(change: Change, version: PolicyVersion, case: UnservedVersion) -> None:
     _forget(change, version)
     if change.state.policies[version.policy].served_version != version.version:
         _mark_failed(change, case.transfer)

@@ -116,7 +116,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
         known, ticket = self.model[policy], self.ticket()
         self.m.do(events.ReleasePolicy(ticket, policy, known.token - age))
         self.write()
-        assert isinstance(self.outcome(ticket), effects.Done)
+        assert isinstance(self.outcome(ticket), effects.EmptyAnswer)
         if not age:
             known.holder = None
 
@@ -229,7 +229,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
             generation=snapshot.generation,
             fingerprint=snapshot.fingerprint,
             architecture=snapshot.architecture,
-            epoch=snapshot.epoch,
+            epoch_counter=snapshot.epoch,
             token_floor=snapshot.token_floor,
             policies={policy.name: policy for policy in snapshot.policies},
         )

@@ -6,7 +6,7 @@ from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import Phase
 
 
@@ -97,7 +97,7 @@ def test_a_clone_and_a_rollback_wait_as_well() -> None:
     assert m.transfer(clone).phase is Phase.FORMING
     m.finish(clone)
     m.do(events.Leave(0, "r1", "i1"))
-    ids = FreshIds("t-back", 1, "g", "token", "secret")
+    ids = TransferIds("t-back", 1, "g", "token", "secret")
     record = m.record(PolicyVersion("base", 1))
     m.do(events.Rollback(next(m.ids), "base", 1, ids, m.now + 60, record))
     assert m.state.transfers["t-back"].phase is Phase.WAITING

@@ -108,7 +108,7 @@ def _restarted(m: Machine) -> Machine:
         settings=state.settings,
         generation=state.generation + 1,
         fingerprint=state.fingerprint,
-        epoch=state.epoch,
+        epoch_counter=state.epoch_counter,
         policies={k: p for k, p in saved.items() if not p.forgotten},
         forgotten={k: p for k, p in saved.items() if p.forgotten},
     )

@@ -11,10 +11,10 @@ import pytest
 from tests.unit.coordinator.decisions.machine import DIGEST, LAYOUT, SPEC, Machine
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.change import Change
-from weft_rl.coordinator.decisions.state.transfer import FreshIds, Transfer
+from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
 from weft_rl.coordinator.decisions.transfers.course import at_commit_point, call_to_commit
-from weft_rl.coordinator.decisions.transfers.purpose import Purpose, Turns
+from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Reload(Purpose):
     name: ClassVar[str] = "reload"
     replica_id: str = field()
 
-    def admit(self, change: Change, transfer: Transfer, turns: Turns) -> Iterable[str]:
-        if self.replica_id in turns.taken:
+    def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
+        if self.replica_id in queue.taken:
             return [self.replica_id]
         replica = change.state.replicas[self.replica_id]
         change.put_transfer(at_commit_point(change, transfer, [replica]))
@@ -40,7 +40,7 @@ class Reload(Purpose):
 
 def _waiting(m: Machine, ticket: int) -> Transfer:
     return Transfer(
-        ids=FreshIds(f"t{ticket}", ticket, f"g{ticket}", "", ""),
+        ids=TransferIds(f"t{ticket}", ticket, f"g{ticket}", "", ""),
         purpose=Reload(replica_id="r0"),
         policy="math",
         kind=PolicyKind.ADAPTER,

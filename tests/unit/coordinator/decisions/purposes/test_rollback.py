@@ -249,14 +249,14 @@ def _pin(m: Machine, policy: str, version: int, pinned: bool = True) -> int:
 def test_what_is_pinned_is_not_retired_until_it_is_let_go() -> None:
     m = _pushed("math", 1, "r0", retain=1)
     for _ in range(2):
-        assert isinstance(m.answer(_pin(m, "math", 1)), effects.Done)
+        assert isinstance(m.answer(_pin(m, "math", 1)), effects.EmptyAnswer)
     assert len(m.ever(effects.SavePin)) == 1
     for _ in range(2):
         m.run_to(Phase.COMMITTED)
     asked = {str(v) for c in m.ever(effects.CallRetire) for v in c.versions}
     assert asked == {"math@2"}
     for _ in range(2):
-        assert isinstance(m.answer(_pin(m, "math", 1, pinned=False)), effects.Done)
+        assert isinstance(m.answer(_pin(m, "math", 1, pinned=False)), effects.EmptyAnswer)
     m.pass_time(3)
     asked = {str(v) for c in m.ever(effects.CallRetire) for v in c.versions}
     assert asked == {"math@1", "math@2"}

@@ -16,11 +16,15 @@ from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.replica_state import counted, explain_state, undecided
+from weft_rl.coordinator.decisions.state.replica_state import (
+    explain_state,
+    undecided_versions,
+    with_counted_versions,
+)
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
-    Heard,
     HeldVersion,
+    HeldVersionRecord,
     Phase,
     PolicyKind,
     ReplicaState,
@@ -69,10 +73,10 @@ def test_a_replica_of_a_lost_catalog_is_taken_and_its_versions_are_served() -> N
     machine = Machine()
     ticket = serving(machine, "r0", last_generation=4, last_epoch=9)
     assert machine.answer(ticket) == effects.RegisterAnswer(2.0, True, 5, epoch=9 + LEAP)
-    assert (machine.state.generation, machine.state.epoch) == (5, 9 + LEAP)
+    assert (machine.state.generation, machine.state.epoch_counter) == (5, 9 + LEAP)
     machine.do(events.ReferenceKnown("f" * 64))
     machine.pass_time(4.5)
-    assert not machine.ever(effects.DescribeHeld), "others may come"
+    assert not machine.ever(effects.DescribeVersion), "others may come"
     assert not machine.ever(effects.CallRetire), "nothing is dropped before it is clear"
     assert not ready(machine)
     asked = wait_for_adoption(machine)
@@ -101,12 +105,14 @@ def test_a_version_that_newer_ones_push_out_is_recorded_where_these_are_withdraw
     held = HeldVersion(MATH_6, A)
     vector = VersionVector(0, {"math": AdapterVersions((6,), 6)})
     replica = dataclasses.replace(m.state.replicas["r0"], vector=vector)
-    replica = counted(m.state, replica, [Heard(held, None)], complete=True)
+    replica = with_counted_versions(
+        m.state, replica, [HeldVersionRecord(held, None)], complete=True
+    )
 
     def found_beside(*versions: int) -> frozenset[HeldVersion]:
         policy = dataclasses.replace(m.state.policies["math"], versions=versions)
         state = dataclasses.replace(m.state, policies={"math": policy})
-        return undecided(state, counted(state, replica))
+        return undecided_versions(state, with_counted_versions(state, replica))
 
     assert found_beside(9) == frozenset()
     assert found_beside() == frozenset({held})
@@ -282,10 +288,10 @@ def test_a_token_that_was_given_again_is_its_new_holders() -> None:
 def test_what_no_holder_can_describe_is_not_adopted() -> None:
     machine = pool_of("r0", "r1")
     machine.pass_time(5.25)
-    (asked,) = {e.replica_id for e in machine.ever(effects.DescribeHeld)}
+    (asked,) = {e.replica_id for e in machine.ever(effects.DescribeVersion)}
     machine.describe_held(Failure("PEER_GONE", "no answer"))
     machine.pass_time(1.5)
-    others = [e for e in machine.ever(effects.DescribeHeld) if e.replica_id != asked]
+    others = [e for e in machine.ever(effects.DescribeVersion) if e.replica_id != asked]
     assert {e.version for e in others} == {BASE_3, MATH_7}, "another one is asked"
     dropped = Failure("VERSION_UNKNOWN", "it was dropped")
     for name in ("r0", "r1"):
@@ -413,8 +419,8 @@ def _older_copy(served: int = 9) -> Machine:
         settings=known.settings,
         generation=known.generation + 1,
         opened_generation=known.generation + 1,
-        epoch=known.epoch,
-        opened_epoch=known.epoch,
+        epoch_counter=known.epoch_counter,
+        opened_epoch_counter=known.epoch_counter,
         fingerprint=known.fingerprint,
         coordinator_id="second",
         policies={"math": policy},
@@ -433,7 +439,7 @@ def _comes_back(m: Machine, replica_id: str, alias: int, epoch: int, **changes: 
 def test_a_rollback_that_an_older_copy_does_not_know_stands() -> None:
     m = _older_copy()
     for replica_id in ("r0", "r1"):
-        _comes_back(m, replica_id, 1, m.state.opened_epoch + 1)
+        _comes_back(m, replica_id, 1, m.state.opened_epoch_counter + 1)
     m.pass_time(4.5)
     assert ready(m) == ["r0", "r1"], "they go on with what they have"
     assert not m.ever(effects.LookUp)
@@ -451,18 +457,18 @@ def test_a_base_that_an_older_copy_never_knew_is_not_gone_back_to() -> None:
     policies = {**m.state.policies, BASE_POLICY: base}
     m.state = dataclasses.replace(m.state, policies=policies, base_contents={1: A, 2: B})
     m.register("r0", vector=VersionVector(5), dirty_reason="its weights were discarded",
-               last_generation=1, last_epoch=m.state.opened_epoch + 1,
+               last_generation=1, last_epoch=m.state.opened_epoch_counter + 1,
                last_coordinator_id="first")  # fmt: skip
-    assert BASE_POLICY in m.state.in_question
+    assert BASE_POLICY in m.state.uncertain_aliases
     m.pass_time(6.0)
-    assert BASE_POLICY not in m.state.in_question
+    assert BASE_POLICY not in m.state.uncertain_aliases
     assert m.state.vector.base == 2
 
 
 def test_where_a_name_stands_for_what_the_copy_says_that_is_served_and_said() -> None:
     m = _older_copy()
-    _comes_back(m, "r0", 3, m.state.opened_epoch + 1)
-    _comes_back(m, "r1", 1, m.state.opened_epoch + 1)
+    _comes_back(m, "r0", 3, m.state.opened_epoch_counter + 1)
+    _comes_back(m, "r1", 1, m.state.opened_epoch_counter + 1)
     m.pass_time(6.0)
     assert m.state.vector.adapters["math"].alias == 3
     said = [e for e in m.ever(effects.Announce) if e.kind == "catalog_behind"]
@@ -471,9 +477,9 @@ def test_where_a_name_stands_for_what_the_copy_says_that_is_served_and_said() ->
 
 def test_a_restart_with_its_own_catalog_questions_nothing() -> None:
     m = _older_copy()
-    _comes_back(m, "r0", 1, m.state.opened_epoch)
+    _comes_back(m, "r0", 1, m.state.opened_epoch_counter)
     m.pass_time(0.5)
-    assert not m.state.in_question
+    assert not m.state.uncertain_aliases
     assert m.look_ups(), "it is brought to what was committed"
     assert not [e for e in m.ever(effects.Announce) if e.kind == "catalog_behind"]
 
@@ -481,7 +487,7 @@ def test_a_restart_with_its_own_catalog_questions_nothing() -> None:
 def test_a_push_that_comes_first_is_what_counts() -> None:
     m = _older_copy()
     for replica_id in ("r0", "r1"):
-        _comes_back(m, replica_id, 1, m.state.opened_epoch + 1)
+        _comes_back(m, replica_id, 1, m.state.opened_epoch_counter + 1)
     m.acquire("math")
     push = m.run_to(Phase.COMMITTED)
     m.pass_time(8.0)
@@ -499,7 +505,7 @@ def test_an_order_that_the_catalog_does_not_know_is_taken_from_who_obeys_it(
     order: OutOfService,
 ) -> None:
     m = _older_copy()
-    ticket = _comes_back(m, "r0", 3, m.state.opened_epoch + 1, out_of_service=order)
+    ticket = _comes_back(m, "r0", 3, m.state.opened_epoch_counter + 1, out_of_service=order)
     answer = m.answer(ticket)
     assert isinstance(answer, effects.RegisterAnswer)
     assert answer.out_of_service == order
@@ -515,14 +521,14 @@ def test_an_order_that_the_catalog_does_not_know_is_taken_from_who_obeys_it(
 @pytest.mark.parametrize("order", _ORDERS)
 def test_one_that_was_put_back_while_it_was_away_stays_so(order: OutOfService) -> None:
     m = _older_copy()
-    _comes_back(m, "r0", 3, m.state.opened_epoch, out_of_service=order)
+    _comes_back(m, "r0", 3, m.state.opened_epoch_counter, out_of_service=order)
     assert not m.state.out_of_service
 
 
 def test_an_order_that_was_ended_since_stands_and_is_said() -> None:
     m = _older_copy()
     m.state = dataclasses.replace(m.state, out_of_service={"r0": _ORDERS[0]})
-    _comes_back(m, "r0", 3, m.state.opened_epoch + 1)
+    _comes_back(m, "r0", 3, m.state.opened_epoch_counter + 1)
     assert m.state.out_of_service == {"r0": _ORDERS[0]}
     said = [e for e in m.ever(effects.Announce) if e.kind == "catalog_behind"]
     assert "weft uncordon r0" in said[-1].message
@@ -539,16 +545,16 @@ def test_orders_are_told_with_the_epoch_that_tells_older_copies_apart() -> None:
         lambda: m.do(events.Uncordon(0, "r0")),
         lambda: m.do(events.ForgetPolicy(0, "math", True)),
     ):
-        before = m.state.epoch
+        before = m.state.epoch_counter
         rollback = event()
         if isinstance(rollback, int):
             m.answer_commits(rollback)
-        assert m.state.epoch > before
-        assert m.ever(effects.SaveEpoch)[-1].epoch == m.state.epoch
+        assert m.state.epoch_counter > before
+        assert m.ever(effects.SaveEpoch)[-1].epoch == m.state.epoch_counter
     m.do(events.Heartbeat(77, "r0", "i1", ReplicaReport(vector=m.state.replicas["r0"].vector)))
     answer = m.answer(77)
     assert isinstance(answer, effects.HeartbeatAnswer)
-    assert answer.epoch == m.state.epoch
+    assert answer.epoch == m.state.epoch_counter
 
 
 def test_what_is_adopted_while_a_commit_is_undecided_is_gone_back_to() -> None:

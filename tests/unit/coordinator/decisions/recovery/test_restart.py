@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine, saved_versions
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import FreshIds
+from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import Phase, VersionRecord, VersionState
 
 
@@ -117,7 +117,7 @@ def test_what_is_rolled_forward_does_not_overtake_a_rollback() -> None:
     m.register("r0", vector=m.state.replicas["r0"].vector.with_adapter(first.version))
     m.acquire("code")
     push = m.run_to(Phase.STAGING, "code")
-    ids = FreshIds("t-back", 0, "g", "token", "secret")
+    ids = TransferIds("t-back", 0, "g", "token", "secret")
     m.do(events.Rollback(next(m.ids), "math", 1, ids, m.now + 60, first))
     _beat(m, "r0", {f"t{ticket}": record})
     m.stage_all(push)

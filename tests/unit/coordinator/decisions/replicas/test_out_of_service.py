@@ -163,6 +163,12 @@ def test_nothing_is_cloned_from_a_replica_that_an_operator_quarantined() -> None
     assert isinstance(m.transfer(ticket).purpose, Clone)
 
 
+def _seconds_left(m: Machine, replica_id: str, note: DrainNote | None = None) -> float:
+    drain = _beat(m, replica_id, note).drain
+    assert drain is not None
+    return drain.seconds
+
+
 def test_a_draining_replica_gets_nothing_new() -> None:
     m = Machine().pool("r0", "r1")
     m.acquire("math")
@@ -174,8 +180,7 @@ def test_a_draining_replica_gets_nothing_new() -> None:
     assert m.look_ups() == []
     answer = _beat(m, "r1")
     assert (answer.ready, answer.in_transfer) == (False, False)
-    assert answer.drain_seconds == pytest.approx(59.0)
-    assert answer.drain_reason == "by an operator: old card"
+    assert answer.drain == DrainNote(pytest.approx(59.0), "by an operator: old card")
     assert ("replica_draining", "r1") in _kinds(m)
 
 
@@ -196,7 +201,7 @@ def test_a_drain_only_becomes_shorter() -> None:
     m = Machine().pool("r0")
     for seconds, left in ((60.0, 60.0), (600.0, 60.0), (10.0, 10.0)):
         _drain(m, "r0", seconds)
-        assert _beat(m, "r0").drain_seconds == pytest.approx(left)
+        assert _seconds_left(m, "r0") == pytest.approx(left)
     for seconds in (-1.0, float("nan"), 100_000.0):
         assert m.error(_drain(m, "r0", seconds)).reason == "INVALID_REQUEST"
 
@@ -204,7 +209,7 @@ def test_a_drain_only_becomes_shorter() -> None:
 def test_a_replica_that_drains_of_its_own_accord() -> None:
     m = Machine().pool("r0", "r1")
     note = DrainNote(30.0, "told to stop")
-    assert _beat(m, "r1", note).drain_seconds == pytest.approx(30.0)
+    assert _seconds_left(m, "r1", note) == pytest.approx(30.0)
     assert _state(m, "r1") == (ReplicaState.DRAINING, "told to stop")
     m.register("r1")  # the same process: the drain goes on
     assert _state(m, "r1")[0] is ReplicaState.DRAINING

@@ -12,14 +12,14 @@ from weft_rl.contract.errors import (
     RequestConflictError,
     TransferTimeoutError,
 )
-from weft_rl.contract.replica_report import Asleep, ReplicaReport
+from weft_rl.contract.replica_report import ReplicaReport, Sleep
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     CAUSES,
     base_targets,
     cause,
     explain_state,
-    wants,
+    versions_to_bring,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, ReplicaState
 
@@ -59,7 +59,7 @@ def _wake(m: Machine, seconds: float = 60.0) -> int:
 
 def _asleep(m: Machine, *names: str) -> None:
     for name in names:
-        m.do(events.SleepAnswered(name, "i1", Asleep("t1"), None))
+        m.do(events.SleepAnswered(name, "i1", Sleep("t1"), None))
 
 
 def _awake(m: Machine, *names: str) -> None:
@@ -279,7 +279,7 @@ def test_a_call_that_waits_is_told_that_the_opposite_was_ordered() -> None:
 def test_a_new_order_puts_woken_weights_to_sleep_again() -> None:
     m = _slept()
     m.state.replicas["r0"]
-    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(asleep=Asleep("t1", weights_awake=True))))
+    m.do(events.Heartbeat(0, "r0", "i1", ReplicaReport(asleep=Sleep("t1", weights_awake=True))))
     assert _state(m, "r0")[1] == "for trainer t1, its weights awake"
     ticket = _sleep(m)
     assert _called(m, effects.CallSleep) == ["r0", "r1", "r0", "r1"]
@@ -292,7 +292,7 @@ def test_a_push_reaches_those_that_sleep_and_nothing_else_is_brought_to_them() -
     policies = {**m.state.policies}
     m.acquire("math")
     assert m.state.policies.keys() == {*policies, "math"}
-    assert wants(m.state, m.state.replicas["r0"]) == []
+    assert versions_to_bring(m.state, m.state.replicas["r0"]) == []
 
 
 def test_an_operator_s_order_outlasts_leases_and_trainers() -> None:
@@ -300,7 +300,7 @@ def test_an_operator_s_order_outlasts_leases_and_trainers() -> None:
     ticket = next(m.ids)
     m.do(events.SleepReplica(ticket, "r0", True, 1.0, m.now + 9.0))
     assert m.ever(effects.CallSleep)[0].aborts
-    m.do(events.SleepAnswered("r0", "i1", Asleep(""), None))
+    m.do(events.SleepAnswered("r0", "i1", Sleep(""), None))
     assert m.answer(ticket) == effects.SleepAnswer(("r0",))
     assert _state(m, "r0") == (ReplicaState.ASLEEP, "by an operator")
     again = _sleep(m)
@@ -327,7 +327,7 @@ def test_orders_for_nobody_are_refused() -> None:
 
 def test_a_restarted_coordinator_takes_the_sleep_for_given_while_its_trainer_comes_back() -> None:
     m = Machine()
-    more = {"gpu_uuids": ("a",), "can_sleep": True, "asleep": Asleep("t1")}
+    more = {"gpu_uuids": ("a",), "can_sleep": True, "asleep": Sleep("t1")}
     m.register("r0", **more, last_coordinator_id="the former one")
     m.pool()
     m.pass_time(5.0)
@@ -342,7 +342,7 @@ def test_a_restarted_coordinator_takes_the_sleep_for_given_while_its_trainer_com
 def test_it_wakes_what_nobody_comes_back_for_and_what_it_has_not_ordered() -> None:
     m = Machine()
     m.state = type(m.state)(settings=m.state.settings, coordinator_id="this one")
-    asleep = {"can_sleep": True, "asleep": Asleep("t1")}
+    asleep = {"can_sleep": True, "asleep": Sleep("t1")}
     m.register("r0", **asleep, last_coordinator_id="the former one")
     m.register("r1", **asleep, last_coordinator_id="this one")
     m.pool()
@@ -376,7 +376,7 @@ def test_the_level_that_is_ordered_is_what_each_process_is_told() -> None:
 def test_a_level_that_a_replica_tells_of_is_kept_for_its_next_process() -> None:
     m = Machine()
     more = {"gpu_uuids": ("a",), "can_sleep": True}
-    m.register("r0", **more, asleep=Asleep("", level=2), last_coordinator_id="the former one")
+    m.register("r0", **more, asleep=Sleep("", level=2), last_coordinator_id="the former one")
     m.pool()
     m.pass_time(5.0, beats=False)
     m.register("r0", "i2", **more)

@@ -10,7 +10,7 @@ from weft_rl.contract.layout.manifest import WSUM64, Bucket, TensorSlot, make_ma
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.transfer import Activity, Group, Word
+from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
 from weft_rl.coordinator.decisions.transfers import stalls
 
@@ -41,9 +41,9 @@ def _group(m: Machine, ticket: int) -> Group:
 
 
 def _say(m: Machine, ticket: int, buckets: dict[int, int], **verified: int) -> None:
-    words = {rank: Word(f"t{ticket}", Activity.SENDING, n) for rank, n in buckets.items()}
+    reports = {rank: RankReport(f"t{ticket}", Activity.SENDING, n) for rank, n in buckets.items()}
     by_rank = {int(rank[1:]): n for rank, n in verified.items()}
-    m.do(events.RanksHeard(m.transfer(ticket).group_id, words, f"t{ticket}", by_rank))
+    m.do(events.RanksHeard(m.transfer(ticket).group_id, reports, f"t{ticket}", by_rank))
 
 
 def test_both_attend_before_receivers_prepare_and_both_stage_before_the_commit() -> None:

@@ -17,7 +17,12 @@ from tests.unit.coordinator.decisions.stalling import (
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
-from weft_rl.coordinator.decisions.state.transfer import Activity, Transfer, Watch, Word
+from weft_rl.coordinator.decisions.state.transfer import (
+    Activity,
+    GroupProgress,
+    RankReport,
+    Transfer,
+)
 from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers.stalls import owed_steps, stalled
 
@@ -173,8 +178,8 @@ def test_what_was_said_of_another_transfer_or_group_does_not_count() -> None:
     group = m.transfer(ticket).group_id
     m.do(events.RankAttends(group, 0))
     for _ in range(12):
-        m.do(events.RanksHeard(group, {1: Word("another", Activity.WAITING)}))
-        m.do(events.RanksHeard("another", {1: Word("", Activity.WAITING)}, "", {1: 3}))
+        m.do(events.RanksHeard(group, {1: RankReport("another", Activity.WAITING)}))
+        m.do(events.RanksHeard("another", {1: RankReport("", Activity.WAITING)}, "", {1: 3}))
         m.pass_time(1.0)
     assert m.error(waiter).reason == "STALLED"
 
@@ -371,14 +376,14 @@ def test_a_clone_ends_when_its_source_or_its_target_stalls(rank: int, member: st
 
 
 def test_a_debt_begins_when_it_is_owed_and_any_word_puts_its_end_off() -> None:
-    watch = Watch().with_debts({1: "get ready"}, 5.0)
-    assert watch.silence(1, 12.0) == 7.0
-    assert watch.with_debts({1: "get ready"}, 9.0) is watch
-    assert watch.with_debts({1: "verify bucket 0"}, 9.0).silence(1, 12.0) == 3.0
-    assert watch.heard({1: Word("t", Activity.WAITING)}, {}, 11.0).silence(1, 12.0) == 1.0
-    assert watch.heard({}, {1: 3}, 11.0).silence(1, 12.0) == 1.0
-    assert watch.forgiven(4.0).silence(1, 12.0) == 3.0
-    assert watch.silence(2, 99.0) == 0.0
+    progress = GroupProgress().with_owed_steps({1: "get ready"}, 5.0)
+    assert progress.silence(1, 12.0) == 7.0
+    assert progress.with_owed_steps({1: "get ready"}, 9.0) is progress
+    assert progress.with_owed_steps({1: "verify bucket 0"}, 9.0).silence(1, 12.0) == 3.0
+    assert progress.heard({1: RankReport("t", Activity.WAITING)}, {}, 11.0).silence(1, 12.0) == 1.0
+    assert progress.heard({}, {1: 3}, 11.0).silence(1, 12.0) == 1.0
+    assert progress.forgiven(4.0).silence(1, 12.0) == 3.0
+    assert progress.silence(2, 99.0) == 0.0
 
 
 def test_ranks_that_are_staged_owe_nothing() -> None:

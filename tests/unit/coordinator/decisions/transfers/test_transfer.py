@@ -189,7 +189,7 @@ def test_abort_by_its_trainer_is_idempotent_until_the_commit() -> None:
     m, ticket, waiter = _pushing(Phase.STAGING)
     for i in (60, 61):
         m.do(events.AbortTransfer(i, f"t{ticket}", "math", 1, "changed my mind"))
-        assert isinstance(m.answer(i), effects.Done)
+        assert isinstance(m.answer(i), effects.EmptyAnswer)
     assert m.error(waiter).reason == "TRANSFER_ABORTED"
     done = m.run_to(Phase.COMMITTING)
     m.do(events.AbortTransfer(62, f"t{done}", "math", 1, "too late"))

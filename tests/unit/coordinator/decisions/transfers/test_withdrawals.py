@@ -264,7 +264,7 @@ def test_what_failed_may_be_given_up_and_its_staged_bytes_are_dropped() -> None:
     m, ticket, _ = _committing()
     m.answer_commits(ticket, r0=LOAD_FAILED, r1=LOAD_FAILED)
     m.do(events.AbortTransfer(88, f"t{ticket}", "math", m.tokens["math"], "late"))
-    assert isinstance(m.answer(88), effects.Done)
+    assert isinstance(m.answer(88), effects.EmptyAnswer)
     m.state = dataclasses.replace(m.state, history={})
     failed = {f"t{ticket}": m.record(PolicyVersion("math", 2))}
     vector = m.state.replicas["r0"].vector

@@ -1,0 +1,108 @@
+"""Class names end in a word of docs/concepts.md, or in a noun that every programmer knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[3]
+_PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
+_CONCEPTS = _ROOT / "docs" / "concepts.md"
+#: Words that one must know; another one replaces one of these.
+MAX_WORDS = 50
+
+#: Nouns that need no page.
+GENERAL = frozenset(
+    """
+    activity answer attempt backoff backend bound cache call caller capabilities catalog certificate
+    change channel check checker client codec collector config connection counter credentials decoder
+    device digest document driver encoder engine entry error event exporter facts failure feed file
+    flag folder formatter gate guard handle handler history id interceptor key kind layout level
+    limit link list listing loader lock log loop member memory message metadata meta method metrics
+    mark name note number object operation option order page pair part phase plan process
+    progress proof queue range reader record rectangle refusal request response role row rule
+    sampling security server service servicer settings size slot snapshot span spec state step store stream summary
+    table tensor thread ticket time token trace tracer transaction type value vector view wait
+    watcher watermark work worker writer
+    """.split()
+)
+#: Verbs that begin the names of events and effects, which are orders and reports of one thing.
+VERBS = frozenset(
+    """
+    abort acquire announce await begin call check close commit describe discard drain drop fit
+    forget join leave load look open rebind refuse register release renew reply report restore
+    retire save send set sleep take tick uncordon wake
+    """.split()
+)
+_VERB_PHRASES = ("state/events.py", "state/effects.py")
+#: Classes of today whose names are not plain; this list only shrinks.
+KNOWN = frozenset(
+    """
+    Access Admitted Agent Agreement Announced Arrivals Arrived Arriving Ask Asleep Assembly
+    AsyncPushes Attendance BackendSelection Background BaseOf BaseSwitch Begun Block Buffers
+    Carried Cell Cloner Compared Complete Contact Content Contents Conversion DTensorPlaces
+    Deadlines Deferred Delta DequantisedParams DeviceBlock DeviceMapping DeviceRef DeviceSegment
+    DigestReading Dispatch Doorbell Draft Dropped Elements Export Factors Failed Fetched Filling
+    Finding FinishReason Gathered GatheredWhole Givers Handed Handoff Held HeldCopy HeldElements
+    Hello HoldingBack Holdings HostRef HostSegment Identity InPlaceLoad Kept KnownSum Left LoadEnd
+    Loaded LoadingSink LoadsInPlace LocalModel Lru MappedExchange Mapping Membership MemoryUse
+    MergedElements MergedParams MetricsText Next Notices Opened Origin Origins Outcome Packed
+    Packer Packing Packings Padded Params Parity Peer Piece Place PoolGeneration Ports Prepared
+    Probe ProgressReporter Publisher PushCallback Pushing RankHandoff Rate Ready ReceiverLike
+    Receiving Reformed Registration RequestTracker RequestsAtSwitch Reservations Ring Rival
+    SampleChunk Sampled Sampler Sealed Segment SegmentRef Sendable Sending ServedModels Serving
+    ShardedParams Shared Shown Sink Site Sleeper Slice SpilledCopy Spiller Split StagingSink
+    StartedWith Stopped Sum Taken Target TiedDuplicates Tls Traffic TrialAnswerer Trials Tried Try
+    Turn Turns Usage Validity Verdict Verified Wakeup Walk Wanted WeftCheckpointManager
+    WeftRollout Weights Welcome WholeParams Window Withdraw Withdrawn Words Working _Arrival _Bar
+    _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint _Gloo _Held _InForce _Kept _Lent
+    _LinkSum _Merge _Nccl _Overlaid _OwnSum _Parked _Pem _Pending _Piece _Place _Places _Printed
+    _Receive _Running _Send _Sending _Stop _Tell _Waiting _Wanted _Whole _WithoutCopies
+    """.split()
+)
+
+
+def _words() -> set[str]:
+    """Read the words of the table in concepts.md, without what stands before their heads."""
+    rows = re.findall(r"^\| ([^|]+) \| ", _CONCEPTS.read_text(), re.MULTILINE)
+    cells = [word.strip() for row in rows for word in row.split(",")]
+    return {cell.split()[-1] for cell in cells if cell not in ("word", "---")}
+
+
+def _parts(name: str) -> list[str]:
+    found = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z0-9]*|[A-Z]+", name)
+    return [part.lower() for part in found]
+
+
+def _is_known(word: str, known: set[str] | frozenset[str]) -> bool:
+    singular = {word, word.removesuffix("s"), re.sub("ies$", "y", word), word.removesuffix("ed")}
+    return not singular.isdisjoint(known)
+
+
+def _classes(root: Path) -> Iterator[tuple[Path, str]]:
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            if path.parent.name != "v1":
+                for node in ast.walk(ast.parse(path.read_text())):
+                    if isinstance(node, ast.ClassDef):
+                        yield path.relative_to(root), node.name
+
+
+def _is_plain(path: Path, name: str, known: set[str]) -> bool:
+    parts = _parts(name)
+    if str(path).endswith(_VERB_PHRASES) and any(_is_known(p, known | VERBS) for p in parts):
+        return True
+    return bool(parts) and _is_known(parts[-1], known)
+
+
+def test_class_names_end_in_known_words() -> None:
+    known = _words() | GENERAL
+    found = {name for path, name in _classes(_ROOT) if not _is_plain(path, name, known)}
+    assert sorted(found - KNOWN) == [], "name these by words of docs/concepts.md"
+    assert sorted(KNOWN - found) == [], "these are mended: take them out of KNOWN"
+
+
+def test_there_are_few_words() -> None:
+    assert len(_words()) <= MAX_WORDS
