@@ -198,16 +198,16 @@ class Agent:
         """Number of the coordinator's newest order to refuse requests, or to take them."""
         return self._order.number
 
-    def _holdings(self) -> Holdings:
+    def report(self) -> ReplicaReport:
+        """Return the replica's report on itself; on any thread."""
         # The order's number before what it says: on the loop's thread it is set after. One of
         # a former coordinator says nothing to this one.
         order, registration = self._order, self.registration
         known = registration.coordinator_generation if registration else 0
         number = order.number if order.generation == known else 0
-        now, drain = self.serving, self._drain.note()
-        checkpoint, vector = self.engine.checkpoint, now.vector
-        memory = now.memory
-        report = ReplicaReport(
+        now = self.serving
+        memory, vector = now.memory, now.vector
+        return ReplicaReport(
             vector=vector,
             retained=memory.retained_bases,
             spilled=frozenset(memory.spilled),
@@ -216,17 +216,19 @@ class Agent:
             refusing=self.refusing,
             order_number=number,
             asleep=self.engine.asleep,
-            drain=drain,
+            drain=self._drain.note(),
             adapter_used_bytes=memory.adapter_bytes,
             pins_obeyed=frozenset(now.pins),
             pinned_bytes=memory.pinned_base_bytes,
             work=self._work(),
         )
+
+    def _holdings(self) -> Holdings:
         return Holdings(
-            report,
-            memory.staged_transfer_ids,
-            checkpoint,
-            held=frozenset(now.held()),
+            self.report(),
+            self.serving.memory.staged_transfer_ids,
+            self.engine.checkpoint,
+            held=frozenset(self.serving.held()),
             last_epoch=self._last_epoch,
             to_sleep=self._sleeps.to_sleep,
         )

@@ -26,6 +26,7 @@ from weft_rl.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
     level_from_proto,
+    report_to_proto,
     sleep_to_proto,
     tensors_to_proto,
     ticket_from_proto,
@@ -342,18 +343,12 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.GetStatusRequest, context: _Context
     ) -> pb.GetStatusResponse:
         agent = self._agent
-        serving = agent.serving
         return pb.GetStatusResponse(
             replica_id=agent.config.replica_id,
             incarnation=agent.config.incarnation,
             capabilities=capabilities_to_proto(agent.engine.capabilities),
-            version_vector=vector_to_proto(serving.vector),
-            dirty_reason=serving.dirty_reason,
-            adapter_used_bytes=serving.memory.adapter_bytes,
-            staging_used_bytes=serving.memory.staging_bytes,
-            retained_base_versions=serving.memory.retained_bases,
-            spilled_versions=map(version_to_proto, serving.memory.spilled),
-            sleep=sleep_to_proto(agent.engine.asleep),
+            staging_used_bytes=agent.serving.memory.staging_bytes,
+            report=report_to_proto(agent.report()),
         )
 
 

@@ -79,7 +79,7 @@ async def test_a_drain_is_told_with_the_next_heartbeat(pool: Pool) -> None:
     await _admin(pool, "Drain", drain)
     (seen,) = (await pool.seen()).replicas
     assert seen.state == inspect_pb2.REPLICA_STATE_DRAINING
-    assert 200 < duration_from_proto(seen.drain.time_left) <= 300
+    assert 200 < duration_from_proto(seen.report.drain.time_left) <= 300
     drain.timeout.CopyFrom(duration_to_proto(20.0))
     await _admin(pool, "Drain", drain)
     beat = registry_pb2.HeartbeatRequest(replica_id="r0", incarnation=replica.incarnation)

@@ -75,7 +75,7 @@ async def test_a_drain_of_three_million_years_is_not_taken(pool: Pool) -> None:
         assert error.metadata["field"] == "Drain.time_left"
     (shown,) = (await _listings(pool)).replicas
     assert shown.state == inspect_pb2.REPLICA_STATE_READY
-    assert not shown.HasField("drain")
+    assert not shown.report.HasField("drain")
 
 
 def _raw(channel: grpc.aio.Channel, method: Any) -> Callable[[bytes], Any]:

@@ -42,7 +42,7 @@ async def test_a_base_is_retained_and_switched_back_to(served: Served) -> None:
         assert vector_from_proto(response.version_vector).base == 1
     assert served.engine.base["w"].view(torch.uint8).eq(1).all()
     status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
-    assert list(status.retained_base_versions) == [1, 2]
+    assert list(status.report.retained_base_versions) == [1, 2]
     assert list((await served.commit("base@3")).retained_base_versions) == [3, 1]
 
 
@@ -176,8 +176,8 @@ async def test_what_was_loaded_and_discarded_is_dirty(served: Served) -> None:
     for _ in range(2):  # idempotent
         await served.stub.DiscardTransfer(replica_pb2.DiscardTransferRequest(transfer_id="t1"))
     status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
-    assert "in place" in status.dirty_reason
-    assert vector_from_proto(status.version_vector).base == 0
+    assert "in place" in status.report.dirty_reason
+    assert vector_from_proto(status.report.version_vector).base == 0
     assert await refusal(served.stub.LoadTransfer(_load())) == "FAILED_PRECONDITION/NOT_STAGED"
 
 
@@ -195,7 +195,7 @@ async def test_other_bytes_than_those_to_be_committed_are_dirty(served: Served) 
     error = error_from_rpc(refused.value)
     assert (error.reason, error.metadata["dirty"]) == ("LOAD_FAILED", "true")
     status = await served.stub.GetStatus(replica_pb2.GetStatusRequest())
-    assert status.dirty_reason == error.message
+    assert status.report.dirty_reason == error.message
 
 
 async def test_orders_of_an_older_coordinator_are_fenced(

@@ -40,7 +40,7 @@ async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
     await replica.registry.Leave(gone)
     await replica.register()
     (told,) = (await pool.seen()).replicas
-    assert [f"{v.policy}@{v.version}" for v in told.spilled_versions] == ["code@7", "math@1"]
+    assert [f"{v.policy}@{v.version}" for v in told.report.spilled_versions] == ["code@7", "math@1"]
     await eventually(replica.heartbeat)
     (request,) = replica.switches
     assert (request.version, request.spilled.alias) == (MATH_1, 1)
@@ -50,7 +50,7 @@ async def test_what_is_spilled_is_told_and_ordered_read(pool: Pool) -> None:
     assert request.spilled.transfer_id not in ("", pushed.transfer_id)
     replica.spilled = []
     await replica.heartbeat()
-    assert not (await pool.seen()).replicas[0].spilled_versions
+    assert not (await pool.seen()).replicas[0].report.spilled_versions
 
 
 async def test_a_request_id_of_another_policy_conflicts_after_a_restart(pool: Pool) -> None:
@@ -167,7 +167,7 @@ async def test_a_spilled_version_is_read_and_served(spilling: Served) -> None:
     response = await spilling.stub.SwitchVersion(_order("math"))  # a call that was repeated
     assert vector_from_proto(response.version_vector).adapters["math"].alias == 2
     status = await spilling.stub.GetStatus(replica_pb2.GetStatusRequest())
-    assert {v.policy for v in status.spilled_versions} == {"base", "math"}
+    assert {v.policy for v in status.report.spilled_versions} == {"base", "math"}
 
 
 async def test_what_a_spill_directory_cannot_give(spilling: Served) -> None:

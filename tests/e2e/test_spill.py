@@ -38,7 +38,7 @@ _MAX_ERROR = 5e-5
 def _wait_spilled(target: str, *versions: str) -> None:
     deadline = time.monotonic() + _SPILL_SECONDS
     while True:
-        spilled = wait_ready(target, "replica-0").spilled_versions
+        spilled = wait_ready(target, "replica-0").report.spilled_versions
         if [f"{v.policy}@{v.version}" for v in spilled] == list(versions):
             return
         assert time.monotonic() < deadline, spilled

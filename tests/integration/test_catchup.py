@@ -55,7 +55,7 @@ def test_a_late_joiner_catches_up_bitwise_and_then_takes_pushes(
         assert same(late.adapter(name), lora(adapter))
     assert late.aliases == {"math": 2, "code": 1}
     assert agent.serving.vector == pool.agents["replica-0"].serving.vector
-    assert list(replica(pool, "replica-9").retained_base_versions) == [1]
+    assert list(replica(pool, "replica-9").report.retained_base_versions) == [1]
     assert same(first.base, weights(base)), "the source was only read"
     assert same(first.adapter("math@1"), lora(adapters[0]))
     assert str(publisher.push_base(Model(6)).version) == "base@2"
@@ -255,7 +255,7 @@ def test_copies_leave_with_what_the_bound_allows(pool: Pool, publisher: Publishe
     pool.add_replica("replica-0", engine)
     for seed in range(1, 5):
         publisher.push_base(Model(seed))
-    until(lambda: list(replica(pool, "replica-0").retained_base_versions) == [4, 3, 2])
+    until(lambda: list(replica(pool, "replica-0").report.retained_base_versions) == [4, 3, 2])
 
 
 def test_what_nobody_holds_or_owns_any_more_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def double(
 
 
 def spilled(pool: Pool, replica_id: str) -> list[str]:
-    versions = replica(pool, replica_id).spilled_versions
+    versions = replica(pool, replica_id).report.spilled_versions
     return [f"{v.policy}@{v.version}" for v in versions]
 
 
@@ -121,7 +121,7 @@ def test_a_whole_pool_comes_back_by_itself(
             assert same(engine.adapter(version), lora(adapter))
         assert {version: digests(pool, name, version) for version in ALL} == pushed
         assert engine.aliases == {"math": 2, "code": 1}
-        assert list(replica(pool, name).retained_base_versions) == [1]
+        assert list(replica(pool, name).report.retained_base_versions) == [1]
         assert engine.store.usage().transfer_ids == ()
     late = double()  # without a directory: it clones from one that was restored
     pool.add_replica("replica-9", late)

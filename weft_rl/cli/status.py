@@ -194,8 +194,10 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
     for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
-        if replica.HasField("drain"):
-            state.append(f" for {duration_from_proto(replica.drain.time_left):.0f} s", colour)
+        if replica.report.HasField("drain"):
+            state.append(
+                f" for {duration_from_proto(replica.report.drain.time_left):.0f} s", colour
+            )
         if replica.state_reason:
             state.append(f"\n{replica.state_reason}", "dim")
         if not_compared := _not_compared(pool, replica):

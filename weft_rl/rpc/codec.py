@@ -287,7 +287,7 @@ def report_to_proto(report: ReplicaReport) -> registry_pb2.ReplicaReport:
     return registry_pb2.ReplicaReport(
         version_vector=vector_to_proto(report.vector),
         retained_base_versions=report.retained,
-        spilled_versions=map(version_to_proto, report.spilled),
+        spilled_versions=map(version_to_proto, sorted(report.spilled)),
         dirty_reason=report.dirty_reason,
         base_as_started=report.base_as_started,
         refusing=report.refusing,

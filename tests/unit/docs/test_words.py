@@ -50,16 +50,17 @@ KNOWN = frozenset(
     Loaded LoadingSink LoadsInPlace LocalModel Lru MappedExchange Mapping Membership MemoryUse
     MergedElements MergedParams MetricsText Next Notices Opened Origin Origins Outcome Packed
     Packer Packing Packings Padded Params Parity Peer Piece Place PoolGeneration Ports Prepared
-    Probe ProgressReporter Publisher PushCallback Pushing RankHandoff Rate Ready ReceiverLike
-    Receiving Reformed Registration RequestTracker RequestsAtSwitch Reservations Ring Rival
-    SampleChunk Sampled Sampler Sealed Segment SegmentRef Sendable Sending ServedModels Serving
-    ShardedParams Shared Shown Sink Site Sleeper Slice SpilledCopy Spiller Split StagingSink
-    StartedWith Stopped Sum Taken Target TiedDuplicates Tls Traffic TrialAnswerer Trials Tried Try
-    Turn Turns Usage Validity Verdict Verified Wakeup Walk Wanted WeftCheckpointManager
-    WeftRollout Weights Welcome WholeParams Window Withdraw Withdrawn Words Working _Arrival _Bar
-    _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint _Gloo _Held _InForce _Kept _Lent
-    _LinkSum _Merge _Nccl _Overlaid _OwnSum _Parked _Pem _Pending _Piece _Place _Places _Printed
-    _Receive _Running _Send _Sending _Stop _Tell _Waiting _Wanted _Whole _WithoutCopies
+    Probe ProgressReporter Publisher PushCallback PushSending Pushing RankHandoff Rate Ready
+    ReceiverLike Receiving Reformed Registration RequestTracker RequestsAtSwitch Reservations Ring
+    Rival SampleChunk Sampled Sampler Sealed Segment SegmentRef Sendable Sending ServedModels
+    Serving ShardedParams Shared Shown Sink Site Sleeper Slice SpilledCopy Spiller Split
+    StagingSink StartedWith Stopped Sum Taken Target TiedDuplicates Tls Traffic TrialAnswerer
+    Trials Tried Try Turn Turns Usage Validity Verdict Verified Wakeup Walk Wanted
+    WeftCheckpointManager WeftRollout Weights Welcome WholeParams Window Withdraw Withdrawn Words
+    Working _Arrival _Bar _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint _Gloo _Held
+    _InForce _Kept _Lent _LinkSum _Merge _Nccl _Overlaid _OwnSum _Parked _Pem _Pending _Piece
+    _Place _Places _Printed _Receive _Running _Send _Sending _Stop _Tell _Waiting _Wanted _Whole
+    _WithoutCopies
     """.split()
 )
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from weft_rl import __version__
+from weft_rl.containers.frozen import replace
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.state.pool import (
@@ -46,6 +47,7 @@ from weft_rl.rpc.codec import (
     dtype_to_proto,
     duration_to_proto,
     files_to_proto,
+    report_to_proto,
     timestamp_to_proto,
     vector_to_proto,
     version_from_proto,
@@ -321,17 +323,12 @@ def replica_to_proto(
         version_vector_index=vectors.index(replica.vector) if vectors else None,
         since_heartbeat=duration_to_proto(now - replica.last_heard),
         model_name=replica.model_name,
-        adapter_used_bytes=replica.report.adapter_used_bytes,
-        retained_base_versions=replica.retained,
-        spilled_versions=map(version_to_proto, sorted(replica.spilled)),
         checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),
         checkpoint_digest=replica.checkpoint.digest,
         checkpoint_reason=replica.checkpoint.reason,
+        report=report_to_proto(replace(replica.believed_report(now), vector=VersionVector())),
     )
-    if replica.drain:
-        message.drain.reason = replica.drain.reason
-        left = max(0.0, replica.drain.deadline - now)
-        message.drain.time_left.CopyFrom(duration_to_proto(left))
+    message.report.ClearField("version_vector")
     return message
 
 

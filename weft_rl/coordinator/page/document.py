@@ -24,7 +24,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
@@ -198,8 +197,9 @@ class Document:
     def _replica(self, replica: Replica) -> inspect_pb2.Replica:
         message = replica_to_proto(self._state(), replica, self._now())
         message.ClearField("since_heartbeat")
-        if message.HasField("drain"):
-            message.drain.ClearField("time_left")
+        message.report.ClearField("work")
+        if message.report.HasField("drain"):
+            message.report.drain.ClearField("time_left")
         return message
 
     def _policy(self, policy: Policy) -> inspect_pb2.Policy:
@@ -208,11 +208,11 @@ class Document:
             message.lease.ClearField("time_to_live")
         return message
 
-    def _seen_replica(self, replica: Replica) -> tuple[Replica, int, str]:
+    def _seen_replica(self, replica: Replica) -> tuple[Replica, str]:
         is_ready = replica.announced is ReplicaState.READY
         why = "" if is_ready else explain_state(self._state(), replica)[1]
-        shown = replace(replica, last_heard=0.0, report=ReplicaReport())
-        return shown, replica.report.adapter_used_bytes, why
+        report = replace(replica.believed_report(0.0), work=None, drain=None)
+        return replace(replica, last_heard=0.0, report=report), why
 
     def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool, bool]:
         state, lease = self._state(), policy.lease

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from weft_rl.containers.frozen import replace
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, not_compared
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, VersionVector
@@ -154,6 +155,20 @@ class Replica:
     """Set while it says that it sleeps."""
     sleep_call_until: float = float("-inf")
     """Time until which it is not told again to sleep, or to wake; -inf once it has answered."""
+
+    def believed_report(self, now: float) -> ReplicaReport:
+        """Return its report with what the coordinator believes in place of what it said."""
+        return replace(
+            self.report,
+            vector=self.vector,
+            retained=self.retained,
+            spilled=self.spilled,
+            dirty_reason=self.dirty_reason,
+            refusing=self.refusing,
+            order_number=self.order_number,
+            asleep=self.asleep,
+            drain=self.drain.note(now) if self.drain else None,
+        )
 
     @property
     def work(self) -> str:
