@@ -336,13 +336,10 @@ class Replica(_message.Message):
     VERSION_VECTOR_INDEX_FIELD_NUMBER: _builtins.int
     SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
-    ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
-    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
-    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STATE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -359,8 +356,6 @@ class Replica(_message.Message):
     """
     model_name: _builtins.str
     """Name of the model in the OpenAI API."""
-    adapter_used_bytes: _builtins.int
-    """Bytes of adapters in its host memory."""
     checkpoint_state: _registry_pb2.CheckpointState.ValueType
     """What is known of the checkpoint that it was started with."""
     checkpoint_digest: _builtins.bytes
@@ -380,16 +375,10 @@ class Replica(_message.Message):
         """Time since it was last heard."""
 
     @_builtins.property
-    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See ReplicaReport.retained_base_versions."""
-
-    @_builtins.property
-    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """See ReplicaReport.spilled_versions."""
-
-    @_builtins.property
-    def drain(self) -> _registry_pb2.Drain:
-        """Set while it drains."""
+    def report(self) -> _registry_pb2.ReplicaReport:
+        """Its report, as far as the coordinator believes it, without `version_vector`, which is told
+        above. The drain is that of the coordinator.
+        """
 
     def __init__(
         self,
@@ -404,17 +393,14 @@ class Replica(_message.Message):
         version_vector_index: _builtins.int | None = ...,
         since_heartbeat: _duration_pb2.Duration | None = ...,
         model_name: _builtins.str = ...,
-        adapter_used_bytes: _builtins.int = ...,
-        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
-        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
-        drain: _registry_pb2.Drain | None = ...,
         checkpoint_state: _registry_pb2.CheckpointState.ValueType = ...,
         checkpoint_digest: _builtins.bytes = ...,
         checkpoint_reason: _builtins.str = ...,
+        report: _registry_pb2.ReplicaReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "drain", b"drain", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "report", b"report", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "adapter_used_bytes", b"adapter_used_bytes", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "drain", b"drain", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "since_heartbeat", b"since_heartbeat", "spilled_versions", b"spilled_versions", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "report", b"report", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version_vector_index: _TypeAlias = _typing.Literal["version_vector_index"]  # noqa: Y015
     _WhichOneofArgType__version_vector_index: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index"]  # noqa: Y015

@@ -827,7 +827,7 @@ class WakeUpResponse(_message.Message):
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     dirty_reason: _builtins.str
-    """Why it must be brought a base before it is routed to; see GetStatusResponse."""
+    """Why it must be brought a base before it is routed to; see ReplicaReport.dirty_reason."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What is served now."""
@@ -872,21 +872,12 @@ class GetStatusResponse(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
-    VERSION_VECTOR_FIELD_NUMBER: _builtins.int
-    DIRTY_REASON_FIELD_NUMBER: _builtins.int
-    ADAPTER_USED_BYTES_FIELD_NUMBER: _builtins.int
     STAGING_USED_BYTES_FIELD_NUMBER: _builtins.int
-    RETAINED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
-    SPILLED_VERSIONS_FIELD_NUMBER: _builtins.int
-    SLEEP_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     incarnation: _builtins.str
     """Its process."""
-    dirty_reason: _builtins.str
-    """Why it is not fit to serve; empty when it is."""
-    adapter_used_bytes: _builtins.int
-    """Bytes of adapters in host memory."""
     staging_used_bytes: _builtins.int
     """Bytes held for staging."""
     @_builtins.property
@@ -894,20 +885,8 @@ class GetStatusResponse(_message.Message):
         """What it can take."""
 
     @_builtins.property
-    def version_vector(self) -> _types_pb2.VersionVector:
-        """What it serves."""
-
-    @_builtins.property
-    def retained_base_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """See ReplicaReport.retained_base_versions."""
-
-    @_builtins.property
-    def spilled_versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
-        """See ReplicaReport.spilled_versions."""
-
-    @_builtins.property
-    def sleep(self) -> _registry_pb2.Sleep:
-        """See ReplicaReport.sleep."""
+    def report(self) -> _registry_pb2.ReplicaReport:
+        """What it says in heartbeats."""
 
     def __init__(
         self,
@@ -915,17 +894,12 @@ class GetStatusResponse(_message.Message):
         replica_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         capabilities: _registry_pb2.Capabilities | None = ...,
-        version_vector: _types_pb2.VersionVector | None = ...,
-        dirty_reason: _builtins.str = ...,
-        adapter_used_bytes: _builtins.int = ...,
         staging_used_bytes: _builtins.int = ...,
-        retained_base_versions: _abc.Iterable[_builtins.int] | None = ...,
-        spilled_versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
-        sleep: _registry_pb2.Sleep | None = ...,
+        report: _registry_pb2.ReplicaReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "sleep", b"sleep", "version_vector", b"version_vector"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "capabilities", b"capabilities", "dirty_reason", b"dirty_reason", "incarnation", b"incarnation", "replica_id", b"replica_id", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "staging_used_bytes", b"staging_used_bytes", "version_vector", b"version_vector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "incarnation", b"incarnation", "replica_id", b"replica_id", "report", b"report", "staging_used_bytes", b"staging_used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
