@@ -18,11 +18,11 @@ from weft_rl.contract.errors import InvalidAdapterError
 
 #: Longest adapter_config.json, in bytes.
 MAX_CONFIG_BYTES = 2**20
-#: What to do with an adapter that is neither served nor merged during a push.
+#: Remedy for an adapter that is neither served nor merged during a push.
 MERGE_A_COPY: Final = (
     "merge a copy of the model (model.merge_and_unload(), where PEFT has it) and push_base that"
 )
-# Of a module: what means nothing else as a regular expression ("." aside).
+# Names of modules that mean nothing else as a regular expression ("." aside).
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # Starts that leave an ordinary LoRA behind; any other (PiSSA, OLoRA, CorDA,
 # LoftQ...) changes the base weights at initialisation.
@@ -38,7 +38,7 @@ _REFUSED = {
     "use_qalora": "QA-LoRA is not served by vLLM",
     "use_bdlora": "block-diagonal LoRA is not served by vLLM",
 }
-#: What scalings are multiplied in at best; a larger one is infinite there.
+#: Largest number of the type that scalings are multiplied in (float32).
 _LARGEST = 3.4028234663852886e38
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80

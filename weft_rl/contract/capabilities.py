@@ -11,10 +11,10 @@ from weft_rl.contract.tensors import DataType
 GLOO = "gloo"
 NCCL = "nccl"
 ONE_SIDED = "one-sided"
-#: What one end may be told to use: the best that both have, or this one and no other.
+#: Choice of one end: the best backend that both have, or this one and no other.
 BackendChoice = Literal["auto", "nccl", "one-sided", "gloo"]
-#: What becomes of requests that run when the base changes: their cache is computed anew, they
-#: go on over the one that they have, or they end.
+#: Fate of requests that run when the base changes: their cache is computed anew, they keep it,
+#: or they end.
 RunningRequests = Literal["recompute", "keep", "abort"]
 
 

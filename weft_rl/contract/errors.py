@@ -1,8 +1,7 @@
 """Every failure that Weft reports, as a type, a reason and a gRPC status.
 
-A reason and its context travel as ``google.rpc.ErrorInfo`` (see
-``weft_rl.rpc.status``); the other side rebuilds the type from the reason, never
-from the text of the message.
+A reason and its context travel as ``google.rpc.ErrorInfo`` (see ``weft_rl.rpc.status``). The
+other side rebuilds the type from the reason, never from the text of the message.
 """
 
 from __future__ import annotations

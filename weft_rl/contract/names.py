@@ -12,7 +12,7 @@ from weft_rl.contract.errors import InvalidNameError
 
 #: The policy whose bytes are the base model's weights.
 BASE_POLICY = "base"
-#: Of a policy; exact in JSON, too, and as much as a message can say.
+#: Largest version of a policy; exact in JSON, too, and as large as a message can hold.
 MAX_VERSION: Final = 2**53 - 1
 
 _SENDER_PREFIX = "replica:"
@@ -23,9 +23,9 @@ def check_name(name: str, what: str) -> str:
     """Return ``name`` if it may name a ``what`` ("policy", "trainer", "replica").
 
     Raises:
-        InvalidNameError: The rule is 1 to 63 of ``[A-Za-z0-9._-]``, the first one
-            a letter or digit, and no ``..``; so a name is safe in a URL, a path, a
-            Kubernetes label and in ``policy@version``.
+        InvalidNameError: The rule is 1 to 63 of ``[A-Za-z0-9._-]``, the first one a letter or
+            digit, and no ``..``. Such a name is safe in a URL, a path, a Kubernetes label and in
+            ``policy@version``.
     """
     if not isinstance(name, str):  # handed over by a user's program
         raise InvalidNameError(f"{name!r:.80} cannot name a {what}: names are strings")
@@ -102,7 +102,7 @@ def version_of(given: str | PolicyVersion) -> PolicyVersion:
     return PolicyVersion.parse(given)
 
 
-#: What an engine was started with.
+#: Version of the base that an engine was started with.
 STARTED_WITH: Final = PolicyVersion(BASE_POLICY, 0)
 
 
@@ -117,8 +117,9 @@ def name_in_the_way(policy: str, served_names: Iterable[str]) -> str:
 
 
 def provenance(trained_on: int | None, served_over: int) -> str:
-    """Format the base that an adapter was trained on and the one that it is served over, as shown
-    wherever these differ: ``trained on base@0, served over base@1``.
+    """Format an adapter's two bases, shown wherever they differ.
+
+    For example ``trained on base@0, served over base@1``.
 
     Args:
         trained_on: Version of the base; None where nobody knows.

@@ -52,11 +52,11 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 # -- pushes ----------------------------------------------------------------------
 
-#: Which replicas must hold a version before it is committed: at least so many, whoever they
-#: are, or all that are ready when the push begins.
+#: Replicas that must hold a version before it is committed: at least so many of any, or all
+#: that are ready when the push begins.
 Require = Literal["all"] | int
 
-#: Whoever remains: the loss of a replica ends nobody's training.
+#: One replica is enough: the loss of a replica ends nobody's training.
 DEFAULT_REQUIRE: Final = 1
 #: Longest time of a push, waiting for replicas included.
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -72,9 +72,9 @@ DEFAULT_BASE: Final = "auto"
 SleepLevel = Literal[1, 2]
 #: The level at which weights are discarded.
 DISCARDS: Final = 2
-#: What becomes of requests that run when a replica falls asleep.
+#: Treatment of requests that run when a replica falls asleep.
 WhenRunning = Literal["finish", "abort"]
-#: What those may take to end where a caller says nothing.
+#: Time that those may take to end where a caller says nothing.
 DEFAULT_REQUESTS_SECONDS: Final = 60.0
-#: What an engine may take to fall asleep once its requests have ended, and to wake.
+#: Time that an engine may take to fall asleep once its requests have ended, and to wake.
 SWITCH_SECONDS: Final = 180.0

@@ -156,9 +156,9 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
     """Refuse a push of the base that is not exactly what the engine loads.
 
     Raises:
-        InvalidManifestError: Names the first tensor (in order of the manifest,
-            then of the reference) that is unknown, misshapen, of a dtype that
-            cannot be served, or missing, and how many there are.
+        InvalidManifestError: A tensor is unknown, misshapen, missing, or of a dtype that cannot be
+            served. Names the first in order of the manifest, then of the reference, and says how
+            many there are.
     """
     want = reference.by_name
     wrong: list[str] = []

@@ -236,8 +236,8 @@ async def serve(
     coordinator = Coordinator(config)
     try:
         port = await coordinator.start()
-        # What was imported stays: the collector's full passes, in which nobody is
-        # answered, need not look at it.
+        # Imported modules stay: the collector's full passes, in which nobody is answered, need
+        # not look at them.
         gc.collect()
         gc.freeze()
         if ready is not None:

@@ -29,19 +29,19 @@ from weft_rl.contract.group import (
 from weft_rl.contract.names import MAX_VERSION
 from weft_rl.tracing import MAX_TRACEPARENT_CHARS
 
-#: Of this process. Raised by a change that a peer of before would misunderstand; see
-#: docs/protocol.md.
+#: Revision of the protocol that this process speaks. It is raised by a change that an older peer
+#: would misunderstand; see docs/protocol.md.
 PROTOCOL_REVISION: Final = 4
 #: Ten years; longer than anything here waits, runs or pauses.
 MAX_DURATION_SECONDS: Final = 315_360_000
 MAX_DRAIN_SECONDS: Final = 86_400
-#: Of versions, tokens, epochs and generations; exact in JSON, too.
+#: Bound of versions, tokens, epochs and generations; exact in JSON, too.
 MAX_NUMBER: Final = MAX_VERSION
-#: Of sizes and counts of 64 bits; what a signed integer, and the catalog, can hold.
+#: Bound of sizes and counts of 64 bits, which a signed integer, and the catalog, can hold.
 MAX_SIZE: Final = 2**63 - 1
 MAX_ID_CHARS: Final = 256
 MAX_CHARS: Final = 4_096
-#: What is kept of a text for people: of what a process says, and of what somebody typed.
+#: Characters that are kept of a text for people: of a process's own, and of one that is typed.
 MAX_TEXT_CHARS: Final = 2_000
 MAX_REASON_CHARS: Final = 500
 MAX_DIGEST_BYTES: Final = 64
@@ -49,7 +49,7 @@ MAX_ENTRIES: Final = 65_536
 #: Tokens or characters of a prompt, and tokens of an answer; a message has room for no more.
 MAX_PROMPT: Final = 2**20
 MAX_SAMPLES: Final = 1_024
-#: Of the year 9999, since 1970.
+#: Last second of the year 9999, since 1970.
 LAST_SECOND: Final = 253_402_300_799
 
 _HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.%A-Za-z]{2,64}\]")

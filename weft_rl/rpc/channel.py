@@ -45,7 +45,7 @@ class _RenewedChannel:
         self._lock = threading.Lock()
         self._looked_at = time.monotonic()
         self._current = _Connection(connect(), credentials.stamps())
-        #: Those of former certificates that have calls under way.
+        #: Connections of former certificates that have calls under way.
         self._stale: list[_Connection] = []
 
     def _method(self, kind: str, method: str, *args: Any, **options: Any) -> Any:

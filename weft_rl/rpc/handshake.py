@@ -13,7 +13,7 @@ from weft_rl.rpc.channel import split_target
 from weft_rl.rpc.security.credentials import Credentials
 
 _SIDES: Final = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
-#: Of one handshake, at most, either way.
+#: Most flights of one handshake, either way.
 _MAX_FLIGHTS: Final = 4
 
 

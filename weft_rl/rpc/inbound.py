@@ -32,8 +32,8 @@ from weft_rl.rpc.security.access import is_open
 from weft_rl.rpc.security.guard import STREAM_LOOK_SECONDS, Guard
 from weft_rl.rpc.status import InvalidResponseError, abort_with_error
 
-#: Messages of so many bytes, of which so many of each call are remembered as taken: their
-#: check costs as much as what is then made of them.
+#: Messages of at least so many bytes are remembered once they have passed their check, the newest
+#: ``_MAX_TAKEN`` of each call: to check one again would cost as much as to carry it out.
 _LARGE: Final = 512
 _MAX_TAKEN: Final = 4_096
 #: How long a stream's reader may take nothing that is sent to it, and its status.
@@ -138,7 +138,8 @@ class CheckedChannel:
             name = method.rpartition("/")[2]
             raise InvalidResponseError(
                 PeerUnavailableError(
-                    f"{self._peer} answered {name} with what cannot be: {response.error.message}",
+                    f"{self._peer} answered {name} with an invalid message: "
+                    f"{response.error.message}",
                     reason="PEER_GONE",
                 )
             )
@@ -342,8 +343,8 @@ async def _while_allowed(
 
 def _typed(error: Exception, method: str) -> WeftError:
     if isinstance(error, WeftError):
-        # What fails in a way that has a name is the caller's to hear; only what nobody
-        # expected, below, is an error of this process.
+        # A typed failure is for the caller. Only an unexpected one, below, is an error of this
+        # process.
         level = logging.WARNING if error.status == "INTERNAL" else logging.DEBUG
         _log.log(level, "%s refused: %s", method, error)
         return error

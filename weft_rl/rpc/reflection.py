@@ -1,7 +1,7 @@
 """Server reflection: a server's services, with the comments of their protos.
 
-Imported by server processes only. grpcio's own servicer finds neither methods nor
-fields, and stubs carry no comments: those are in a set of descriptors beside them.
+Imported by server processes only. grpcio's own servicer finds neither methods nor fields, and
+stubs carry no comments. Both are read from a set of descriptors beside the stubs.
 """
 
 from __future__ import annotations

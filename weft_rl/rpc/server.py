@@ -31,7 +31,7 @@ _CHANNELZ: Final = _channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_na
 #: Longest that a TLS handshake may take, and that a connection without calls is kept.
 HANDSHAKE_SECONDS: Final = 10
 IDLE_SECONDS: Final = 600
-#: Of a thousand replicas each has a connection for its agent and one for each rank.
+#: Enough for a thousand replicas, each with a connection for its agent and one for each rank.
 MAX_CONNECTIONS: Final = 16_384
 MAX_STREAMS_PER_CONNECTION: Final = 1_024
 
@@ -47,14 +47,14 @@ SERVER_OPTIONS: Final[list[tuple[str, int]]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     # Two servers on one port would share the calls between them.
     ("grpc.so_reuseport", 0),
-    # Who has not shown who he is within this time, or holds a connection and asks nothing,
-    # is not waited for; and there are only so many of them.
+    # Connections end that do not complete the handshake in time, or ask nothing for long; and
+    # there are at most so many.
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
     ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
 ]
-#: Of the port that serves health alone, and asks nobody who he is.
+#: Options of the port that serves health alone, and asks for no credentials.
 HEALTH_OPTIONS: Final[list[tuple[str, int]]] = list(
     {
         **dict(SERVER_OPTIONS),

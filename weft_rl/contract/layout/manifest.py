@@ -16,24 +16,24 @@ from itertools import groupby
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, InvalidManifestError
 from weft_rl.contract.tensors import TensorMeta, shape_text
 
-#: Every tensor starts on a multiple of this, so that any dtype can view it and
-#: vector loads are aligned (0.4 % of space in a 7B model).
+#: Every tensor starts on a multiple of this: any dtype can view it, and vector loads are
+#: aligned. It costs 0.4 % of space in a 7B model.
 ALIGN_BYTES = 256
 #: Trailer that follows each bucket's payload.
 TRAILER_BYTES = 32
-#: A manifest of more tensors is refused at its header. 1,000,000 is ten times the
-#: largest checkpoint we know of (a 1T mixture of experts, unstacked).
+#: A manifest of more tensors is refused at its header. This is ten times the largest
+#: checkpoint that we know of (a 1T mixture of experts, unstacked).
 MAX_TENSORS = 1_000_000
 MAX_NAME_CHARS = 512
-#: Of all names of one manifest: 128 for each of a million tensors.
+#: Bound of all names of one manifest: 128 characters for each of a million tensors.
 MAX_NAMES_CHARS = 128 * 2**20
 MAX_DIMS = 8
-#: A pebibyte: of a tensor, a bucket, or all of them.
+#: Bound of a tensor, a bucket, or all of them: a pebibyte.
 MAX_TOTAL_BYTES = 2**50
 
-#: How tensors are digested; its number in ``weft.v1.DigestAlgorithm``.
+#: Algorithm by which tensors are digested; its number in ``weft.v1.DigestAlgorithm``.
 WSUM64 = 2
-#: Of a ``ContentDigest``.
+#: Size of a ``ContentDigest``.
 DIGEST_BYTES = 8
 
 _TRAILER = struct.Struct("<QQQQ")
@@ -150,8 +150,8 @@ def check_meta(meta: TensorMeta) -> None:
     if len(meta.shape) > MAX_DIMS or any(dim < 1 for dim in meta.shape):
         raise InvalidManifestError(
             f"tensor {meta.name!r} has shape ({shape_text(meta.shape[: MAX_DIMS + 1])}): every "
-            f"dim must be at least 1, and there are at most {MAX_DIMS} (a sharded or emptied "
-            "parameter must be gathered first)"
+            f"dim must be at least 1, and there are at most {MAX_DIMS}. Gather a sharded or "
+            "emptied parameter first"
         )
     if meta.num_bytes > MAX_TOTAL_BYTES:
         raise InvalidManifestError(
@@ -253,8 +253,8 @@ def check_trailer(
             )
 
 
-#: Gloo on CPU is as fast as it gets from 16 MiB on; at 64 MiB a bucket's release (a
-#: round trip over the coordinator) and packing hide behind the sending of the next.
+#: Gloo on CPU is as fast as it gets from 16 MiB on. At 64 MiB two more things hide behind the
+#: sending of the next bucket: a bucket's release (a round trip over the coordinator) and packing.
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 
@@ -276,9 +276,9 @@ def plan_buckets(
 ) -> Manifest:
     """Cut tensors into buckets without reordering or splitting a tensor.
 
-    A layer that fits in one bucket is never spread over two, so that a receiver
-    that loads bucket by bucket sees whole layers; a larger layer is cut between
-    its tensors, and a tensor larger than a bucket travels in one of its own.
+    A layer that fits in one bucket is never spread over two: a receiver that loads bucket by
+    bucket sees whole layers. A larger layer is cut between its tensors. A tensor larger than a
+    bucket travels in one of its own.
 
     Args:
         metas: In the order of sending; full shapes.

@@ -1,9 +1,9 @@
 """Runs: the elements of tensors that a bucket carries.
 
-A manifest lays a version out as whole tensors, whoever sent it. A bucket whose sender holds parts
-of tensors, or chooses their order as it packs, lists its runs behind its trailer, and a receiver
-puts each where it belongs in the layout. So what is staged cannot be told from what came whole
-and in the manifest's own order.
+A manifest lays a version out as whole tensors, whoever sent it. A sender may hold parts of
+tensors, or choose their order as it packs. Its buckets then list their runs behind their
+trailers, and a receiver puts each run where it belongs in the layout. The staged version is the
+same as one that came whole and in the manifest's own order.
 
 Source: docs/protocol.md, A bucket that lists runs.
 """
@@ -88,8 +88,8 @@ def carried_sizes(manifest: Manifest) -> tuple[WireSize, ...]:
     """List the sizes of the buckets of a transfer that carries whole tensors in an order of its
     own; O(tensors).
 
-    There are as many as the manifest has, of the same payloads, each with room for as many runs
-    as the layout's smallest tensors would make, and one that is cut at either end.
+    There are as many as the manifest has, of the same payloads. Each has room for the runs of as
+    many of the layout's smallest tensors as fit, and for one that is cut at either end.
     """
     smallest = sorted(align_up(slot.meta.num_bytes) for slot in manifest.tensors)
     ends = list(accumulate(smallest))
@@ -260,8 +260,11 @@ def _check_slices(meta: TensorMeta, num_elements: int, runs: list[Run], width: i
 
 
 def _rectangles(run: Run, width: int) -> Iterator[_Rectangle]:
-    """Yield a run's rectangles, at most three: a contiguous run's first row, whole rows and last
-    row; a slice's, whose rows may each reach into the next."""
+    """Yield a run's rectangles, at most three.
+
+    A contiguous run has a first row, whole rows and a last row. The rows of a slice may each
+    reach into the next.
+    """
     row, column = divmod(run.first, width)
     if run.repeats > 1:
         end = column + run.count

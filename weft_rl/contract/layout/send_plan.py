@@ -1,10 +1,10 @@
 """Send plans: the buckets of a transfer as they travel, by sender.
 
-A manifest lays a version out, whoever sends it. What travels are *wire buckets*, each of which
-carries runs of the version's tensors. Sender and receivers have the same plan of them before the
-first byte: their sizes and their one order, in which receivers verify and report them, and in
-which a transfer that resumes counts. Which runs they carry is known with the plan, or announced
-with each bucket (``Listing``).
+A manifest lays a version out, whoever sends it. *Wire buckets* travel, each of which carries runs
+of the version's tensors. Sender and receivers have the same plan before the first byte: the sizes
+of the wire buckets, and their order. Receivers verify and report them in this order, and a
+transfer that resumes counts in it. The runs are known with the plan, or announced with each
+bucket (``Listing``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft_rl.contract.layout.runs import Run, carried_sizes, wire_size
 
 #: Wire buckets of one transfer.
 MAX_WIRE_BUCKETS: Final = 65_536
-# What a run's first and last block may hold beside it.
+# Bytes that a run's first and last block may hold beside it.
 _MAX_LOST_BYTES: Final = 2 * ALIGN_BYTES
 
 

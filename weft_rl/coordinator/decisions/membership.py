@@ -14,7 +14,6 @@ from weft_rl.contract.errors import (
     NotFoundError,
     NotReadyError,
     RequestConflictError,
-    WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_in_the_way
 from weft_rl.contract.replica_report import ReplicaReport
@@ -54,11 +53,7 @@ from weft_rl.coordinator.decisions.transfers.course import note_commit_answer
 def register(change: Change, event: events.Register) -> None:
     """Take a replica into the pool, or note its new process."""
     old = change.state.replicas.get(event.replica_id)
-    try:
-        _check_registration(change.state, event, old, change.now)
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    _check_registration(change.state, event, old, change.now)
     if old and old.incarnation != event.incarnation:
         _remove(change, old, "another process of it registered")
         old = None
@@ -140,8 +135,8 @@ def check_free(state: PoolState, replica_id: str, incarnation: str, now: float) 
     silence, needed = now - old.last_heard, 2 * state.settings.heartbeat_seconds
     if silence < needed:
         raise RequestConflictError(
-            f"a live replica is named {replica_id!r} (heard {silence:.1f} s ago at "
-            f"{old.address}): give this one another name (--replica-id), or wait until the other "
+            f"a live replica is named {replica_id!r}: it was heard {silence:.1f} s ago at "
+            f"{old.address}. Give this one another name (--replica-id), or wait until the other "
             f"is silent for {needed:.0f} s",
             metadata={"silent_seconds": f"{needed:g}"},
         )
@@ -161,8 +156,8 @@ def _check_served_names(state: PoolState, event: events.Register) -> None:
         if name:
             raise InvalidNameError(
                 f"replica {event.replica_id!r} has the name {name!r} for its base model or for an "
-                f"adapter from a file, and this pool serves the adapter {policy.name!r}: start it "
-                "with another --served-model-name or --lora-modules",
+                f"adapter from a file. This pool serves the adapter {policy.name!r}: start the "
+                "replica with another --served-model-name or --lora-modules",
                 metadata={"policy": policy.name, "name": name},
             )
 
@@ -173,7 +168,7 @@ def _check_backends(state: PoolState, event: events.Register) -> None:
     offered = event.capabilities.backends
     others = [r for r in eligible_targets(state) if r.replica_id != event.replica_id]
     shared = shared_backends(others)
-    # Within one host alone: who is elsewhere takes the next one, and so do all with it.
+    # One-sided works within one host. A replica elsewhere takes the next backend, and so do all.
     used = [name for name in shared if name != ONE_SIDED][:1] or shared[:1]
     if not offered or not set(used) <= set(offered):
         raise NotReadyError(
@@ -189,12 +184,10 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     """Note that a replica lives and what it serves."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None or replica.lost or replica.incarnation != event.incarnation:
-        error = NotFoundError(
+        raise NotFoundError(
             f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
             reason="REPLICA_UNKNOWN",
         )
-        change.refuse([event.ticket], error)
-        return
     report = event.report
     is_new = report.vector != replica.vector
     if not is_new:  # one copy: it is compared and listed more often than it changes
@@ -240,7 +233,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     undecided_versions = replica_state.undecided_versions(change.state, replica)
     wanted = undecided_versions or replica.mistaken or (event.held and not is_believed)
     answer = replace(answer, held_wanted=bool(wanted))
-    # What it says of itself now counts at once against it, though not yet for it.
+    # Mixed weights count at once, even where the rest of the report is not believed yet.
     whole = loading or not report.dirty_reason
     change.reply(event.ticket, replace(answer, ready=answer.ready and whole))
 
@@ -268,7 +261,7 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         refuse_reason=refuse_reason(state, name),
         order_number=state.order_number,
         generation=state.generation,
-        # Who is routed to lacks nothing; of ten thousand policies that is not asked twice.
+        # A routable replica lacks nothing: ten thousand policies are not compared again.
         lacking=() if ready else tuple(map(PolicyVersion.parse, missing_versions(state, replica))),
         base_doubt="" if ready else explain_base_mismatch(state, replica),
         absent=_absent(state),

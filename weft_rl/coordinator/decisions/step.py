@@ -12,6 +12,7 @@ from weft_rl.contract.errors import (
     NotFoundError,
     NotReadyError,
     PeerUnavailableError,
+    WeftError,
 )
 from weft_rl.coordinator.decisions import membership
 from weft_rl.coordinator.decisions.policies import leases, republish, retention
@@ -71,7 +72,11 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         of former steps) are on disk.
     """
     change = Change(state, now)
-    _apply(change, event)
+    try:
+        _apply(change, event)
+    except WeftError as error:
+        change = Change(state, now)  # a refused request changes nothing
+        change.refuse([_ticket_of(event)], error)
     if change.state.unserved:
         withdrawals.decide(change)
     if state.history is not change.state.history:
@@ -89,7 +94,14 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
     return change.state, change.effects
 
 
+def _ticket_of(event: events.Event) -> int:
+    ticket = getattr(event, "ticket", None)
+    assert ticket is not None, f"{type(event).__name__} has no caller to refuse"
+    return int(ticket)
+
+
 def _apply(change: Change, event: events.Event) -> None:
+    """Apply one event; a request is refused by the error that is raised."""
     match event:
         case events.Tick():
             membership.forgive_own_sleep(change)
@@ -219,25 +231,24 @@ def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
     ended = change.state.history.get(event.transfer_id)
     under_way = change.state.transfers.get(event.transfer_id)
     if ended and ended.failure:
-        change.refuse([event.ticket], ended.failure.error())
+        raise ended.failure.error()
     elif ended:
         change.reply(event.ticket, ended)
     elif under_way:
         tickets = (*under_way.await_tickets, event.ticket)
         change.put_transfer(replace(under_way, await_tickets=tickets))
     else:
-        change.refuse([event.ticket], unknown_transfer(event.transfer_id))
+        raise unknown_transfer(event.transfer_id)
 
 
 def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
     transfer = _named(change.state, event)
     if transfer is None:
-        change.refuse([event.ticket], unknown_transfer(event.transfer_id or event.request_id))
+        raise unknown_transfer(event.transfer_id or event.request_id)
     elif not _owns(transfer, event):
-        error = not_its_owner(event.transfer_id, event.policy, event.fencing_token)
-        change.refuse([event.ticket], error)
+        raise not_its_owner(event.transfer_id, event.policy, event.fencing_token)
     elif transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
-        change.refuse([event.ticket], already_committed(str(transfer.policy_version)))
+        raise already_committed(str(transfer.policy_version))
     else:
         if transfer.uncommitted:
             message = event.message or "no reason given"

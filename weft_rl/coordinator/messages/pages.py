@@ -16,8 +16,8 @@ from weft_rl.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
-#: Of a list in one message. Messages may have 4 MiB; these stay far below, since whoever
-#: asks decodes them at once, and the coordinator makes them between two decisions.
+#: Bound of a list in one message. Messages may have 4 MiB; lists stay far below, since a reader
+#: decodes them at once, and the coordinator makes them between two decisions.
 PAGE_BYTES: Final = 512 * 1024
 # The tag and the length of an entry.
 _ENTRY_BYTES = 6

@@ -56,7 +56,7 @@ from weft_rl.rpc.codec import (
 )
 from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, types_pb2
 
-# Of a name of a machine, and of what tells its runs apart.
+# Bounds of a machine's name, and of the key that tells its runs apart.
 _MAX_PROCESS_CHARS = 128
 _LATEST_TIME = float(2**32)
 
@@ -423,7 +423,7 @@ def sleep_request(
 
 # -- the pool as a whole ---------------------------------------------------------
 
-#: Of GetPool, which stays below 1 MiB.
+#: Bound of the orders in GetPool, which stays below 1 MiB.
 _ORDERS_BYTES: Final = 128 * 1024
 
 
@@ -456,9 +456,9 @@ def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolR
 
 # -- routes: the whole list, or the changes since a list was told ----------------
 
-# Of a name at most 63 characters long: 256 KiB.
+# Names have at most 63 characters: 256 KiB.
 _MAX_REMOVED: Final = 4000
-# Of such names, too, about 128 KiB.
+# Versions of such names: about 128 KiB.
 _MAX_OVER_ANOTHER_BASE: Final = 1024
 
 

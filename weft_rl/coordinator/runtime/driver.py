@@ -89,7 +89,7 @@ class Driver:
         self._feed = feed
         self._clock = clock
         self._on_step = on_step
-        #: What they are asked; orders to them are ``_orders``, by what is decided.
+        #: Questions to replicas; orders, which are decided, go through ``_orders``.
         self.replicas = ReplicaReader(credentials)
         self._orders = ReplicaCaller(
             self.replicas,
@@ -190,7 +190,7 @@ class Driver:
                 for heard in self.groups.take_progress():
                     self.post(heard)
             except Exception:  # noqa: BLE001 (without ticks no deadline would be kept any more)
-                _log.exception("what members said of their progress is lost")
+                _log.exception("the ranks' last reports of progress are lost")
             self.post(events.Tick())
             await asyncio.sleep(TICK_SECONDS)
 
@@ -217,7 +217,7 @@ class Driver:
             try:
                 state, more = step(state, event, now)
             except Exception:  # noqa: BLE001 (one bad event must not end the pool's coordinator)
-                _log.exception("deciding %s failed; it is ignored", type(event).__name__)
+                _log.exception("deciding %s failed: the event is ignored", type(event).__name__)
                 ticket = getattr(event, "ticket", None)
                 if ticket is not None:
                     error = WeftError("the coordinator failed on this call; read its log")
@@ -250,7 +250,7 @@ class Driver:
             try:
                 tell(event, before, after, done)
             except Exception:  # noqa: BLE001 (what only counts must not end the coordinator)
-                _log.exception("counting %s failed; it is not counted", type(event).__name__)
+                _log.exception("counting %s failed: it is in no metric", type(event).__name__)
 
     async def flush(self) -> None:
         """Write the deferred saves, so that a reader of the catalog sees them.
@@ -365,7 +365,7 @@ class Driver:
     def _done_aside(self, task: asyncio.Task[None]) -> None:
         self._aside.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("what a transfer waits for failed unexpectedly", exc_info=error)
+            _log.error("a look-up for a transfer failed unexpectedly", exc_info=error)
 
     async def _check_fit_aside(self, effect: effects.CheckFit) -> None:
         failure = await asyncio.to_thread(self._fit, effect)

@@ -15,7 +15,7 @@ from weft_rl.contract.errors import (
 
 MAX_STORE_BYTES: Final = 64 * 2**20
 MAX_STORE_KEYS: Final = 100_000
-#: Of one value, and of all that one call answers: less than a message can hold.
+#: Bounds of one value, and of one call's answer: less than a message can hold.
 MAX_VALUE_BYTES: Final = 2 * 2**20
 MAX_ANSWER_BYTES: Final = 3 * 2**20
 _MAX_COUNTER: Final = 2**63 - 1

@@ -48,10 +48,9 @@ _DESCRIBE_SECONDS: Final = 60.0
 _DIGEST_SECONDS: Final = 600.0
 _GRACE_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 10.0
-# Beyond the time after which a replica that says nothing is given up: the call itself does
-# not end before that.
+# Added to the time after which a silent replica is given up, so that the call does not end before.
 _AFTER_STALL_SECONDS: Final = 2.0
-# To pause generation, a replica waits for its engine's step.
+# A replica waits for its engine's step before it pauses generation.
 _LOAD_SECONDS: Final = 30.0
 _DISCARD_SECONDS: Final = 5.0
 _RETIRE_SECONDS: Final = 10.0
@@ -415,7 +414,7 @@ class ReplicaCaller:
                 request, timeout=_RETIRE_SECONDS
             )
         except grpc.RpcError as error:
-            _log.info("replica %s did not retire versions, asked again later: %s",
+            _log.info("replica %s did not retire versions and is asked again later: %s",
                       call.replica_id, error_from_rpc(error))  # fmt: skip
             return
         vector = vector_from_proto(response.version_vector)
@@ -433,7 +432,7 @@ class ReplicaCaller:
                 request, timeout=_REFUSE_SECONDS
             )
         except grpc.RpcError as error:
-            _log.info("replica %s hears with its next heartbeat what it is to refuse: %s",
+            _log.info("replica %s hears with its next heartbeat whether to refuse requests: %s",
                       call.replica_id, error_from_rpc(error))  # fmt: skip
             return
         self._post(

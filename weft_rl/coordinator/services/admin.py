@@ -31,7 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 #: A wait on behalf of a caller that set no deadline.
 MAX_WAIT_SECONDS: Final = 3_600.0
-#: Of a drain for which no time is given.
+#: Time of a drain for which none is given.
 DRAIN_SECONDS: Final = 300.0
 
 

@@ -49,11 +49,11 @@ _DEFAULT_PAGE: Final = 100
 _MAX_PAGE: Final = 1000
 _BETWEEN_LISTS_SECONDS: Final = 0.05
 _NO_VERSION_ABOVE: Final = 2**62
-# Of GetPool, beside the replicas: the policies, and the transfers.
+# Bound of the policies, and of the transfers, in GetPool.
 _PART_BYTES: Final = 128 * 1024
-# Of each version vector there.
+# Bound of each version vector in GetPool.
 _MOST_ADAPTERS: Final = 1024
-# What readers are told that know different revisions.
+# Number of readers' revisions whose messages are kept.
 _KEPT_LISTS: Final = 8
 
 

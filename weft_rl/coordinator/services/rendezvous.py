@@ -115,7 +115,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         except grpc.aio.AbortError:  # the call was ended from this side, as it said something
             self._groups.leave(link, "its stream was ended")
         except Exception as error:  # noqa: BLE001 (a rank that nobody hears would only stall)
-            _log.warning("what rank %d says cannot be taken", link.rank, exc_info=error)
+            _log.warning("rank %d sent a message that cannot be taken", link.rank, exc_info=error)
             self._groups.leave(link, f"its stream failed: {error!r}")
             link.end(WeftError("the coordinator failed on this stream; read its log"))
         else:

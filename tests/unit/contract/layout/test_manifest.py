@@ -104,7 +104,7 @@ OK = ([SLOT], [Bucket(256, 1)])
         ([SLOT], [Bucket(256, 2)], "says it holds 2 tensors"),
         ([TensorSlot(meta("a", 65), 0, 0)], [Bucket(256, 1)], "need a multiple"),
         ([SLOT], [Bucket(512, 1)], "longer than what it holds"),
-        ([TensorSlot(meta("a", 0), 0, 0)], [Bucket(256, 1)], "must be gathered"),
+        ([TensorSlot(meta("a", 0), 0, 0)], [Bucket(256, 1)], "Gather a sharded"),
         ([TensorSlot(meta("a", -4, -16), 0, 0)], [Bucket(256, 1)], "at least 1"),
         ([TensorSlot(meta("", 64), 0, 0)], [Bucket(256, 1)], "tensor name ''"),
         ([TensorSlot(meta("x" * 513, 64), 0, 0)], [Bucket(256, 1)], "512 printable"),

@@ -8,7 +8,6 @@ from weft_rl.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
     PolicyOwnedError,
-    WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft_rl.coordinator.decisions.policies import numbering
@@ -35,26 +34,20 @@ from weft_rl.coordinator.decisions.transfers import abort
 
 def acquire(change: Change, event: events.AcquirePolicy) -> None:
     """Grant the lease of a free policy, or renew the caller's own and answer with it again."""
-    try:
-        _check_names(event)
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    _check_names(event)
     policy = change.state.policies.get(event.policy)
     policy = policy or numbering.new_policy(change.state, event.policy, event.kind)
     lease = live_lease(policy, change.now)
     if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
         if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
-            change.refuse([event.ticket], _owned(policy, lease, change.now))
-            return
+            raise _owned(policy, lease, change.now)
         lease = None
     if lease and lease.fencing_token < event.last_token <= MAX_NUMBER:
-        # Given to an earlier call of this session, which did not know of the token yet that
-        # a catalog gave which is lost: a session's tokens only grow.
+        # A lost catalog gave the session a larger token, of which its earlier call did not know
+        # yet: a session's tokens only grow.
         lease = None
     if policy.owner != event.owner and (refusal := _too_many(change.state, event.owner)):
-        change.refuse([event.ticket], refusal)
-        return
+        raise refusal
     if lease is None:
         _expire(change, policy, event)
         policy = numbering.trainer_asks(change, policy, event)
@@ -74,9 +67,8 @@ def _too_many(state: PoolState, owner: str) -> CapacityError | None:
     if sum(policy.owner == owner for policy in state.policies.values()) < limit:
         return None
     return CapacityError(
-        f"trainer {owner!r} has {limit} policies, as many as one may have: end those that are not "
-        "pushed any more (weft forget POLICY), or start the coordinator with a larger "
-        "--max-policies-per-trainer",
+        f"trainer {owner!r} has {limit} policies, as many as one may have. End some (weft forget "
+        "POLICY), or start the coordinator with a larger --max-policies-per-trainer",
         reason="TOO_MANY_POLICIES",
         metadata={"limit": str(limit)},
     )
@@ -115,13 +107,9 @@ def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
 
 def renew(change: Change, event: events.RenewLease) -> None:
     """Extend a lease that is still live."""
-    try:
-        policy, lease = require_lease(
-            change.state, event.policy, event.fencing_token, change.now, event.session_id
-        )
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    policy, lease = require_lease(
+        change.state, event.policy, event.fencing_token, change.now, event.session_id
+    )
     _answer(change, event.ticket, policy, lease)
 
 

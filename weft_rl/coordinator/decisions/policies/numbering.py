@@ -1,8 +1,8 @@
 """Numbering: versions, tokens, epochs and generations continue above all that was heard.
 
-The catalog counts them; but it may have been lost, or be an older copy. Replicas and
-trainers say how far they have heard each count go, and what is beyond the catalog's is
-leapt over: by ``LEAP``, for not everybody may have been heard yet.
+The catalog counts them, but it may have been lost, or be an older copy. Replicas and trainers
+report the highest number of each that they know. Where one is beyond the catalog's, the count
+continues ``LEAP`` above it, since others may know still higher ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, Policy, PoolSta
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, PolicyKind
 
-#: What is left free above the highest number or token that was heard.
+#: Numbers, or tokens, that are left free above the highest one that was reported.
 LEAP: Final = 1000
 
 
@@ -74,9 +74,9 @@ def replica_registers(change: Change, event: events.Register) -> None:
         change.announce(
             EventKind.CATALOG_BEHIND,
             event.replica_id,
-            f"it has served a coordinator of {what}, this catalog has counted {counted}: it was "
-            f"lost, or is an older copy; what is known of it continues from here, numbers leap by "
-            f"{LEAP:,}. What replicas do not report is lost: pins, retention, what was forgotten",
+            f"it has served a coordinator of {what}, and this catalog has counted {counted}: the "
+            f"catalog was lost, or is an older copy. Numbers leap by {LEAP:,}. Orders that "
+            "replicas do not report (pins, retention, weft forget) may be lost: give them again",
         )
         _leap_all(change)
         question_all(change)

@@ -3,10 +3,10 @@
 A whole pool that was restarted without a spill directory lacks what it served. The lack must
 last a while: while a pool restarts, another replica may bring the version yet.
 
-A policy that nobody owns then is *lost*. It keeps no replica from being ready but one whose
-bare name stands for a former version of it; for the base that is each replica. A trainer that
-takes its lease is asked to publish it. A push ends the loss, or a replica that comes back with
-a copy, or an operator's order: to forget the policy, or to go back. Nothing of this is
+A policy that nobody owns then is *lost*. Replicas are ready without it, except those whose bare
+name stands for a former version of it; for the base that is each replica. A trainer that takes
+its lease is asked to publish it. Three things end the loss: a push, a replica that comes back
+with a copy, or an operator's order to forget the policy or to go back. Nothing of this is
 durable.
 """
 

@@ -2,10 +2,10 @@
 
 Operators give orders about all three. A version leaves the replicas first, then the catalog.
 
-A policy that an operator forgets ends at once. What was committed of it is retired: nobody can
-request it, and replicas drop it, also what its bare name stands for, from memory and from their
-spill directories. A replica that was away meanwhile is told when it is back. Its numbers stay,
-so that none is used again: a trainer that pushes the name later begins above them.
+A policy that an operator forgets ends at once. All of its versions are retired, the one behind
+its bare name included: nobody can request them. Replicas drop them from memory and from their
+spill directories. A replica that was away meanwhile is told when it is back. The policy's numbers
+are never used again: a trainer that pushes the name later begins above them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from weft_rl.contract.errors import (
     NotReadyError,
     PolicyOwnedError,
     UnsupportedError,
-    WeftError,
 )
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.policies import leases
@@ -83,23 +82,19 @@ def pin(change: Change, event: events.Pin) -> None:
     """Pin a version or let it go; doing so twice is no error."""
     version = PolicyVersion(event.policy, event.version)
     transfers = change.state.transfers.values()
-    try:
-        policy = known_policy(change.state, version, event.recorded)
-        if event.pinned and policy.kind is PolicyKind.BASE:
-            _check_base_pin(change.state, version)
-        elif event.pinned and any(_may_vanish(t, version) for t in transfers):
-            raise NotReadyError(
-                f"replicas switch to {version}, which is withdrawn if none can: ask again when "
-                "they have",
-                reason="TRANSFER_UNDER_WAY",
-            )
-        elif event.pinned and version.version not in requestable_versions(change.state, policy):
-            raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
-        elif event.pinned and version not in change.state.copies:
-            raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    policy = known_policy(change.state, version, event.recorded)
+    if event.pinned and policy.kind is PolicyKind.BASE:
+        _check_base_pin(change.state, version)
+    elif event.pinned and any(_may_vanish(t, version) for t in transfers):
+        raise NotReadyError(
+            f"replicas switch to {version}, which is withdrawn if none can: ask again when "
+            "they have",
+            reason="TRANSFER_UNDER_WAY",
+        )
+    elif event.pinned and version.version not in requestable_versions(change.state, policy):
+        raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
+    elif event.pinned and version not in change.state.copies:
+        raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
     if event.pinned != (version.version in policy.pinned):
         rest = {v for v in policy.pinned if v != version.version}
         pinned = tuple(sorted(rest | ({version.version} if event.pinned else set())))
@@ -138,31 +133,27 @@ def _may_vanish(transfer: Transfer, version: PolicyVersion) -> bool:
 def retire_version(change: Change, event: events.RetireVersion) -> None:
     """Retire an adapter version at an operator's order; doing so twice is no error."""
     version = PolicyVersion(event.policy, event.version)
-    try:
-        policy = known_policy(change.state, version, event.recorded)
-        if policy.kind is PolicyKind.BASE:
-            raise UnsupportedError(
-                "versions of the base are not retired: a push replaces the one that is served"
-            )
-        if version.version == policy.served_version:
-            back = rollback_versions(change.state, policy)
-            advice = f" or roll back to {back[-1]}" if back else ""
-            raise NotReadyError(
-                f"requests for {policy.name!r} get {version}: push a newer version{advice} first, "
-                f"or end the policy: weft forget {policy.name}",
-                reason="VERSION_IN_USE",
-            )
-        if version.version in policy.pinned:
-            raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
-        if _may_return(change.state, version):
-            raise NotReadyError(
-                f"{version} is served again if no replica can switch to what replaces it: ask "
-                "again when they have",
-                reason="TRANSFER_UNDER_WAY",
-            )
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    policy = known_policy(change.state, version, event.recorded)
+    if policy.kind is PolicyKind.BASE:
+        raise UnsupportedError(
+            "versions of the base are not retired: a push replaces the one that is served"
+        )
+    if version.version == policy.served_version:
+        back = rollback_versions(change.state, policy)
+        advice = f" or roll back to {back[-1]}" if back else ""
+        raise NotReadyError(
+            f"requests for {policy.name!r} get {version}: push a newer version{advice} first, "
+            f"or end the policy: weft forget {policy.name}",
+            reason="VERSION_IN_USE",
+        )
+    if version.version in policy.pinned:
+        raise NotReadyError(f"{version} is pinned: unpin it first", reason="VERSION_IN_USE")
+    if _may_return(change.state, version):
+        raise NotReadyError(
+            f"{version} is served again if no replica can switch to what replaces it: ask "
+            "again when they have",
+            reason="TRANSFER_UNDER_WAY",
+        )
     if version.version in policy.versions:
         _retire_all(change, policy, [version.version], "by an operator")
         retire(change)
@@ -179,21 +170,17 @@ def _may_return(state: PoolState, version: PolicyVersion) -> bool:
 def set_retention(change: Change, event: events.SetRetention) -> None:
     """Keep more or fewer of an adapter's newest versions from now on."""
     policy = change.state.policies.get(event.policy)
-    try:
-        if policy is None:
-            raise unknown_policy(change.state, event.policy)
-        if policy.kind is PolicyKind.BASE:
-            raise UnsupportedError(
-                "each replica retains as many copies of the base as its --base-copies says"
-            )
-        if not 0 <= event.num_versions <= MAX_RETAINED:
-            raise InvalidRequestError(
-                f"keep between 1 and {MAX_RETAINED:,} versions, or 0 for the default"
-            )
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
-    # What is on its way out may be gone at some replicas: it does not come back.
+    if policy is None:
+        raise unknown_policy(change.state, event.policy)
+    if policy.kind is PolicyKind.BASE:
+        raise UnsupportedError(
+            "each replica retains as many copies of the base as its --base-copies says"
+        )
+    if not 0 <= event.num_versions <= MAX_RETAINED:
+        raise InvalidRequestError(
+            f"keep between 1 and {MAX_RETAINED:,} versions, or 0 for the default"
+        )
+    # Versions that are being retired may be gone at some replicas: they do not come back.
     kept = keepable_versions(change.state, policy)
     policy = _retire_all(
         change, policy, [v for v in policy.versions if v not in kept], "superseded"
@@ -351,19 +338,15 @@ def forget(change: Change, event: events.ForgetPolicy) -> None:
         change.reply(event.ticket, ForgetAnswer(()))
         return
     policy = state.policies.get(name)
-    try:
-        if name == BASE_POLICY:
-            raise UnsupportedError(
-                "the base cannot be forgotten: push another, go back to what replicas were started "
-                "with (weft rollback base --to 0), or stop all replicas and let go of the base "
-                "model (weft base --rebind)"
-            )
-        if policy is None:
-            raise unknown_policy(state, name)
-        _check_free(state, policy, change.now, by_force=event.force)
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    if name == BASE_POLICY:
+        raise UnsupportedError(
+            "the base cannot be forgotten. Push another, or go back to what replicas were "
+            "started with (weft rollback base --to 0). To let go of the base model, stop all "
+            "replicas (weft base --rebind)"
+        )
+    if policy is None:
+        raise unknown_policy(state, name)
+    _check_free(state, policy, change.now, by_force=event.force)
     why = "an operator forgot the policy"
     if policy.lease is not None:
         leases.end(change, policy, why)
@@ -383,9 +366,9 @@ def _check_free(state: PoolState, policy: Policy, now: float, *, by_force: bool)
     lease = live_lease(policy, now)
     if lease is not None and not by_force:
         raise PolicyOwnedError(
-            f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}): "
-            "end it first, or say --force, which ends its lease and its push; a trainer that goes "
-            "on brings the policy back with its next push",
+            f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}). "
+            "End the trainer first, or say --force, which ends its lease and its push. A trainer "
+            "that goes on brings the policy back with its next push",
             metadata={"holder": lease.trainer_id},
         )
     for transfer in state.transfers.values():

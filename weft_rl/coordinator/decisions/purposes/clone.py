@@ -1,11 +1,12 @@
 """Clone: a replica sends another a version that it lacks, over a side group of the two.
 
-The same version, no new number, no lease; generation continues at the source. A clone is for
-one replica, a push for all: a push interrupts the clones of the replicas it goes to rather
-than wait for them. What was verified stays with the target under the same transfer, which
-waits for its turn anew and resumes from there. So that replicas catch up under continuous
-pushes, too, a clone that was interrupted often or is old goes before them, and is not
-interrupted again.
+It is the same version, with no new number and no lease; generation continues at the source. A
+clone is for one replica, a push for all. So a push does not wait for clones: it interrupts those
+of the replicas that it goes to. The target keeps the buckets that it has verified. The clone waits
+for its turn anew and resumes from there.
+
+Replicas must catch up under continuous pushes, too. So a clone that was interrupted often, or is
+old, goes before pushes and is not interrupted again.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Push: a trainer brings a new version to every eligible replica.
 
-It waits until there are enough replicas, preflight has passed, and none of its replicas is
-occupied by another transfer: of those that are ready. One that has still to catch up takes
-part if it is free, else it gets the version afterwards; what gives way (a clone) does not
-keep a replica from a push. A policy changes once at a time, even where the replicas
-concerned differ.
+It waits until there are enough replicas, preflight has passed, and no ready replica is occupied
+by another transfer. A replica that has still to catch up takes part if it is free; otherwise it
+gets the version afterwards. A clone gives way to a push. A policy changes once at a time, even
+where the replicas concerned differ.
 
 At the commit point one durable write makes the version COMMITTED, and only then are
 replicas told. The push counts as committed if at least one replica serves the version. If
-none does, the trainer is told LOAD_FAILED with the first reason, and the version fails as
-soon as it is certain that nobody serves it (withdrawals.py): at once where every replica has
-refused definitely. Until then it stays COMMITTED: some replica may hold it, and going back
-could serve two truths.
+none does, the trainer is told LOAD_FAILED with the first reason. The version fails as soon as
+it is certain that nobody serves it (withdrawals.py): at once where every replica has refused
+definitely. Until then it stays COMMITTED: some replica may hold it, and going back could serve
+two truths.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite, is
 _FOR_REPLICAS = "replicas"
 _FOR_JOINING = "replicas that are catching up"
 _FOR_PINS = " to hear what is pinned"
-# What is said of a replica that has not spoken for itself.
+# Reasons for the loss of a replica that it has not given itself.
 _SILENCE = frozenset({"PEER_GONE", "STALLED", "COORDINATOR_AWAY", "DEADLINE"})
 
 
@@ -236,7 +235,7 @@ class Push(Purpose):
         return self.require_all and replica_id in self.required
 
     def may_continue(self, transfer: Transfer, group: Group, lost: Collection[str]) -> bool:
-        # What loads in place already is not given up because of one replica (abort.py).
+        # A push that loads in place already is not given up because of one replica (abort.py).
         num_left = sum(member.replica_id not in lost for member in group.members)
         if transfer.loading:
             return num_left > 0
@@ -474,15 +473,12 @@ MAX_TRANSFERS_PER_POLICY = 16
 
 def begin(change: Change, event: events.BeginTransfer) -> None:
     """Accept a push, or answer the one that this request id already made."""
-    try:
-        policy, lease = require_lease(
-            change.state, event.policy, event.fencing_token, change.now, event.session_id
-        )
-        if not _answer_again(change, event, lease):
-            _check_request(change.state, event, policy)
-            change.put_transfer(_new_transfer(change.now, event, policy, lease))
-    except WeftError as error:
-        change.refuse([event.ticket], error)
+    policy, lease = require_lease(
+        change.state, event.policy, event.fencing_token, change.now, event.session_id
+    )
+    if not _answer_again(change, event, lease):
+        _check_request(change.state, event, policy)
+        change.put_transfer(_new_transfer(change.now, event, policy, lease))
 
 
 def _answer_again(change: Change, event: events.BeginTransfer, lease: Lease) -> bool:
@@ -569,7 +565,7 @@ def _check_base(state: PoolState, adapter: AdapterSpec) -> None:
     if trained_on is not None and trained_on > newest:
         raise InvalidAdapterError(
             f"the adapter is said to be trained on {BASE_POLICY}@{trained_on}, which never was: "
-            f"the newest number of the base is {newest}; give base= the one that it was trained "
+            f"the newest number of the base is {newest}. Give base= the one that it was trained "
             "on",
             metadata={"trained_on_base_version": str(trained_on)},
         )

@@ -43,7 +43,7 @@ from weft_rl.coordinator.decisions.transfers.course import at_commit_point, take
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite
 
-#: Who does it, as a transfer's sender; no trainer can be named so.
+#: Sender of a rollback's transfer; no trainer can be named so.
 OPERATOR = "(operator)"
 
 
@@ -133,15 +133,11 @@ class Rollback(Purpose):
 def ask(change: Change, event: events.Rollback) -> None:
     """Accept a rollback, to wait for its turn; or refuse it at once."""
     version = PolicyVersion(event.policy, event.to_version)
-    try:
-        policy = known_policy(change.state, version, event.recorded)
-        if policy.served_version == version.version:
-            change.reply(event.ticket, RollbackAnswer(version, version.version, (), 0.0))
-            return
-        _targets(change.state, policy, version)
-    except WeftError as error:
-        change.refuse([event.ticket], error)
+    policy = known_policy(change.state, version, event.recorded)
+    if policy.served_version == version.version:
+        change.reply(event.ticket, RollbackAnswer(version, version.version, (), 0.0))
         return
+    _targets(change.state, policy, version)
     change.put_transfer(
         Transfer(
             ids=event.ids,

@@ -1,19 +1,20 @@
 """Adoption: versions that replicas hold and the catalog does not know are recorded and served.
 
-A catalog that was lost, or restored from an older copy, lacks versions that the pool
-serves. Once a replica was heard to hold such, the coordinator waits as long as it does
-before an owner is asked to publish again: others may hold something else. Then, for
-each policy, what all holders have under a number in the same bytes is recorded as
-committed, as far as it would be kept. Of these the pool serves what the replicas' names
-stand for, the highest if they differ, if it is newer than what is served; where no name
-stands for one (what is spilled), the highest. Other bytes under one number are a
-*conflict*: neither is served, and the owner is asked.
+A catalog that was lost, or restored from an older copy, lacks versions that the pool serves.
+When a replica reports such a version, the coordinator waits, since others may hold other bytes:
+as long as before an owner is asked to publish again. Then it decides for each policy. A version
+that all holders have in the same bytes is recorded as committed, if it would be kept. Other bytes
+under one number are a *conflict*: neither version is served, and the owner is asked.
 
-What an older copy says is served is *in question* for as long: an operator may have gone
-back since. If no replica's name stands for it, what they stand for is served.
+Of the recorded versions the pool serves the one that the replicas' bare names stand for; the
+highest if they differ. Where no name stands for one (they are spilled), it is the highest. It
+must be newer than the served version.
 
-What a record says beside the digest comes from a holder (``DescribeVersion``): it need not
-travel with every registration.
+The served version in an older copy is *uncertain* for as long: an operator may have gone back
+since. If no replica's name stands for it, the version that they stand for is served.
+
+A record needs more than the digest. A holder tells the rest (``DescribeVersion``), so that it
+need not travel with every registration.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionState,
 )
 
-#: Who pushed what was adopted, as far as the catalog knows; no trainer can be named so.
+#: Trainer of adopted versions in the catalog; no trainer can be named so.
 ADOPTED: Final = "(replicas)"
 #: Versions whose holders are asked at once.
 MAX_DESCRIBING: Final = 16
@@ -377,8 +378,8 @@ def _note_conflict(
     change.announce(
         EventKind.VERSION_CONFLICT,
         str(version),
-        f"replicas hold other bytes under one number that the catalog does not know ({found}): "
-        "none of them is served, the owner is asked to publish again",
+        f"replicas hold other bytes under one number that the catalog does not know ({found}). "
+        "None of them is served, and the owner is asked to publish again",
     )
     _judge(change, version, b"")
 

@@ -1,16 +1,16 @@
 """Catching up: which versions replicas lack, and who can bring them.
 
-A replica that lacks a version which another holds gets a clone; one that holds it itself
-(a retained base, an adapter whose alias stands elsewhere, a version in its spill directory)
-gets a restore. Both are transfers that wait for their turn with the pushes, so a replica
+A replica that lacks a version gets a clone from another that holds it. It gets a restore if it
+holds the version itself: a retained base, an adapter whose alias stands elsewhere, a version in
+its spill directory. Both are transfers that wait for their turn with the pushes, so a replica
 does one thing at a time.
 
 Schedule -> look up (the catalog's record, the manifest) -> turn.
 
 After a restart of the coordinator a replica may hold staged bytes that belong to no transfer
-under way. The catalog decides. A version that was committed before the coordinator died is
-switched to (roll forward) where it is still wanted; anything else was aborted by the restart,
-or is brought in other ways.
+under way. The catalog decides. If their version was committed before the coordinator died and is
+still wanted, the replica switches to it (roll forward). Other bytes are discarded: the restart
+has aborted their transfer, or the version is brought in other ways.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def schedule(change: Change) -> None:
 
     One version a replica at a time, and one replica a source.
 
-    With each tick and after each transfer, before those that wait are admitted: so a
-    source is seen free between two pushes, and the clone waits behind the second.
-    O(replicas x versions), and nothing where nobody lacks anything.
+    Called with each tick and after each transfer, before those that wait are admitted. So a
+    source is seen free between two pushes, and the clone waits behind the second. O(replicas x
+    versions); cheap where nobody lacks anything.
     """
     change.state = replace(change.state, schedule_at=change.now + SCHEDULE_SECONDS)
     state = change.state
@@ -108,8 +108,8 @@ def _choose(
     """Choose who brings a version to a replica: itself or another; None if nobody can.
 
     The replica itself comes first if it holds the version in memory, then the best source that
-    is free. If there is none, or only the one that failed last, the replica itself reads what
-    it has spilled: its disk is not waited with until a busy source is free.
+    is free. If there is none, or only the one that failed last, the replica reads its own spilled
+    copy, rather than wait for a busy source.
 
     Of the sources, the one that failed last is taken only if there is no other. A ready one
     goes before others. One that drains is taken only where nobody else is free (it stays as
@@ -194,8 +194,8 @@ def restore_or_discard(
         name = switch_id(transfer_id, replica.replica_id)
         if transfer_id in change.state.transfers or name in change.state.transfers:
             continue
-        # What ended under this coordinator was offered to the replica, which refused
-        # it or missed it for good; what it refuses now is not offered again.
+        # A version whose transfer ended under this coordinator was offered to the replica, which
+        # refused or missed it; nor is one offered again that it refuses now.
         history = change.state.history
         is_ours = transfer_id in history or name in history or bool(replica.commit_failure)
         if record is not None and not is_ours and _is_wanted(change.state, replica, record):

@@ -4,8 +4,8 @@ The first replica binds the pool to its base model, until it is bound anew.
 
 Each replica brings base@0 from disk, unseen. The first replica that tells what its checkpoint
 holds binds what base@0 is in this pool, for good. It matters only while the pool serves base@0,
-or is asked to go back to it: then a replica is in service only if its checkpoint, as it serves
-it, is that one. A later version is brought to all, whatever they were started with.
+or is asked to go back to it. Then a replica is in service only if it serves that checkpoint. A
+later version is brought to all, whatever they were started with.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def bind(change: Change, capabilities: Capabilities) -> None:
 def check_base(state: PoolState, replica_id: str, capabilities: Capabilities, now: float) -> None:
     """Refuse a replica of another base model than the pool's.
 
-    It is let in, and the pool bound anew, where nothing was ever pushed and no other
-    replica is there: then the first one was started with the wrong model.
+    It is let in, and the pool bound anew, if nothing was ever pushed and no other replica is
+    there. Then the first one was started with the wrong model.
 
     Raises:
         BaseMismatchError: Metadata has both fingerprints.
@@ -68,7 +68,7 @@ def check_base(state: PoolState, replica_id: str, capabilities: Capabilities, no
     raise BaseMismatchError(
         f"replica {replica_id!r} serves another base model ({given[:12]}, "
         f"{capabilities.architecture}) than this pool ({state.fingerprint[:12]}, "
-        f"{state.architecture}); if the pool's is the wrong one, stop its replicas and bind it "
+        f"{state.architecture}). If the pool's is the wrong one, stop its replicas and bind it "
         "anew: weft base --rebind",
         metadata={"pool_fingerprint": state.fingerprint, "replica_fingerprint": given},
     )
@@ -81,8 +81,7 @@ def rebind(change: Change, event: events.RebindBase) -> None:
         change.reply(event.ticket, RebindAnswer(()))
         return
     if error := _hindrance(state, event, change.now):
-        change.refuse([event.ticket], error)
-        return
+        raise error
     retired = []
     for policy in list(state.policies.values()):
         versions = [PolicyVersion(policy.name, version) for version in policy.versions]
@@ -164,12 +163,10 @@ def report_checkpoint(change: Change, event: events.ReportCheckpoint) -> None:
     """Note the checkpoint that a replica has read, or refuse a replica that is not registered."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None or replica.lost or replica.incarnation != event.incarnation:
-        error = NotFoundError(
+        raise NotFoundError(
             f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
             reason="REPLICA_UNKNOWN",
         )
-        change.refuse([event.ticket], error)
-        return
     note_checkpoint(change, replace(replica, checkpoint=event.checkpoint))
     change.reply(event.ticket, EmptyAnswer())
 
@@ -220,8 +217,8 @@ def _bind_checkpoint(change: Change, replica: Replica) -> None:
 def watch_checkpoint(change: Change) -> None:
     """Bind base@0 anew where a wrong first model would stand for ever.
 
-    That is so if nothing was ever pushed, and for as long as it takes to give a replica up no
-    replica was there that has the bound checkpoint.
+    That is so if nothing was ever pushed, and no replica with the bound checkpoint was there for
+    as long as it takes to give a replica up.
 
     With each tick; O(replicas) until something is pushed.
     """

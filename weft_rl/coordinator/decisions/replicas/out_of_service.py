@@ -1,14 +1,14 @@
 """Orders that take a replica out of service: cordon, quarantine and drain.
 
-Cordons and quarantines are kept for replicas of the pool or not. A replica is told at once to
-refuse requests, or to take them again, and says what it enforces in its answer and in every
-heartbeat. Orders are numbered, since a call and an answer to a heartbeat may overtake each
-other: the newest counts, on both sides.
+Cordons and quarantines are kept by name, for replicas of the pool or not. A replica is told at
+once to refuse requests, or to take them again. It says what it enforces in its answer and in
+every heartbeat. A call and an answer to a heartbeat may overtake each other, so orders are
+numbered: the newest counts, on both sides.
 
-In a drain a replica leaves in good order. Either side may begin: an operator at the
-coordinator, which tells the replica with the next heartbeat, or the replica, whose process was
-told to stop. From then on the replica carries the drain and says so with each heartbeat, so a
-coordinator that is restarted knows again.
+In a drain a replica leaves in good order. An operator begins it at the coordinator, which tells
+the replica with the next heartbeat; or the replica does, when its process is told to stop. From
+then on the replica carries the drain and says so with each heartbeat, so that a restarted
+coordinator knows again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ def take_out(change: Change, event: events.TakeOutOfService) -> None:
     """Cordon or quarantine a replica; a cordon does not loosen a quarantine."""
     state, name, order = change.state, event.replica_id, event.order
     if name not in state.replicas and name not in state.out_of_service:
-        change.refuse([event.ticket], unknown_replica(name))
-        return
+        raise unknown_replica(name)
     if order.state is ReplicaState.QUARANTINED and not order.reason:
-        error = InvalidRequestError("say why, so that somebody can tell when it may serve again")
-        change.refuse([event.ticket], error)
-        return
+        raise InvalidRequestError("say why, so that somebody can tell when it may serve again")
     if order.state is ReplicaState.QUARANTINED or not state.is_quarantined(name):
         _put(change, name, order)
     change.reply(event.ticket, EmptyAnswer())
@@ -52,17 +49,14 @@ def uncordon(change: Change, event: events.Uncordon) -> None:
     if name in change.state.out_of_service:
         _put(change, name, None)
     elif name not in change.state.replicas:
-        change.refuse([event.ticket], unknown_replica(name))
-        return
+        raise unknown_replica(name)
     else:
         where, why = explain_state(change.state, change.state.replicas[name])
         if where in (ReplicaState.QUARANTINED, ReplicaState.DRAINING, ReplicaState.SUSPECT):
-            error = NotReadyError(
+            raise NotReadyError(
                 f"no operator's order keeps {name!r} out of service, and none puts it back: {why}",
                 reason="NOT_TAKEN_OUT_OF_SERVICE",
             )
-            change.refuse([event.ticket], error)
-            return
     replica = change.state.replicas.get(name)
     if replica is None:
         change.reply(event.ticket, UncordonAnswer(None, ""))
@@ -172,12 +166,9 @@ def drain(change: Change, event: events.DrainReplica) -> None:
     """Let a replica leave; its process learns of it with its next heartbeat."""
     replica = change.state.replicas.get(event.replica_id)
     if replica is None:
-        change.refuse([event.ticket], unknown_replica(event.replica_id))
+        raise unknown_replica(event.replica_id)
     elif not 0.0 <= event.seconds <= MAX_DRAIN_SECONDS:
-        error = InvalidRequestError(
-            f"timeout must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds"
-        )
-        change.refuse([event.ticket], error)
+        raise InvalidRequestError(f"timeout must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds")
     else:
         reason = ": ".join(filter(None, ["by an operator", event.reason]))
         note = DrainNote(event.seconds, reason)

@@ -29,20 +29,16 @@ from weft_rl.coordinator.decisions.state.values import Failure
 
 #: Between two calls to a replica that does not do as it is told.
 RETRY_SECONDS = 2.0
-# Of the replicas that an error leaves asleep.
+# Replicas that an error names as left asleep.
 _MAX_NAMED = 8
-# Nobody has refused anything: the call is made again.
+# Reasons that are no refusal: the call is made again.
 _TRANSIENT = {"PEER_GONE", "EPOCH_FENCED"}
 
 
 def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
     """Put the replicas to sleep that share a GPU with the owner of the base's lease."""
     state, token = change.state, event.fencing_token
-    try:
-        _, lease = require_lease(state, BASE_POLICY, token, change.now, event.session_id)
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    _, lease = require_lease(state, BASE_POLICY, token, change.now, event.session_id)
     names = sorted(
         replica.replica_id
         for replica in state.replicas.values()
@@ -61,8 +57,7 @@ def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
 def sleep_replica(change: Change, event: events.SleepReplica) -> None:
     """Put one replica to sleep, by an operator's order, which replaces a trainer's."""
     if event.replica_id not in change.state.replicas:
-        change.refuse([event.ticket], unknown_replica(event.replica_id))
-        return
+        raise unknown_replica(event.replica_id)
     order = SleepOrder(trainer_id="", level=event.level, aborts=event.aborts, seconds=event.seconds)
     _sleep(change, event.ticket, [event.replica_id], order, event.answer_by)
 
@@ -73,24 +68,20 @@ def _sleep(
     replicas = [change.state.replicas[name] for name in names]
     unable = [replica for replica in replicas if not replica.capabilities.can_sleep]
     if unable:
-        error = NotReadyError(
+        raise NotReadyError(
             f"replica {unable[0].replica_id!r} cannot sleep: start it with --enable-sleep",
             reason="SLEEP_DISABLED",
             metadata={"member": unable[0].replica_id},
         )
-        change.refuse([ticket], error)
-        return
     stuck = [r for r in replicas if order.level == DISCARDS and r.capabilities.base_refusal]
     if stuck:
-        error = NotReadyError(
+        raise NotReadyError(
             f"replica {stuck[0].replica_id!r} cannot sleep at level {DISCARDS}, which discards its "
             f"weights: none can be loaded into it, {stuck[0].capabilities.base_refusal}; take "
             "level 1",
             reason="SLEEP_DISABLED",
             metadata={"member": stuck[0].replica_id},
         )
-        change.refuse([ticket], error)
-        return
     for replica in replicas:
         known = change.state.sleeps.get(replica.replica_id)
         if known is not None and not known.trainer_id and order.trainer_id:
@@ -102,11 +93,7 @@ def _sleep(
 
 def wake_rollouts(change: Change, event: events.WakeRollouts) -> None:
     """Wake the replicas that the owner of the base's lease has put to sleep."""
-    try:
-        require_lease(change.state, BASE_POLICY, event.fencing_token, change.now, event.session_id)
-    except WeftError as error:
-        change.refuse([event.ticket], error)
-        return
+    require_lease(change.state, BASE_POLICY, event.fencing_token, change.now, event.session_id)
     _adopt_token(change)
     names = sorted(
         name
@@ -119,8 +106,7 @@ def wake_rollouts(change: Change, event: events.WakeRollouts) -> None:
 def wake_replica(change: Change, event: events.WakeReplica) -> None:
     """Wake one replica, whoever put it to sleep."""
     if event.replica_id not in change.state.replicas:
-        change.refuse([event.ticket], unknown_replica(event.replica_id))
-        return
+        raise unknown_replica(event.replica_id)
     _wake(change, event.ticket, [event.replica_id], event.answer_by)
 
 
@@ -161,7 +147,7 @@ def sleep_answered(change: Change, event: events.SleepAnswered) -> None:
         if order is not None:  # else it is being woken, by a call of its own
             _call_again(change, replica)
     else:
-        # Whether the call came too late or was refused: it is told to wake, to be sure.
+        # The call may have come too late, or was refused: the replica is told to wake in any case.
         change.put_replica(replace(replica, sleep_call_until=change.now))
         _drop(change, event.replica_id)
         _fail(change, event.replica_id, event.failure, asleep=True)

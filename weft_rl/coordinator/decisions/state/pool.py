@@ -41,8 +41,8 @@ MAX_BASE_CONTENTS = 1024
 #: The content of base@0, whose bytes lie in files, in no layout of a push.
 _STARTED_WITH: Final = b""
 
-#: Nobody counts so far: a larger number is an error of who says it, and is not followed.
-#: What is counted from there is still within the bounds of ``weft.v1``.
+#: A larger number that a peer reports is its error, and is not followed: nobody counts so far.
+#: Counts that continue from here stay within the bounds of ``weft.v1``.
 MAX_NUMBER: Final = 2**52
 
 
@@ -95,7 +95,7 @@ class TrainerProcess:
         return f"process {self.pid} on {self.host}, started {started}"
 
 
-#: Of callers that did not say.
+#: Process of callers that do not say theirs.
 UNKNOWN_PROCESS = TrainerProcess()
 
 
@@ -225,8 +225,8 @@ class PoolState:
     checkpoint_unseen_since: float | None = None
     """Time since which replicas with another checkpoint are there, and none with this one."""
     epoch_counter: int = 0
-    """Counter that the epochs of groups are taken from; operators' orders advance it, too, so that
-    an older copy of the catalog is known by it. Durable."""
+    """Counter that the epochs of groups are taken from. Operators' orders advance it, too: an older
+    copy of the catalog is recognised by it. Durable."""
     opened_generation: int = 1
     """Generation in the catalog as it was opened. A replica that has heard of a higher one, or of
     a higher ``opened_epoch_counter``, knows more than the catalog."""

@@ -23,8 +23,8 @@ class SleepOrder:
     trainer_id: str
     """Trainer that ordered it; empty for an operator."""
     fencing_token: int = 0
-    """Token of the base's lease that the order is a part of. 0 for an operator's, or if a
-    replica has told of it and the trainer has not been heard since."""
+    """Token of the base's lease that the order is a part of; 0 for an operator's order. Also 0 if a
+    replica has reported the order and its trainer has not been heard since."""
     level: int = 1
     """Level of sleep: 1 moves weights to host memory, 2 discards them."""
     aborts: bool = False
@@ -92,7 +92,7 @@ class Drain:
         return DrainNote(max(0.0, self.deadline - now), self.reason)
 
 
-#: Of a replica that says nothing of its checkpoint.
+#: Checkpoint of a replica that says nothing of it.
 NOT_TOLD = not_compared("it does not say what it was started with")
 
 

@@ -2,8 +2,8 @@
 
 Queries only; nothing is decided here.
 
-A version's number alone does not say which bytes a replica has: it may come from another
-catalog, or from a newer copy of this one. So replicas name the digests, too. A version is
+A version's number alone does not say which bytes a replica has: another catalog may have
+assigned it, or a newer copy of this one. So replicas name the digests, too. A version is
 *mistaken* if the catalog has other bytes under its number: it does not count, and is dropped.
 A version that the catalog does not know at all is *unrecorded* until ``adoption`` decides.
 """
@@ -417,7 +417,7 @@ def is_joining(state: PoolState, replica: Replica) -> bool:
 
     It takes part in a push if it is free, and no push waits for it.
 
-    The state that was announced last decides if it is READY: to compare all that a thousand
+    If the state announced last is READY, nothing is compared: to compare what a thousand
     replicas serve would take longer than to begin a push.
     """
     if replica.announced is ReplicaState.READY:
@@ -549,7 +549,7 @@ def _remedy(state: PoolState, policy: str) -> str:
 
 _MAX_NAMED_FILES = 3
 _REMEDY = (
-    "start it from the same files, or push a base; if the pool's is the wrong one, stop all "
+    "start it from the same files, or push a base. If the pool's is the wrong one, stop all "
     "replicas and bind it anew: weft base --rebind"
 )
 

@@ -71,7 +71,7 @@ class RankReport:
         return "working"
 
 
-#: What every rank of a new group owes first.
+#: First step that every rank of a new group owes.
 FIRST_STEP = "join the group"
 
 

@@ -154,7 +154,7 @@ class Layout:
         )
 
 
-#: Of a transfer that moves no bytes.
+#: Layout of a transfer that moves no bytes.
 NO_LAYOUT = Layout(None, b"", 0, 0, 0)
 
 

@@ -164,7 +164,7 @@ def abandon(
         replica = change.state.replicas.get(replica_id)
         if replica is not None:
             why = f"{transfer.policy_version} was not loaded whole: {failure.message}"
-            # What it could be asked for was in its engine.
+            # The copy that it could be asked for was in its engine.
             change.put_replica(
                 replace(replica, dirty_reason=why, retained=(), order_answered_at=change.now)
             )

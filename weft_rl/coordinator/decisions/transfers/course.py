@@ -1,13 +1,12 @@
 """Course that all transfers share: join, attend, prepare, start, staged; then the switch.
 
-From the commit point on, every replica switches, or leaves service. What is committed rolls
-forward: a replica that does not switch is no longer ready (or is quarantined, if its engine
-may hold mixed weights). Once all have answered, the transfer's purpose decides how it has
-ended.
+From the commit point on, every replica switches, or leaves service. A committed version rolls
+forward: a replica that does not switch is no longer ready, or is quarantined if its engine may
+hold mixed weights. Once all have answered, the transfer's purpose decides how it has ended.
 
-When a peer dies, the others often see its broken connection before we see its broken stream. A
-rank that reports PEER_GONE therefore accuses nobody by name, and is not itself to blame:
-judgement waits ``JUDGE_AFTER_SECONDS`` for the stream that really broke.
+When a peer dies, the others often see its broken connection before we see its broken stream. So
+a rank that reports PEER_GONE accuses nobody by name, and is not itself to blame. Judgement waits
+``JUDGE_AFTER_SECONDS`` for the stream that broke.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def check_names(state: PoolState, policy: str) -> None:
         if name and not replica.lost:
             raise InvalidNameError(
                 f"replica {replica.replica_id!r} has the name {name!r} for its base model or for "
-                f"an adapter from a file: give the policy {policy!r} another name, or start the "
+                f"an adapter from a file. Give the policy {policy!r} another name, or start the "
                 "replica with another --served-model-name or --lora-modules",
                 metadata={"replica": replica.replica_id, "name": name},
             )
@@ -181,8 +181,8 @@ def check_group(
         BaseMismatchError: The adapter names another base than the pool's.
         NotReadyError: ``BACKEND_MISMATCH``.
         CapacityError: ``GROUP_TOO_LARGE``.
-        UnsupportedError: What is sent is to be checked, and is loaded before it can be; or
-            it comes in an order that a replica does not take.
+        UnsupportedError: A replica that loads in place cannot check the bytes first; or it does
+            not take the order in which they come.
     """
     spec = transfer.adapter
     if spec and spec.base_fingerprint and spec.base_fingerprint != state.fingerprint:
@@ -216,8 +216,8 @@ def check_group(
             raise _too_old(replica, carries_runs=carries_runs)
         if transfer.backend == ONE_SIDED and capabilities.trial_name not in transfer.trial_names:
             raise NotReadyError(
-                f"nobody has tried whether replica {replica.replica_id!r} can read the sender's "
-                "memory: it has come since",
+                f"replica {replica.replica_id!r} joined after the sender had tried which replicas "
+                "can read its memory: try again",
                 reason="BACKEND_MISMATCH",
                 metadata={"replica": replica.replica_id},
             )
@@ -253,9 +253,9 @@ def other_base(state: PoolState, policy: str, spec: AdapterSpec) -> Failure | No
 
 def _checked_too_late(replica: Replica) -> UnsupportedError:
     return UnsupportedError(
-        f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives, so a "
-        "NaN in a later bucket would leave it with mixed weights; check the model before the push "
-        "and push without check_finite, or start the replicas with --staging device or host",
+        f"check_finite: replica {replica.replica_id!r} loads a base in place as it arrives. A NaN "
+        "in a later bucket would leave it with mixed weights. Check the model before the push and "
+        "push without check_finite, or start the replicas with --staging device or host",
         metadata={"replica": replica.replica_id},
     )
 
@@ -271,10 +271,9 @@ def _too_old(replica: Replica, *, carries_runs: bool) -> UnsupportedError:
 
 def _in_no_order(replica: Replica) -> UnsupportedError:
     return UnsupportedError(
-        f"replica {replica.replica_id!r} loads a base in place as it arrives, so that a tensor "
-        "that turns out to be missing would leave it with mixed weights: say beforehand what "
-        "comes, and in which order (metadata=), or start the replicas with --staging device or "
-        "host",
+        f"replica {replica.replica_id!r} loads a base in place as it arrives. A tensor that turns "
+        "out to be missing would leave it with mixed weights. Say beforehand what comes, and in "
+        "which order (metadata=), or start the replicas with --staging device or host",
         metadata={"replica": replica.replica_id},
     )
 

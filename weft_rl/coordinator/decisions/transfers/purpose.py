@@ -26,8 +26,8 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 from weft_rl.coordinator.decisions.state.transfer import Group, PurposeFacts, Transfer
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
 
-#: A clone or restore that a replica takes longer to switch to keeps no push waiting, even
-#: where the replica is ready: of the versions beside those that it must serve.
+#: Seconds after which a switch to a clone or restore keeps no push waiting. A ready replica has
+#: such a one for a version beside those that it must serve.
 SLOW_COMMIT_SECONDS = 10.0
 
 
@@ -112,10 +112,10 @@ def purpose_of(transfer: Transfer) -> Purpose:
 
 
 class AdmissionQueue:
-    """Replicas that are taken, as waiting transfers are given their turns.
+    """Queue of waiting transfers, and the replicas that are taken as these get their turns.
 
-    ``taken`` are those that a transfer under way occupies, or that an earlier waiting one
-    needs; ``firm`` are the same without those whose transfer gives way.
+    ``taken`` holds replicas that a transfer under way occupies, or that an earlier waiting one
+    needs. ``firm`` holds the same without those whose transfer gives way.
     """
 
     def __init__(self, state: PoolState, now: float) -> None:

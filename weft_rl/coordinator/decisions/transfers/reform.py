@@ -1,7 +1,7 @@
 """Groups of a transfer: opened for its members, and again without those that it lost.
 
-A sender keeps every bucket until all have verified it, so in a new group the survivors
-resume from the oldest bucket that one of them lacks and no source is rewound. Whether a
+A sender keeps every bucket until all have verified it. So in a new group the survivors resume
+from the oldest bucket that one of them lacks, and no source is rewound. Whether a
 transfer continues without some of its members is its purpose's choice.
 """
 

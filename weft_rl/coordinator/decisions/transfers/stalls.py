@@ -1,10 +1,10 @@
 """Stalls: a member that lives, owes the next step, and says nothing.
 
-A death shows as a broken stream or as silence of a whole process. A working thread that
-hangs shows as neither: its process keeps beating and its stream stays open. So each
-rank's working thread says what it does (``weft.v1.Progress``), and one that *owes* a step
-and is silent for ``Settings.stall_seconds`` is given up for its transfer, and is suspect
-(see suspects.py). Who owes what, and which message discharges it:
+A death shows as a broken stream or as silence of a whole process. A working thread that hangs
+shows as neither: its process keeps beating and its stream stays open. So each rank's working
+thread says what it does (``weft.v1.Progress``). A rank is stalled if it *owes* a step and says
+nothing for ``Settings.stall_seconds``. Its replica is then given up for the transfer, and is
+suspect (see suspects.py). The table says who owes a step, and which message discharges it:
 
 ====================  ===================================  =======================
 while                 who owes                             discharged by
@@ -20,10 +20,10 @@ it loads in place     a replica that was told to pause     LoadTransfer's answer
 it is committed       a replica that was told to switch    CommitTransfer's answer
 ====================  ===================================  =======================
 
-The last two are done by the engine's thread, of which heartbeats tell that it gets on
-(``weft.v1.Work``); the others by a rank's own, which says so itself. Everybody else waits, and
-owes nothing: above all a receiver to which another one does not relay what it has got. Any word
-of the rank puts the end off; a rank that works may be slow until the push's deadline.
+The engine's thread does the last two. Its progress is told with heartbeats (``weft.v1.Work``).
+The others are done by a rank's own thread, which reports itself. All other members wait and owe
+nothing, a receiver behind another one that does not relay included. Any report of the rank starts
+its time anew: a rank that works may be slow until the push's deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from weft_rl.coordinator.decisions.state.values import Failure, Phase
 from weft_rl.coordinator.decisions.transfers import reform, suspects
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
-# Of a push's time, how long others wait for one receiver before it may be left behind.
+# Share of a push's time that others wait for one receiver before it may be left behind.
 _SHARE_OF_ITS_TIME = 0.25
 
 

@@ -1,14 +1,15 @@
-"""Suspects: replicas whose process lives, and of which a working thread hangs.
+"""Suspects: replicas whose process lives while a working thread of it hangs.
 
-It may be a thread that receives, the engine's own, or the one that takes orders. Heartbeats
-do not clear a suspect, since those come from another thread. It takes no part in transfers
-until each of its receivers has attended a *probe*: a group of its own in which nothing is sent,
-and which a receiver attends only once the threads that may be stuck have answered or ended
-(see rollout_side/receive/probe.py). The order to attend passes through the thread that takes
-orders and through the engine: until it is taken, nobody is routed to the replica. It is repeated
-with growing pauses until then, and given anew when a stream of the probe broke; a thread that
-is stuck attends by itself once it is free. Nor is a replica cleared that says of an order, or of
-its engine, that it does not get on.
+The thread may be a receiver's, the engine's, or the one that takes orders. Heartbeats come from
+another thread, so they do not clear a suspect. It takes no part in transfers until each of its
+receivers has attended a *probe*: a group of its own, in which nothing is sent. A receiver attends
+only once its threads that may be stuck have answered or ended (see
+rollout_side/receive/probe.py).
+
+The order to attend passes through the thread that takes orders and through the engine. Until it
+is taken, nobody is routed to the replica. The order is repeated with growing pauses until then,
+and given anew when a stream of the probe broke. A stuck thread attends by itself once it is free.
+A replica that reports no progress with its work stays suspect.
 """
 
 from __future__ import annotations

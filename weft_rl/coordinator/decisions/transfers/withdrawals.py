@@ -1,19 +1,18 @@
 """Commits that no replica is known to serve: undone, or waited for.
 
-A *definite* refusal of an order to switch says that nothing has changed and nothing will: the
-replica does not serve the version and holds nothing that it could still switch to by that
-order. It is the word of the process that was told, which signs it with its incarnation. What
-gRPC says in its place (a timeout, a reset, an answer that was too large to read) proves nothing.
+A *definite* refusal of an order to switch says that nothing has changed and nothing will. The
+replica does not serve the version, and holds nothing that it could still switch to by that
+order. The refusal is signed with the incarnation of the process that was told. An error of gRPC
+in its place (a timeout, a reset, an answer that was too large to read) proves nothing.
 
-Where every replica has refused definitely, nobody serves the version and nobody ever will:
-it becomes FAILED at once, and its policy goes back to what it served. Where one is dirty,
-silent or was restarted, it may serve the version, or be about to: the version stays
-COMMITTED until each of these has reported without it, and then fails as well. A replica
-has reported without it when
+If every replica has refused definitely, nobody serves the version and nobody ever will. It
+becomes FAILED at once, and its policy goes back to what it served. A replica that is dirty, silent
+or was restarted may serve the version, or be about to. Then the version stays COMMITTED until
+each of these has reported without it, and fails after that. A replica has reported without it when
 
 - it has refused definitely, if late;
-- it has answered DiscardTransfer, which waits for its turn among the orders to switch:
-  no order of that transfer is carried out any more, and what it serves is in the answer;
+- it has answered DiscardTransfer: no order of that transfer is carried out any more, and the
+  answer says what it serves;
 - another process of it has registered, which refuses orders that are meant for the former.
 
 A base that was loaded in place is never undone: what it replaced is gone, so its

@@ -73,7 +73,7 @@ def test_other_weights_of_the_same_shapes_are_not_in_service() -> None:
     assert where is ReplicaState.PENDING_WEIGHTS
     assert why == (
         "its base@0 is not the pool's: m-2 differ from those of r0, which bound it; start it "
-        "from the same files, or push a base; if the pool's is the wrong one, stop all replicas "
+        "from the same files, or push a base. If the pool's is the wrong one, stop all replicas "
         "and bind it anew: weft base --rebind"
     )
 
