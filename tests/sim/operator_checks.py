@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.lease_checks import fail
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.policies.republish import publish_again_version
+from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState

@@ -45,9 +45,9 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     shared_backends,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
-from weft_rl.coordinator.decisions.transfers import abort, reform, stalls
+from weft_rl.coordinator.decisions.transfers import abort, regrouping, stalls
 from weft_rl.coordinator.decisions.transfers.abort import tell_at_registration
-from weft_rl.coordinator.decisions.transfers.course import note_commit_answer
+from weft_rl.coordinator.decisions.transfers.lifecycle import note_commit_answer
 
 
 def register(change: Change, event: events.Register) -> None:
@@ -358,4 +358,4 @@ def _end_its_transfers(change: Change, replica: Replica, why: str) -> None:
             lost = Failure(failure.reason, failure.message, failure.metadata)
             note_commit_answer(change, transfer, replica.replica_id, lost)
         elif transfer.uncommitted:
-            reform.lose_replica(change, transfer, replica.replica_id, failure)
+            regrouping.lose_replica(change, transfer, replica.replica_id, failure)

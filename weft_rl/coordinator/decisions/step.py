@@ -15,7 +15,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.coordinator.decisions import membership
-from weft_rl.coordinator.decisions.policies import leases, republish, retention
+from weft_rl.coordinator.decisions.policies import leases, republishing, retention
 from weft_rl.coordinator.decisions.purposes import push, rollback
 from weft_rl.coordinator.decisions.recovery import adoption, catch_up
 from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service, sleeps
@@ -39,7 +39,7 @@ from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
 from weft_rl.coordinator.decisions.transfers import (
     abort,
-    course,
+    lifecycle,
     preflight,
     stalls,
     suspects,
@@ -81,8 +81,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         withdrawals.decide(change)
     if state.history is not change.state.history:
         _schedule_after(change, state)
-    course.end_unwanted(change)
-    course.admit(change)
+    lifecycle.end_unwanted(change)
+    lifecycle.admit(change)
     if isinstance(event, events.FitChecked):
         preflight.forget_unanswered(change, event)
     if change.touched_all or change.touched:
@@ -109,8 +109,8 @@ def _apply(change: Change, event: events.Event) -> None:
             leases.expire_leases(change)
             sleeps.watch(change)
             stalls.watch(change)
-            course.watch_switching(change)
-            course.watch_deadlines(change)
+            lifecycle.watch_switching(change)
+            lifecycle.watch_deadlines(change)
             suspects.watch(change)
             suspects.probe(change)
             abort.repeat_discards(change)
@@ -118,7 +118,7 @@ def _apply(change: Change, event: events.Event) -> None:
                 retention.retire(change)
             adoption.watch(change)
             catch_up.schedule(change)
-            republish.watch(change)
+            republishing.watch(change)
             base_binding.watch_checkpoint(change)
         case events.CallerGone():
             _forget_caller(change, event.ticket)
@@ -151,27 +151,27 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.FitChecked():
             preflight.fit_checked(change, event)
         case events.RankAttends():
-            course.rank_attends(change, event)
+            lifecycle.rank_attends(change, event)
             suspects.rank_attends(change, event)
         case events.RankGone():
-            course.rank_gone(change, event)
+            lifecycle.rank_gone(change, event)
         case events.RanksHeard():
             stalls.heard(change, event)
         case events.RankPrepared():
-            course.rank_prepared(change, event)
+            lifecycle.rank_prepared(change, event)
         case events.RankLoadDue():
-            course.rank_load_due(change, event)
+            lifecycle.rank_load_due(change, event)
         case events.RankStaged():
-            course.rank_staged(change, event)
+            lifecycle.rank_staged(change, event)
         case events.RankFailed():
-            course.rank_failed(change, event)
+            lifecycle.rank_failed(change, event)
         case events.JoinAnswered():
             if not suspects.join_answered(change, event):
-                course.join_answered(change, event)
+                lifecycle.join_answered(change, event)
         case events.LoadAnswered():
-            course.load_answered(change, event)
+            lifecycle.load_answered(change, event)
         case events.CommitAnswered():
-            course.commit_answered(change, event)
+            lifecycle.commit_answered(change, event)
             if event.transfer_id in change.state.history:
                 retention.retire(change)
         case events.RetireAnswered():

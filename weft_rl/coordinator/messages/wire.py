@@ -12,7 +12,7 @@ from weft_rl.containers.frozen import replace
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
+from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.state.pool import (
     Lease,

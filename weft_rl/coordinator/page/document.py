@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.policies.republish import conflicts, publish_again_version
+from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import explain_state

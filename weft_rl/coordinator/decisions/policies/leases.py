@@ -11,7 +11,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft_rl.coordinator.decisions.policies import numbering
-from weft_rl.coordinator.decisions.policies.republish import publish_again_version
+from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (

@@ -24,7 +24,7 @@ from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import takes_clones, versions_to_bring
 from weft_rl.coordinator.decisions.state.transfer import Attempt, Group, Transfer, group_members
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
-from weft_rl.coordinator.decisions.transfers import abort, course, reform, suspects
+from weft_rl.coordinator.decisions.transfers import abort, lifecycle, regrouping, suspects
 from weft_rl.coordinator.decisions.transfers.abort import discard
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue
 
@@ -111,7 +111,7 @@ class Clone(Repair):
                 seconds,
             )
         )
-        reform.call_to_join(change, transfer, group)
+        regrouping.call_to_join(change, transfer, group)
 
     # -- under way ----------------------------------------------------------------
 
@@ -194,6 +194,6 @@ class Clone(Repair):
         # Its source has done its part, however long the target takes to switch.
         abort.close_group(change, transfer.group_id, "its clone is staged")
         replica = change.state.replicas[self.replica_id]
-        transfer = change.put_transfer(course.at_commit_point(change, transfer, [replica]))
+        transfer = change.put_transfer(lifecycle.at_commit_point(change, transfer, [replica]))
         alias = alias_of(change.state, transfer)
-        change.emit(course.call_to_commit(transfer, replica, expected, alias=alias))
+        change.emit(lifecycle.call_to_commit(transfer, replica, expected, alias=alias))

@@ -63,14 +63,14 @@ from weft_rl.coordinator.decisions.state.values import (
 )
 from weft_rl.coordinator.decisions.transfers import (
     abort,
-    course,
+    lifecycle,
     preflight,
-    reform,
+    regrouping,
     stalls,
     withdrawals,
 )
 from weft_rl.coordinator.decisions.transfers.abort import close_group, discard
-from weft_rl.coordinator.decisions.transfers.course import take_over
+from weft_rl.coordinator.decisions.transfers.lifecycle import take_over
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite, is_dirty
 
@@ -224,10 +224,10 @@ class Push(Purpose):
         )
         if kept is None:
             change.emit(OpenGroup(group))
-            reform.call_to_join(change, transfer, group)
+            regrouping.call_to_join(change, transfer, group)
         for ticket in tickets:
             change.reply(ticket, begin_answer(transfer, group))
-        course.prepare_if_complete(change, transfer)
+        lifecycle.prepare_if_complete(change, transfer)
 
     # -- under way ----------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Push(Purpose):
         if not self.may_continue(transfer, group, lost):
             abort.abort(change, transfer, next(iter(lost.values())))
         else:
-            reform.resume_without(change, transfer, lost)
+            regrouping.resume_without(change, transfer, lost)
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
         if not transfer.taken_up:  # it was interrupted as it began, say
@@ -299,7 +299,7 @@ class Push(Purpose):
         trained_on = transfer.adapter.trained_on_base_version if transfer.adapter else None
         is_other = change.state.is_other_base(trained_on)
         transfer = replace(
-            course.at_commit_point(change, transfer, replicas),
+            lifecycle.at_commit_point(change, transfer, replicas),
             content_digest=digest,
             purpose=replace(self, served_over=served_over, over_another_base=is_other),
         )
@@ -321,7 +321,7 @@ class Push(Purpose):
         change.announce(
             EventKind.TRANSFER_STAGED, transfer.transfer_id, str(transfer.policy_version)
         )
-        change.emit(*(course.call_to_commit(transfer, replica, digest) for replica in replicas))
+        change.emit(*(lifecycle.call_to_commit(transfer, replica, digest) for replica in replicas))
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
         is_undone = transfer.is_replaced_kept and not transfer.served_by and all_definite(transfer)

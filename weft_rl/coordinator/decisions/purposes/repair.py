@@ -31,7 +31,7 @@ from weft_rl.coordinator.decisions.state.values import (
     PolicyKind,
     VersionRecord,
 )
-from weft_rl.coordinator.decisions.transfers import course
+from weft_rl.coordinator.decisions.transfers import lifecycle
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 
 #: Between two attempts; doubled with each failure, from the first to the second.
@@ -164,7 +164,7 @@ class Restore(Repair):
 
     def _start(self, change: Change, transfer: Transfer, replica: Replica) -> None:
         """Order the replica to switch: there is nothing to stage first."""
-        transfer = change.put_transfer(course.at_commit_point(change, transfer, [replica]))
+        transfer = change.put_transfer(lifecycle.at_commit_point(change, transfer, [replica]))
         order = self._order(change.state, transfer, replica)
         where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
         text = f"{transfer.policy_version} at {self.replica_id}, from its {where}"
@@ -187,7 +187,7 @@ class Restore(Repair):
         assert digest is not None
         alias = alias_of(state, transfer)
         if self.staged_by:
-            return course.call_to_commit(
+            return lifecycle.call_to_commit(
                 transfer, replica, digest, staged_by=self.staged_by, alias=alias
             )
         return CallRestore(

@@ -39,7 +39,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers.course import at_commit_point, take_over
+from weft_rl.coordinator.decisions.transfers.lifecycle import at_commit_point, take_over
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite
 

@@ -321,7 +321,7 @@ class Attempt:
     progress: GroupProgress = field(default_factory=GroupProgress)
     """Progress of the ranks, as they report it."""
     accusations: Mapping[int, Failure] = field(default_factory=dict)
-    """Failures by the rank that says a peer is gone, without knowing which (see course.py)."""
+    """Failures by the rank that says a peer is gone, without knowing which (see lifecycle.py)."""
     judge_at: float = 0.0
 
 

@@ -45,7 +45,7 @@ from weft_rl.coordinator.decisions.state.transfer import (
     Transfer,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
-from weft_rl.coordinator.decisions.transfers import reform, suspects
+from weft_rl.coordinator.decisions.transfers import regrouping, suspects
 from weft_rl.coordinator.decisions.transfers.purpose import purpose_of
 
 # Share of a push's time that others wait for one receiver before it may be left behind.
@@ -185,7 +185,7 @@ def _leave_behind(change: Change, transfer: Transfer, group: Group) -> None:
                 f"would not end in its time; it was to {progress.owed_steps[rank].step}"
             )
             failure = Failure("TOO_SLOW", why, {"member": name})
-            reform.lose_replica(change, transfer, name, failure)
+            regrouping.lose_replica(change, transfer, name, failure)
             return
 
 
@@ -274,7 +274,7 @@ def _spared(transfer: Transfer, group: Group, lost: Mapping[str, Failure]) -> di
 def _lose(change: Change, transfer: Transfer, lost: Mapping[str, Failure]) -> None:
     for name, failure in lost.items():
         suspects.suspect(change, name, failure.message)
-    reform.lose_replicas(change, transfer, lost)
+    regrouping.lose_replicas(change, transfer, lost)
 
 
 def trainer_delays_others(change: Change, transfer: Transfer) -> bool:

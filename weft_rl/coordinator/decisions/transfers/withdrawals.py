@@ -16,7 +16,7 @@ each of these has reported without it, and fails after that. A replica has repor
 - another process of it has registered, which refuses orders that are meant for the former.
 
 A base that was loaded in place is never undone: what it replaced is gone, so its
-owner is asked to publish again (republish.py).
+owner is asked to publish again (republishing.py).
 
 None of this is durable: after a restart of the coordinator the version stays COMMITTED.
 """

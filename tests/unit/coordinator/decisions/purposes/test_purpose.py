@@ -13,7 +13,7 @@ from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers.course import at_commit_point, call_to_commit
+from weft_rl.coordinator.decisions.transfers.lifecycle import at_commit_point, call_to_commit
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 
 

@@ -11,7 +11,7 @@ from tests.unit.coordinator.decisions.machine import DIGEST, GONE, LAYOUT, SPEC,
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.policies.numbering import LEAP
-from weft_rl.coordinator.decisions.policies.republish import publish_again_version
+from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.recovery.adoption import ADOPTED
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState

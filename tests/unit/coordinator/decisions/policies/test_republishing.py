@@ -6,7 +6,7 @@ import dataclasses
 
 from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import AdapterVersions, VersionVector
-from weft_rl.coordinator.decisions.policies.republish import publish_again_version
+from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.replica_state import explain_state

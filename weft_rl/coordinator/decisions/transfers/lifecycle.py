@@ -1,4 +1,4 @@
-"""Course that all transfers share: join, attend, prepare, start, staged; then the switch.
+"""Life cycle that all transfers share: join, attend, prepare, start, staged; then the switch.
 
 From the commit point on, every replica switches, or leaves service. A committed version rolls
 forward: a replica that does not switch is no longer ready, or is quarantined if its engine may
@@ -23,7 +23,7 @@ from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer, switch_id
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, PolicyKind
-from weft_rl.coordinator.decisions.transfers import abort, reform, stalls, suspects, withdrawals
+from weft_rl.coordinator.decisions.transfers import abort, regrouping, stalls, suspects, withdrawals
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, purpose_of
 from weft_rl.coordinator.decisions.transfers.withdrawals import is_dirty
 
@@ -39,7 +39,7 @@ def join_answered(change: Change, event: events.JoinAnswered) -> None:
             return
         why = f"it could not be told to join: {event.failure.message}"
         failure = abort.peer_gone(event.replica_id, why)
-        reform.lose_replica(change, transfer, event.replica_id, failure)
+        regrouping.lose_replica(change, transfer, event.replica_id, failure)
 
 
 def rank_attends(change: Change, event: events.RankAttends) -> None:
@@ -122,7 +122,7 @@ def load_answered(change: Change, event: events.LoadAnswered) -> None:
     if event.failure and transfer and transfer.uncommitted:
         why = f"{event.replica_id} does not load in place: {event.failure.message}"
         failure = Failure(event.failure.reason, why, {"member": event.replica_id})
-        reform.lose_replica(change, transfer, event.replica_id, failure)
+        regrouping.lose_replica(change, transfer, event.replica_id, failure)
 
 
 def rank_staged(change: Change, event: events.RankStaged) -> None:
@@ -190,7 +190,7 @@ def _lose_ranks(
     if ends:
         abort.abort(change, transfer, ends[0])
     else:
-        reform.lose_replicas(change, transfer, lost)
+        regrouping.lose_replicas(change, transfer, lost)
 
 
 def rank_failed(change: Change, event: events.RankFailed) -> None:
@@ -235,7 +235,7 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
     if event.rank in group.senders:  # without one of them no push continues
         abort.abort(change, transfer, failure)
     else:
-        reform.lose_replica(change, transfer, member, failure)
+        regrouping.lose_replica(change, transfer, member, failure)
 
 
 def watch_deadlines(change: Change) -> None:
