@@ -23,7 +23,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, Settings
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
@@ -59,7 +59,7 @@ class CatalogModel:
             setattr(made, name, value.copy() if isinstance(value, dict | set) else value)
         return made
 
-    def open(self, settings: Settings, coordinator_id: str) -> PoolState:
+    def open(self, settings: PoolSettings, coordinator_id: str) -> PoolState:
         """What a coordinator starts from; counts a generation."""
         self.generation += 1
         base = self.policies.get(BASE_POLICY)

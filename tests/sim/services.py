@@ -121,7 +121,9 @@ class Services:
         self._tick_after(answer_by, ticket)
         recorded = self._coordinator.flushed(version)
         ids = self._coordinator.new_transfer_ids()
-        return events.Rollback(ticket, version.policy, version.version, ids, answer_by, recorded)
+        return events.RollbackPolicy(
+            ticket, version.policy, version.version, ids, answer_by, recorded
+        )
 
     def pin(
         self, ticket: int, timeout: float, version: PolicyVersion, pinned: bool

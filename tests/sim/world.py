@@ -31,7 +31,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.state.pool import Settings
+from weft_rl.coordinator.decisions.state.pool import PoolSettings
 from weft_rl.coordinator.decisions.state.transfer import Group
 
 POLICIES = ["base", "math", "code"]
@@ -63,7 +63,7 @@ class World:
         self.clock = Clock()
         self._trace = trace
         self.tracing = trace is not None
-        self.settings = Settings(
+        self.settings = PoolSettings(
             lease_seconds=4.0,
             heartbeat_seconds=1.0,
             lost_after_seconds=3.0,

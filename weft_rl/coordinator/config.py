@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.coordinator.decisions.state.pool import Settings
+from weft_rl.coordinator.decisions.state.pool import PoolSettings
 from weft_rl.rpc.channel import check_listen
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft_rl.telemetry.config import NO_TELEMETRY, TelemetryConfig
@@ -24,29 +24,29 @@ class CoordinatorConfig:
     """SQLite file of versions, leases and history; created if it is missing."""
     listen: str = "127.0.0.1:50051"
     """HOST:PORT to listen on; port 0 takes a free one."""
-    lease_seconds: float = Settings.lease_seconds
+    lease_seconds: float = PoolSettings.lease_seconds
     """Seconds without a renewal after which a trainer no longer owns a policy."""
-    heartbeat_seconds: float = Settings.heartbeat_seconds
+    heartbeat_seconds: float = PoolSettings.heartbeat_seconds
     """Seconds between a replica's heartbeats."""
-    lost_after_seconds: float = Settings.lost_after_seconds
+    lost_after_seconds: float = PoolSettings.lost_after_seconds
     """Seconds without a heartbeat after which a replica is lost: several heartbeats."""
-    retain_versions: int = Settings.retain
+    retain_versions: int = PoolSettings.retain
     """Number of newest versions of each adapter that can be requested; the one that the bare name
     stands for always can."""
     commit_timeout_seconds: float = 120.0
     """Longest time that a replica may take to switch to a committed version."""
-    stall_seconds: float = Settings.stall_seconds
+    stall_seconds: float = PoolSettings.stall_seconds
     """Seconds after which a member of a transfer that is expected to act, and has reported nothing,
     is left out of the transfer: its process may live while its working thread hangs."""
-    sender_stall_seconds: float = Settings.sender_stall_seconds
+    sender_stall_seconds: float = PoolSettings.sender_stall_seconds
     """Seconds without a report of its trainer after which a push is aborted, if another transfer
     waits for its replicas."""
-    max_transfer_seconds: float = Settings.max_transfer_seconds
+    max_transfer_seconds: float = PoolSettings.max_transfer_seconds
     """Longest time of a push from when it is its turn; its own deadline bounds the wait before."""
-    publish_again_after_seconds: float = Settings.publish_again_after_seconds
+    publish_again_after_seconds: float = PoolSettings.publish_again_after_seconds
     """Seconds without any replica that holds a served version, after which its owner is asked to
     push it again."""
-    max_policies_per_trainer: int = Settings.max_policies_per_trainer
+    max_policies_per_trainer: int = PoolSettings.max_policies_per_trainer
     """Number of policies, owned or served, that one trainer may have at a time. A trainer is an
     identity of the access file, or a trainer_id where callers are not identified."""
     credentials: Credentials = NO_CREDENTIALS
@@ -85,9 +85,9 @@ class CoordinatorConfig:
         check_listen(self.listen)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> PoolSettings:
         """Options that decisions depend on."""
-        return Settings(
+        return PoolSettings(
             lease_seconds=self.lease_seconds,
             heartbeat_seconds=self.heartbeat_seconds,
             lost_after_seconds=self.lost_after_seconds,

@@ -12,7 +12,7 @@ from trainer_side import Publisher, PushOptions
 from weft_rl.cli.main import app
 from weft_rl.cli.push import parse_require
 from weft_rl.coordinator.config import CoordinatorConfig
-from weft_rl.coordinator.decisions.state.pool import Settings
+from weft_rl.coordinator.decisions.state.pool import PoolSettings
 from weft_rl.rpc.security.credentials import VARIABLES
 from weft_rl.telemetry.config import TelemetryConfig
 
@@ -91,7 +91,7 @@ def test_every_command_looks_for_the_coordinator_where_it_listens():
 
 
 def test_what_decisions_depend_on_is_as_the_coordinators_config_says(tmp_path):
-    assert CoordinatorConfig(catalog=tmp_path / "weft.db").settings == Settings()
+    assert CoordinatorConfig(catalog=tmp_path / "weft.db").settings == PoolSettings()
 
 
 def test_an_engine_is_opened_as_the_replicas_config_says():

@@ -183,7 +183,7 @@ def _apply(change: Change, event: events.Event) -> None:
             catch_up.looked_up(change, event)
         case events.VersionDescribed():
             adoption.described(change, event)
-        case events.Rollback():
+        case events.RollbackPolicy():
             rollback.ask(change, event)
         case events.Pin():
             retention.pin(change, event)

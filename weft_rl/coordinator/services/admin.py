@@ -50,7 +50,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         await self._driver.flush()
         recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
         answer = await self._driver.call(
-            lambda ticket: events.Rollback(
+            lambda ticket: events.RollbackPolicy(
                 ticket, request.policy, request.to_version, new_transfer_ids(), answer_by, recorded
             ),
             until=answer_by,

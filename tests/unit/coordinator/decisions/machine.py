@@ -14,7 +14,7 @@ from weft_rl.contract.replica_report import ReplicaReport, Work
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
+from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
@@ -58,7 +58,7 @@ class Machine:
     """State, clock and everything that was ever emitted."""
 
     def __init__(self, **settings: Any) -> None:
-        self.state = PoolState(settings=Settings(**{"lost_after_seconds": 6.0} | settings))
+        self.state = PoolState(settings=PoolSettings(**{"lost_after_seconds": 6.0} | settings))
         self.now = 100.0
         self.all: list[effects.Effect] = []
         self.last: list[effects.Effect] = []
@@ -270,7 +270,7 @@ class Machine:
         ticket = next(self.ids)
         record = self.record(PolicyVersion(policy, to_version))
         ids = TransferIds(f"t{ticket}", ticket, f"g{ticket}", "token", "secret")
-        self.do(events.Rollback(ticket, policy, to_version, ids, self.now + seconds, record))
+        self.do(events.RollbackPolicy(ticket, policy, to_version, ids, self.now + seconds, record))
         return ticket
 
     # -- clones ----------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
+from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.values import Phase, VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 
@@ -139,7 +139,7 @@ class Histories(RuleBasedStateMachine):
         replicas = list(self.m.state.replicas.values())
         self.m.answered_lookups = len(self.m.ever(effects.LookUp))
         self.m.state = PoolState(
-            settings=Settings(retain=2),
+            settings=PoolSettings(retain=2),
             generation=known.generation,
             fingerprint=known.fingerprint,
             architecture=known.architecture,

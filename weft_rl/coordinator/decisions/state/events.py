@@ -331,7 +331,7 @@ RankEvent = (
 
 
 @dataclass(frozen=True)
-class Rollback:
+class RollbackPolicy:
     """Operator's order to serve a former version again."""
 
     ticket: int
@@ -446,7 +446,7 @@ class RebindBase:
 
 
 OperatorEvent = (
-    Rollback
+    RollbackPolicy
     | Pin
     | RetireVersion
     | SetRetention

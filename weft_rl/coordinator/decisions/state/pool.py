@@ -47,7 +47,7 @@ MAX_NUMBER: Final = 2**52
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PoolSettings:
     """The options that decisions depend on; ``CoordinatorConfig`` explains them."""
 
     lease_seconds: float = 10.0
@@ -127,7 +127,7 @@ class Policy:
     pinned: tuple[int, ...] = ()
     """Versions that are never retired, ascending; durable."""
     retain: int = 0
-    """Number of newest versions of an adapter that are kept; 0 is ``Settings.retain``."""
+    """Number of newest versions of an adapter that are kept; 0 is ``PoolSettings.retain``."""
     trained_on: Mapping[int, int] = field(default_factory=dict)
     """Version of the base that each version of an adapter was trained on, where that is known.
     In the catalog it is part of each version's record."""
@@ -143,7 +143,7 @@ def live_lease(policy: Policy, now: float) -> Lease | None:
     return lease if lease and now < lease.expires_at else None
 
 
-def num_retained(policy: Policy, settings: Settings) -> int:
+def num_retained(policy: Policy, settings: PoolSettings) -> int:
     """Return the number of newest versions of an adapter that are kept."""
     return policy.retain or settings.retain
 
@@ -205,7 +205,7 @@ class UnservedVersion:
 class PoolState:
     """State of the whole pool; replaced, never changed."""
 
-    settings: Settings = field(default_factory=Settings)
+    settings: PoolSettings = field(default_factory=PoolSettings)
     generation: int = 1
     coordinator_id: str = ""
     """Id of the coordinator, random for each process."""
@@ -424,7 +424,7 @@ def require_lease(
 _SERVED_ONCE = (VersionState.COMMITTED, VersionState.RETIRED)
 
 
-def kept_versions(policy: Policy, settings: Settings) -> frozenset[int]:
+def kept_versions(policy: Policy, settings: PoolSettings) -> frozenset[int]:
     """Return the newest versions, the pinned ones, and always the one behind the alias."""
     newest = policy.versions[-num_retained(policy, settings) :]
     return frozenset((*newest, *policy.pinned, policy.served_version))

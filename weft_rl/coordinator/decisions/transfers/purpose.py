@@ -87,7 +87,7 @@ class Purpose(PurposeFacts, ABC):
         raise AssertionError(f"a {self.name} has no side group")
 
     def on_sender_stalled(self, change: Change, transfer: Transfer, failure: Failure) -> None:
-        """React to a sender that owes a step and was silent for ``Settings.stall_seconds``."""
+        """React to a sender that owes a step and was silent for ``PoolSettings.stall_seconds``."""
         raise AssertionError(f"a {self.name} has no sender")
 
     # -- its end ------------------------------------------------------------------

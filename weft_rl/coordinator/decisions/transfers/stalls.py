@@ -3,7 +3,7 @@
 A death shows as a broken stream or as silence of a whole process. A working thread that hangs
 shows as neither: its process keeps beating and its stream stays open. So each rank's working
 thread says what it does (``weft.v1.Progress``). A rank is stalled if it *owes* a step and says
-nothing for ``Settings.stall_seconds``. Its replica is then given up for the transfer, and is
+nothing for ``PoolSettings.stall_seconds``. Its replica is then given up for the transfer, and is
 suspect (see suspects.py). The table says who owes a step, and which message discharges it:
 
 ====================  ===================================  =======================

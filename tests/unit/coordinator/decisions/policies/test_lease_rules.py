@@ -14,7 +14,7 @@ from tests.unit.coordinator.decisions.machine import LOAD_FAILED, Machine
 from weft_rl.contract.errors import LeaseFencedError, PolicyOwnedError, WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.pool import PoolState, Settings
+from weft_rl.coordinator.decisions.state.pool import PoolSettings, PoolState
 from weft_rl.coordinator.decisions.state.values import VersionState
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 
@@ -50,7 +50,7 @@ class LeasesAndVersions(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "catalog.db"
         self.catalog = Catalog.open(self.path)
-        self.settings = Settings(lease_seconds=LEASE_SECONDS, retain=100)
+        self.settings = PoolSettings(lease_seconds=LEASE_SECONDS, retain=100)
         self.m = Machine()
         self.m.state = replace(self.m.state, settings=self.settings)
         self.m.pool("r0")

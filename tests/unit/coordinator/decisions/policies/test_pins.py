@@ -99,7 +99,7 @@ def test_a_clone_and_a_rollback_wait_as_well() -> None:
     m.do(events.Leave(0, "r1", "i1"))
     ids = TransferIds("t-back", 1, "g", "token", "secret")
     record = m.record(PolicyVersion("base", 1))
-    m.do(events.Rollback(next(m.ids), "base", 1, ids, m.now + 60, record))
+    m.do(events.RollbackPolicy(next(m.ids), "base", 1, ids, m.now + 60, record))
     assert m.state.transfers["t-back"].phase is Phase.WAITING
     _obey(m, "r0", 1)
     assert m.state.transfers["t-back"].phase is Phase.COMMITTING

@@ -11,7 +11,7 @@ from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase
 
-#: ``Settings.stall_seconds``.
+#: ``PoolSettings.stall_seconds``.
 STALL = 10.0
 
 
