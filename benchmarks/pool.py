@@ -32,7 +32,7 @@ from weft_rl.cli.demo.processes import Process
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.values import Layout
+from weft_rl.coordinator.decisions.state.values import VersionLayout
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_to_proto
@@ -71,7 +71,7 @@ def plan_alone(num_replicas: int, repeats: int) -> float:
         m = Machine().pool(*(f"replica-{i:04d}" for i in range(num_replicas)))
         m.acquire("math")
         began = time.perf_counter()
-        ticket = m.begin(layout=Layout.of(MANIFEST))
+        ticket = m.begin(layout=VersionLayout.of(MANIFEST))
         seconds.append(time.perf_counter() - began)
         assert len(m.transfer(ticket).targets) == num_replicas
     return statistics.median(seconds)

@@ -32,7 +32,7 @@ from rollout_side.engine import (
 from rollout_side.ticks import seconds_to_tick
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport, Work
+from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
 from weft_rl.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
@@ -233,16 +233,16 @@ class Agent:
             to_sleep=self._sleeps.to_sleep,
         )
 
-    def _work(self) -> Work | None:
+    def _work(self) -> ReplicaWork | None:
         """Return the work under way, with the seconds since it made progress; on any thread.
         The event loop may itself be held by what it runs: then nothing else tells."""
         now, engine, order = time.monotonic(), self.engine.work, self.serving.turns.begun
         if engine.owed:
-            return Work(f"its engine, {engine.owed}", now - engine.seen_at)
+            return ReplicaWork(f"its engine, {engine.owed}", now - engine.seen_at)
         if order is not None:
-            return Work(order.what, now - max(order.at, engine.seen_at))
+            return ReplicaWork(order.what, now - max(order.at, engine.seen_at))
         held_for = now - self._ticked_at
-        return Work("its event loop", held_for) if held_for > _LOOP_SECONDS else None
+        return ReplicaWork("its event loop", held_for) if held_for > _LOOP_SECONDS else None
 
     def order_refusal(self, order: OrderKey, reason: str) -> bool:
         """Refuse new requests from now on, or take them again if ``reason`` is empty. An order

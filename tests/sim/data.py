@@ -12,16 +12,16 @@ from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_pl
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.state.transfer import Group
-from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout
+from weft_rl.coordinator.decisions.state.values import ContentDigest, VersionLayout
 
 if TYPE_CHECKING:
     from tests.sim.sender import Epoch
 
 
-def _layout(num_buckets: int, columns: int) -> Layout:
+def _layout(num_buckets: int, columns: int) -> VersionLayout:
     names = [f"w{i}" for i in range(num_buckets)]
     metas = [TensorMeta(name, DataType.BFLOAT16, (16, columns)) for name in names]
-    layout = Layout.of(plan_buckets(metas, 32 * columns))
+    layout = VersionLayout.of(plan_buckets(metas, 32 * columns))
     assert layout.num_buckets == num_buckets
     return layout
 
@@ -37,12 +37,12 @@ NUM_BUFFERS = 2
 SPEAK_SECONDS = 1.0
 
 
-def layout_of(policy: str) -> Layout:
+def layout_of(policy: str) -> VersionLayout:
     """What a policy's versions look like."""
     return BASE_LAYOUT if policy == BASE_POLICY else ADAPTER_LAYOUT
 
 
-def plan_of(layout: Layout) -> SendPlan:
+def plan_of(layout: VersionLayout) -> SendPlan:
     """Two senders: the first bucket is one's alone, the last the other's, and of those between
     each has a half."""
     assert layout.manifest is not None
@@ -54,7 +54,7 @@ def plan_of(layout: Layout) -> SendPlan:
     return make_send_plan(2, wires)
 
 
-def digest_over(contents: Sequence[bytes], layout: Layout) -> ContentDigest:
+def digest_over(contents: Sequence[bytes], layout: VersionLayout) -> ContentDigest:
     """Over all buckets; of buckets that belong together it is what they are of."""
     value = contents[0] if len(set(contents)) == 1 else b"mixed"
     return ContentDigest(WSUM64, value, layout.total_bytes)

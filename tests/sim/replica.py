@@ -31,10 +31,10 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import WSUM64
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import Sleep, Work
+from weft_rl.contract.replica_report import ReplicaWork, Sleep
 from weft_rl.coordinator.decisions.state import effects
 from weft_rl.coordinator.decisions.state.transfer import Group, switch_id
-from weft_rl.coordinator.decisions.state.values import ContentDigest, HeldVersion, VersionFacts
+from weft_rl.coordinator.decisions.state.values import ContentDigest, HeldVersion, RecordedFacts
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -122,12 +122,12 @@ class SimReplica(Process):
             seconds -= SPEAK_SECONDS
             self._seen_at = self.clock.now
 
-    def work(self) -> Work | None:
+    def work(self) -> ReplicaWork | None:
         """What it says that it is at."""
         if not self._owed:
             return None
         what, begun_at = min(self._owed.values(), key=lambda owed: owed[1])
-        return Work(what, self.clock.now - max(begun_at, self._seen_at))
+        return ReplicaWork(what, self.clock.now - max(begun_at, self._seen_at))
 
     def owes_for(self) -> float:
         """How long the engine has owed an answer, and hung, by now."""
@@ -215,7 +215,7 @@ class SimReplica(Process):
         adapter = None if version.policy == BASE_POLICY else SPEC
         layout = layout_of(version.policy)
         content = ContentDigest(WSUM64, digest, layout.total_bytes)
-        facts = VersionFacts(content, layout.digest, adapter)
+        facts = RecordedFacts(content, layout.digest, adapter)
         answer.set(facts if held else None, None if held else NotFoundError("not held here"))
 
     def _drop_mistaken(self, mistaken: tuple[HeldVersion, ...]) -> None:

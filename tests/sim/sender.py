@@ -12,7 +12,7 @@ from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.coordinator.decisions.state.transfer import Group
-from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout
+from weft_rl.coordinator.decisions.state.values import ContentDigest, VersionLayout
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -23,7 +23,7 @@ class Sending:
     """What is sent, and how far it came; it outlives the groups that carry it."""
 
     transfer_id: str
-    layout: Layout
+    layout: VersionLayout
     digest: ContentDigest
     deadline: float
     plan: SendPlan | None = None

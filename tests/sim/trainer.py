@@ -25,7 +25,7 @@ from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer
 from weft_rl.coordinator.decisions.state.transfer import Group
-from weft_rl.coordinator.decisions.state.values import ContentDigest, Layout, PolicyKind
+from weft_rl.coordinator.decisions.state.values import ContentDigest, PolicyKind, VersionLayout
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -184,14 +184,14 @@ class SimTrainer(Process):
             ended.set()
 
     def _send_part(
-        self, push: Push, layout: Layout, sender: Sender, part: Sending, ended: Future
+        self, push: Push, layout: VersionLayout, sender: Sender, part: Sending, ended: Future
     ) -> Generator[Any, Any, None]:
         """What a further rank does, until rank 0 has told it over their link that all is over."""
         with contextlib.suppress(WeftError):
             yield from sender.carry(part, partial(self._group_now, push, layout))
             yield from sender.stand_by(part, ended)
 
-    def _begin(self, push: Push, layout: Layout) -> Generator[Any, Any, BeginAnswer]:
+    def _begin(self, push: Push, layout: VersionLayout) -> Generator[Any, Any, BeginAnswer]:
         fenced = False
         while True:
             token = yield from self._token(push.policy)
@@ -223,7 +223,7 @@ class SimTrainer(Process):
                 self._last[push.policy] = last_version, last_token
                 return begun
 
-    def _begin_call(self, push: Push, layout: Layout, group_id: str) -> Future:
+    def _begin_call(self, push: Push, layout: VersionLayout, group_id: str) -> Future:
         return self._call(
             "begin",
             self._left(push),
@@ -240,7 +240,7 @@ class SimTrainer(Process):
         )
 
     def _group_now(
-        self, push: Push, layout: Layout, known: str
+        self, push: Push, layout: VersionLayout, known: str
     ) -> Generator[Any, Any, Group | None]:
         """The group that the push has now, if it goes on: as ``PoolClient._group_now``."""
         try:

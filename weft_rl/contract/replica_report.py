@@ -29,7 +29,7 @@ class DrainNote:
 
 
 @dataclass(frozen=True)
-class Work:
+class ReplicaWork:
     """Work under way for the coordinator; see ``weft.v1.Work``."""
 
     what: str
@@ -65,5 +65,5 @@ class ReplicaReport:
     """Pinned versions of the base whose copies it keeps where it holds them."""
     pinned_bytes: int = 0
     """Memory of those copies."""
-    work: Work | None = None
+    work: ReplicaWork | None = None
     """Set while it carries out an order, or its engine owes an answer."""

@@ -24,7 +24,7 @@ from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_plan
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep, Work
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
 from weft_rl.contract.tensors import DataType
 from weft_rl.rpc.bounds import LAST_SECOND, MAX_DURATION_SECONDS
 from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
@@ -346,15 +346,15 @@ def drain_from_proto(message: registry_pb2.Drain) -> DrainNote:
     return DrainNote(duration_from_proto(message.time_left), message.reason)
 
 
-def _work_to_proto(work: Work | None) -> registry_pb2.Work | None:
+def _work_to_proto(work: ReplicaWork | None) -> registry_pb2.Work | None:
     if work is None:
         return None
     silence = duration_to_proto(min(max(0.0, work.silence), _LONGEST_SILENCE_SECONDS))
     return registry_pb2.Work(what=work.what, silence=silence)
 
 
-def _work_from_proto(message: registry_pb2.Work) -> Work:
-    return Work(message.what, duration_from_proto(message.silence))
+def _work_from_proto(message: registry_pb2.Work) -> ReplicaWork:
+    return ReplicaWork(message.what, duration_from_proto(message.silence))
 
 
 # -- checkpoints, and the digests of tensors -------------------------------------

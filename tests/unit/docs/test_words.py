@@ -67,9 +67,8 @@ KNOWN = frozenset(
 #: Public names of today that two classes or more have; this list only shrinks.
 KNOWN_TWICE = frozenset(
     """
-    AbsentPolicy Answer Arrived Channel Drain HeartbeatAnswer HttpServer Identity Layout Page Part
-    Place Purpose RankLink Sender Sending Shared SleepOrder Sum VersionFacts Wanted WeftServer
-    Work
+    AbsentPolicy Answer Arrived Channel HeartbeatAnswer HttpServer Identity Part Place Purpose
+    Sender Sending Shared Sum Wanted WeftServer
     """.split()
 )
 

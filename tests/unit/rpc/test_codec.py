@@ -12,7 +12,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep, Work
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.rpc import codec
 from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
@@ -132,7 +132,7 @@ REPORT = ReplicaReport(
     adapter_used_bytes=1 << 40,
     pins_obeyed=frozenset({2, 3}),
     pinned_bytes=1 << 41,
-    work=Work("loading base@4", 0.25),
+    work=ReplicaWork("loading base@4", 0.25),
 )
 
 

@@ -51,7 +51,7 @@ class SharedVectors:
 
 
 @dataclass(frozen=True)
-class Page(Generic[_Value, _Entry]):
+class EntryPage(Generic[_Value, _Entry]):
     """The entries of a message, and the last value among them if more follow."""
 
     entries: list[_Entry]
@@ -65,7 +65,7 @@ def cut(
     max_bytes: int = PAGE_BYTES,
     page_size: int = 0,
     vectors: SharedVectors | None = None,
-) -> Page[_Value, _Entry]:
+) -> EntryPage[_Value, _Entry]:
     """Return the first page of ``values``: at least one entry, else at most ``max_bytes``.
 
     Args:
@@ -77,13 +77,13 @@ def cut(
     num_bytes = 0
     for i, value in enumerate(values):
         if page_size and i == page_size:
-            return Page(entries, values[i - 1])
+            return EntryPage(entries, values[i - 1])
         entry = make(value)
         num_bytes += entry.ByteSize() + _ENTRY_BYTES
         if i and num_bytes + (vectors.num_bytes if vectors else 0) > max_bytes:
-            return Page(entries, values[i - 1])
+            return EntryPage(entries, values[i - 1])
         entries.append(entry)
-    return Page(entries, None)
+    return EntryPage(entries, None)
 
 
 def check_request(request: Any) -> None:

@@ -36,7 +36,7 @@ from weft_rl.coordinator.decisions.state.values import (
     HeldVersion,
     Phase,
     PolicyKind,
-    VersionFacts,
+    RecordedFacts,
     VersionRecord,
     VersionState,
 )
@@ -116,13 +116,13 @@ def held_from_proto(message: types_pb2.HeldVersion) -> HeldVersion:
     return HeldVersion(version, message.content_digest, message.spilled)
 
 
-def facts_from_proto(message: types_pb2.VersionFacts) -> VersionFacts:
+def facts_from_proto(message: types_pb2.VersionFacts) -> RecordedFacts:
     """Decode the facts that are recorded of a version.
 
     Raises:
         InvalidAdapterError: The adapter's config is too long.
     """
-    return VersionFacts(
+    return RecordedFacts(
         digest_from_proto(message.content_digest),
         message.layout_digest,
         adapter_from_proto(message.adapter) if message.HasField("adapter") else None,

@@ -25,7 +25,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import DIGEST_BYTES
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Group, RankReport, Transfer
-from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, VersionLayout
 from weft_rl.coordinator.messages.wire import group_to_proto
 from weft_rl.coordinator.runtime.key_value_store import KeyValueStore
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto, version_to_proto
@@ -38,7 +38,7 @@ _MAX_QUEUED: Final = 256
 _MAX_LAYOUTS: Final = 8
 
 
-class RankLink:
+class RankStream:
     """Bounded queue of the messages for one rank's stream; releases coalesce."""
 
     def __init__(self, group_id: str, rank: int) -> None:
@@ -149,8 +149,8 @@ class LiveGroup:
         self.ranks = {token_digest(group.token_of(rank)): rank for rank in range(group.size)}
         self.size, self.num_senders = group.size, group.num_senders
         self.store = KeyValueStore()
-        self.links: dict[int, RankLink] = {}
-        self.layouts: Lru[bytes, Layout] = Lru(_MAX_LAYOUTS)
+        self.links: dict[int, RankStream] = {}
+        self.layouts: Lru[bytes, VersionLayout] = Lru(_MAX_LAYOUTS)
         self.watermark: Watermark | None = None
         #: Buckets that each sender keeps, as it has said when it came.
         self.num_in_flight: dict[int, int] = {}
@@ -158,7 +158,7 @@ class LiveGroup:
         self.num_told: dict[int, int] = {}
 
     @property
-    def senders(self) -> list[RankLink]:
+    def senders(self) -> list[RankStream]:
         """Streams of the senders that attend."""
         return [self.links[rank] for rank in range(self.num_senders) if rank in self.links]
 
@@ -236,11 +236,11 @@ class LiveGroups:
         """
         return self._authorised(group_id, token)[0].store
 
-    def layout(self, group_id: str, token: str, digest: bytes) -> Layout | None:
+    def layout(self, group_id: str, token: str, digest: bytes) -> VersionLayout | None:
         """Return the layout of a transfer of the group, for any of its ranks, or None."""
         return self._authorised(group_id, token)[0].layouts.get(digest)
 
-    def attend(self, group_id: str, token: str, rank: int, num_in_flight: int = 0) -> RankLink:
+    def attend(self, group_id: str, token: str, rank: int, num_in_flight: int = 0) -> RankStream:
         """Open a rank's stream.
 
         Args:
@@ -270,20 +270,20 @@ class LiveGroups:
                     reason="PROTOCOL",
                 )
             live.num_in_flight[rank] = num_in_flight
-        link = live.links[rank] = RankLink(group_id, rank)
+        link = live.links[rank] = RankStream(group_id, rank)
         welcome = rendezvous_pb2.Welcome(num_attending=len(live.links))
         link.send(rendezvous_pb2.AttendResponse(welcome=welcome))
         self._post(events.RankAttends(group_id, rank))
         return link
 
-    def leave(self, link: RankLink, why: str) -> None:
+    def leave(self, link: RankStream, why: str) -> None:
         """Remove a stream that has ended; a second call is ignored."""
         live = self._live.get(link.group_id)
         if live is not None and live.links.get(link.rank) is link:
             del live.links[link.rank]
             self._post(events.RankGone(link.group_id, link.rank, why))
 
-    def receive(self, link: RankLink, message: rendezvous_pb2.AttendRequest) -> None:
+    def receive(self, link: RankStream, message: rendezvous_pb2.AttendRequest) -> None:
         """Handle a message from a rank.
 
         Raises:
@@ -319,7 +319,7 @@ class LiveGroups:
                     reason="PROTOCOL",
                 )
 
-    def _verified(self, link: RankLink, report: rendezvous_pb2.BucketVerified) -> None:
+    def _verified(self, link: RankStream, report: rendezvous_pb2.BucketVerified) -> None:
         live = self._live.get(link.group_id)
         mark = live.watermark if live else None
         if live is None or mark is None or mark.transfer_id != report.transfer_id:
@@ -328,7 +328,7 @@ class LiveGroups:
             for sender in live.senders:
                 sender.release(mark.transfer_id, mark.num_verified)
 
-    def _progress(self, link: RankLink, said: rendezvous_pb2.Progress) -> None:
+    def _progress(self, link: RankStream, said: rendezvous_pb2.Progress) -> None:
         live = self._live.get(link.group_id)
         if live is not None:
             transfer_id = said.transfer_id[:_MAX_ID]
@@ -344,7 +344,7 @@ class LiveGroups:
         told = [live.take_progress() for live in self._live.values()]
         return [heard for heard in told if heard is not None]
 
-    def _staged(self, link: RankLink, staged: rendezvous_pb2.Staged) -> None:
+    def _staged(self, link: RankStream, staged: rendezvous_pb2.Staged) -> None:
         live = self._live.get(link.group_id)
         mark = live.watermark if live else None
         if live is None or mark is None or mark.transfer_id != staged.transfer_id:

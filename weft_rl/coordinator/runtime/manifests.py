@@ -22,7 +22,12 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
-from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionFacts, VersionRecord
+from weft_rl.coordinator.decisions.state.values import (
+    Failure,
+    RecordedFacts,
+    VersionLayout,
+    VersionRecord,
+)
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
 from weft_rl.v1 import types_pb2
@@ -97,19 +102,19 @@ class LayoutCache:
     """Cache of the layouts used last. A transfer keeps its own layout alive itself."""
 
     def __init__(self) -> None:
-        self._layouts: Lru[bytes, Layout] = Lru(
+        self._layouts: Lru[bytes, VersionLayout] = Lru(
             MAX_MANIFESTS, lambda layout: self._count(layout, -1)
         )
         self._encoded: Lru[bytes, list[types_pb2.ManifestChunk]] = Lru(_MAX_ENCODED)
         self._num_tensors = 0
         self._num_chars = 0
 
-    def put(self, manifest: Manifest) -> Layout:
+    def put(self, manifest: Manifest) -> VersionLayout:
         """Add a manifest, drop the least recently used beyond the bounds, return its layout."""
         known = self.get(manifest.layout_digest)
         if known:
             return known
-        layout = Layout.of(manifest)
+        layout = VersionLayout.of(manifest)
         self._layouts.put(layout.digest, layout)
         self._count(layout, 1)
         while len(self._layouts) > 1 and (
@@ -118,17 +123,17 @@ class LayoutCache:
             self._layouts.drop_oldest()
         return layout
 
-    def _count(self, layout: Layout, sign: int) -> None:
+    def _count(self, layout: VersionLayout, sign: int) -> None:
         assert layout.manifest is not None
         tensors = layout.manifest.tensors
         self._num_tensors += sign * len(tensors)
         self._num_chars += sign * sum(len(slot.meta.name) for slot in tensors)
 
-    def get(self, layout_digest: bytes) -> Layout | None:
+    def get(self, layout_digest: bytes) -> VersionLayout | None:
         """Return a layout that is still known, or None."""
         return self._layouts.get(layout_digest)
 
-    async def chunks(self, layout: Layout) -> list[types_pb2.ManifestChunk]:
+    async def chunks(self, layout: VersionLayout) -> list[types_pb2.ManifestChunk]:
         """Return a layout as chunks to send; encoded once for all receivers."""
         known = self._encoded.get(layout.digest)
         if known:
@@ -180,7 +185,7 @@ class VersionReader(Protocol):
             WeftError: It does not answer, or holds no copy.
         """
 
-    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> RecordedFacts:
         """Return the facts to record of a version that the replica holds with ``digest``.
 
         Raises:
@@ -208,13 +213,13 @@ async def look_up(
     restores a version itself is sent nothing: the digest of the layout is enough.
     """
     record = catalog.find_version(effect.version)
-    layout: Layout | None = None
+    layout: VersionLayout | None = None
     failure: Failure | None = None
     if record is not None:
         layout = manifests.get(record.layout_digest)
         if layout is None and effect.source_id == effect.replica_id:
             size = record.content_digest.size_bytes if record.content_digest else 0
-            layout = Layout(None, record.layout_digest, size, 0, 0)
+            layout = VersionLayout(None, record.layout_digest, size, 0, 0)
         if layout is None:
             try:
                 layout = await _fetch(effect, record, manifests, describer)
@@ -243,7 +248,7 @@ async def describe_held(
     effect: effects.DescribeVersion, catalog: Catalog, describer: VersionReader
 ) -> events.VersionDescribed:
     """Ask a replica for the facts of a version, and look up what the catalog has of it by then."""
-    facts: VersionFacts | None = None
+    facts: RecordedFacts | None = None
     failure: Failure | None = None
     try:
         facts = await describer.facts(effect.address, effect.version, effect.digest)
@@ -262,7 +267,7 @@ async def describe_held(
 
 async def _fetch(
     effect: effects.LookUp, record: VersionRecord, manifests: LayoutCache, describer: VersionReader
-) -> Layout:
+) -> VersionLayout:
     manifest = await describer.describe(effect.source_address, effect.version)
     if manifest.layout_digest != record.layout_digest:
         raise DigestMismatchError(

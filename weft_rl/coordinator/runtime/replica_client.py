@@ -17,7 +17,7 @@ from weft_rl.contract.errors import REASONS, NotFoundError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.values import Failure, VersionFacts
+from weft_rl.coordinator.decisions.state.values import Failure, RecordedFacts
 from weft_rl.coordinator.messages.wire import (
     adapter_to_proto,
     digest_to_proto,
@@ -108,7 +108,7 @@ class ReplicaReader:
             raise error_from_rpc(error) from error
         return await asyncio.to_thread(decoder.finish)
 
-    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> VersionFacts:
+    async def facts(self, address: str, version: PolicyVersion, digest: bytes) -> RecordedFacts:
         """Return the facts to record of a version that a replica holds with ``digest``.
 
         Raises:

@@ -17,7 +17,7 @@ from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.step import unknown_transfer
 from weft_rl.coordinator.messages.pages import (
     PAGE_BYTES,
-    Page,
+    EntryPage,
     SharedVectors,
     check_request,
     cut,
@@ -257,7 +257,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         page_size: int = 0,
         vectors: SharedVectors | None = None,
         most: int | None = None,
-    ) -> Page[str, inspect_pb2.Replica]:
+    ) -> EntryPage[str, inspect_pb2.Replica]:
         state, now = self._driver.state, self._driver.now()
 
         def make(name: str) -> inspect_pb2.Replica:
@@ -271,7 +271,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
 
     def _policies(
         self, names: Sequence[str], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
-    ) -> Page[str, inspect_pb2.Policy]:
+    ) -> EntryPage[str, inspect_pb2.Policy]:
         state, now = self._driver.state, self._driver.now()
 
         def make(name: str) -> inspect_pb2.Policy:
@@ -285,7 +285,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
 
     def _transfers(
         self, transfers: Sequence[Transfer], *, page_size: int = 0, max_bytes: int = PAGE_BYTES
-    ) -> Page[Transfer, publish_pb2.Transfer]:
+    ) -> EntryPage[Transfer, publish_pb2.Transfer]:
         return cut(transfers, self._shown, page_size=page_size, max_bytes=max_bytes)
 
     def _shown(self, transfer: Transfer) -> publish_pb2.Transfer:

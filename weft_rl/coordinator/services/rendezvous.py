@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError, WeftError
-from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankLink
+from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankStream
 from weft_rl.coordinator.runtime.manifests import LayoutCache
 from weft_rl.rpc.bounds import check_revision
 from weft_rl.rpc.codec import duration_from_proto
@@ -103,7 +103,7 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
             yield message
 
     async def _read(
-        self, link: RankLink, requests: AsyncIterator[rendezvous_pb2.AttendRequest]
+        self, link: RankStream, requests: AsyncIterator[rendezvous_pb2.AttendRequest]
     ) -> None:
         """Handle a rank's messages until it ends its stream, breaks off or breaks the protocol."""
         try:

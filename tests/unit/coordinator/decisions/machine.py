@@ -10,7 +10,7 @@ from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import WSUM64, plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport, Work
+from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.coordinator.decisions.replicas.out_of_service import refuse_reason
 from weft_rl.coordinator.decisions.state import effects, events
@@ -23,10 +23,10 @@ from weft_rl.coordinator.decisions.state.values import (
     Failure,
     HeldVersion,
     HeldVersionRecord,
-    Layout,
     Phase,
     PolicyKind,
-    VersionFacts,
+    RecordedFacts,
+    VersionLayout,
     VersionRecord,
 )
 from weft_rl.coordinator.decisions.step import step
@@ -45,8 +45,8 @@ CAPABILITIES = Capabilities(
     staging_capacity_bytes=1 << 20,
     adapter_capacity_bytes=1 << 20,
 )
-LAYOUT = Layout.of(plan_buckets([TensorMeta("w", BF16, (4, 4))]))
-OTHER_LAYOUT = Layout.of(plan_buckets([TensorMeta("w", BF16, (8, 8))]))
+LAYOUT = VersionLayout.of(plan_buckets([TensorMeta("w", BF16, (4, 4))]))
+OTHER_LAYOUT = VersionLayout.of(plan_buckets([TensorMeta("w", BF16, (8, 8))]))
 SPEC = AdapterSpec('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}', b"config")
 DIGEST = ContentDigest(WSUM64, b"\1" * 8, LAYOUT.total_bytes)
 LOAD_FAILED = Failure("LOAD_FAILED", "the engine said no", {"dirty": "false"})
@@ -73,7 +73,7 @@ class Machine:
         #: What a replica names in heartbeats, with digests, until a test changes it.
         self.says: dict[str, Any] = {}
         #: What it says that it is at.
-        self.works: dict[str, Work] = {}
+        self.works: dict[str, ReplicaWork] = {}
 
     def do(self, event: events.Event) -> list[effects.Effect]:
         self.state, self.last = step(self.state, event, self.now)
@@ -194,7 +194,7 @@ class Machine:
         self.answered_inquiries += len(asked)
         for effect in asked:
             is_base = effect.version.policy == "base"
-            facts = VersionFacts(
+            facts = RecordedFacts(
                 ContentDigest(WSUM64, effect.digest, LAYOUT.total_bytes),
                 LAYOUT.digest,
                 None if is_base else SPEC,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tests.unit.coordinator.decisions.machine import LAYOUT, Machine
 from weft_rl.contract.layout.manifest import WSUM64
-from weft_rl.contract.replica_report import Work
+from weft_rl.contract.replica_report import ReplicaWork
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Activity, RankReport
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
@@ -59,7 +59,7 @@ def pass_stuck(m: Machine, replica_id: str, what: str, seconds: float, since: fl
     has not for ``since`` seconds before."""
     begun_at, end = m.now - since, m.now + seconds
     while m.now < end:
-        m.works[replica_id] = Work(what, m.now + 0.25 - begun_at)
+        m.works[replica_id] = ReplicaWork(what, m.now + 0.25 - begun_at)
         m.pass_time(0.25)
 
 

@@ -21,7 +21,7 @@ from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.transfer import Group, Member, Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import Failure, PolicyKind
 from weft_rl.coordinator.messages.wire import group_to_proto
-from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankLink, Watermark
+from weft_rl.coordinator.runtime.live_groups import LiveGroups, RankStream, Watermark
 from weft_rl.rpc.codec import send_plan_from_proto
 from weft_rl.v1 import rendezvous_pb2
 
@@ -131,7 +131,7 @@ def _two_senders() -> Group:
     return Group("g", "secret", 1, "t1", "s1", "gloo", members, num_senders=2)
 
 
-async def _heard(link: RankLink) -> list[str]:
+async def _heard(link: RankStream) -> list[str]:
     """What a rank was told, by kind; ends when there is nothing more."""
     kinds = []
     with contextlib.suppress(TimeoutError):

@@ -26,9 +26,9 @@ from weft_rl.coordinator.decisions.state.replica_state import obeys_pins, versio
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds
 from weft_rl.coordinator.decisions.state.values import (
     Failure,
-    Layout,
     Phase,
     PolicyKind,
+    VersionLayout,
     VersionRecord,
 )
 from weft_rl.coordinator.decisions.transfers import lifecycle
@@ -117,7 +117,7 @@ def waiting_repair(
     purpose: Repair,
     ids: TransferIds,
     record: VersionRecord,
-    layout: Layout,
+    layout: VersionLayout,
     now: float,
     backend: str = "",
 ) -> Transfer:

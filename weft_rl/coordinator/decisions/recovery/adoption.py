@@ -46,7 +46,7 @@ from weft_rl.coordinator.decisions.state.replica_state import undecided_versions
 from weft_rl.coordinator.decisions.state.values import (
     HeldVersion,
     PolicyKind,
-    VersionFacts,
+    RecordedFacts,
     VersionRecord,
     VersionState,
 )
@@ -268,7 +268,7 @@ def described(change: Change, event: events.VersionDescribed) -> None:
     _adopt(change, policy, version, facts, event.recorded)
 
 
-def _is_incomplete(version: PolicyVersion, facts: VersionFacts) -> bool:
+def _is_incomplete(version: PolicyVersion, facts: RecordedFacts) -> bool:
     is_adapter = version.policy != BASE_POLICY
     return is_adapter is (facts.adapter is None) or len(facts.layout_digest) != 32
 
@@ -289,7 +289,7 @@ def _adopt(
     change: Change,
     policy: Policy,
     version: PolicyVersion,
-    facts: VersionFacts,
+    facts: RecordedFacts,
     recorded: VersionRecord | None,
 ) -> None:
     number = version.version

@@ -34,7 +34,12 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     versions_to_bring,
 )
 from weft_rl.coordinator.decisions.state.transfer import Transfer, TransferIds, switch_id
-from weft_rl.coordinator.decisions.state.values import Failure, Layout, VersionRecord, VersionState
+from weft_rl.coordinator.decisions.state.values import (
+    Failure,
+    VersionLayout,
+    VersionRecord,
+    VersionState,
+)
 
 #: Between two schedules when one clone ends after another.
 SCHEDULE_SECONDS = 0.02
@@ -212,7 +217,7 @@ def _restore(now: float, name: str, replica: Replica, record: VersionRecord) -> 
         Restore(replica_id=replica.replica_id, staged_by=record.transfer_id),
         TransferIds(name, 0, "", "", ""),
         record,
-        Layout(None, record.layout_digest, size, size, 0),
+        VersionLayout(None, record.layout_digest, size, size, 0),
         now,
     )
 

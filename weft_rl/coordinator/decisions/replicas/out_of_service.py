@@ -26,7 +26,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     UncordonAnswer,
 )
 from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, PoolState
-from weft_rl.coordinator.decisions.state.replica import Drain, OutOfService, Replica
+from weft_rl.coordinator.decisions.state.replica import OutOfService, Replica, ReplicaDrain
 from weft_rl.coordinator.decisions.state.replica_state import explain_state
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 
@@ -176,7 +176,9 @@ def drain(change: Change, event: events.DrainReplica) -> None:
         change.reply(event.ticket, EmptyAnswer())
 
 
-def updated_drain(replica: Replica | None, note: DrainNote | None, now: float) -> Drain | None:
+def updated_drain(
+    replica: Replica | None, note: DrainNote | None, now: float
+) -> ReplicaDrain | None:
     """Return a replica's drain once ``note`` is heard; nothing takes a drain back.
 
     Its first reason stands, and the earlier end counts.
@@ -186,7 +188,7 @@ def updated_drain(replica: Replica | None, note: DrainNote | None, now: float) -
         return known
     deadline = now + note.seconds
     if known is None:
-        return Drain(deadline, note.reason)
+        return ReplicaDrain(deadline, note.reason)
     return replace(known, deadline=min(known.deadline, deadline))
 
 

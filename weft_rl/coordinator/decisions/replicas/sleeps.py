@@ -23,7 +23,7 @@ from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallSleep, CallWake, SleepAnswer
 from weft_rl.coordinator.decisions.state.pool import live_lease, require_lease
-from weft_rl.coordinator.decisions.state.replica import Replica, SleepOrder, SleepWait
+from weft_rl.coordinator.decisions.state.replica import Replica, SleepWait, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.replica_state import is_unsettled
 from weft_rl.coordinator.decisions.state.values import Failure
 
@@ -44,7 +44,7 @@ def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
         for replica in state.replicas.values()
         if not replica.lost and not event.gpu_uuids.isdisjoint(replica.capabilities.gpu_uuids)
     )
-    order = SleepOrder(
+    order = StandingSleepOrder(
         trainer_id=lease.trainer_id,
         fencing_token=token,
         level=event.level,
@@ -58,12 +58,14 @@ def sleep_replica(change: Change, event: events.SleepReplica) -> None:
     """Put one replica to sleep, by an operator's order, which replaces a trainer's."""
     if event.replica_id not in change.state.replicas:
         raise unknown_replica(event.replica_id)
-    order = SleepOrder(trainer_id="", level=event.level, aborts=event.aborts, seconds=event.seconds)
+    order = StandingSleepOrder(
+        trainer_id="", level=event.level, aborts=event.aborts, seconds=event.seconds
+    )
     _sleep(change, event.ticket, [event.replica_id], order, event.answer_by)
 
 
 def _sleep(
-    change: Change, ticket: int, names: list[str], order: SleepOrder, answer_by: float
+    change: Change, ticket: int, names: list[str], order: StandingSleepOrder, answer_by: float
 ) -> None:
     replicas = [change.state.replicas[name] for name in names]
     unable = [replica for replica in replicas if not replica.capabilities.can_sleep]
@@ -128,7 +130,7 @@ def adopt(change: Change, event: events.Register) -> None:
         return
     trainer_id, level = asleep.trainer_id, asleep.level
     until = change.now + state.settings.lease_seconds if trainer_id else float("inf")
-    order = SleepOrder(trainer_id=trainer_id, level=level, until=until, confirmed=True)
+    order = StandingSleepOrder(trainer_id=trainer_id, level=level, until=until, confirmed=True)
     _put(change, event.replica_id, order)
 
 
@@ -269,7 +271,7 @@ def _call_again(change: Change, replica: Replica) -> None:
     change.put_replica(replace(replica, sleep_call_until=change.now + RETRY_SECONDS))
 
 
-def _put(change: Change, name: str, order: SleepOrder) -> None:
+def _put(change: Change, name: str, order: StandingSleepOrder) -> None:
     change.touched.add(name)
     change.state = replace(change.state, sleeps={**change.state.sleeps, name: order})
 

@@ -22,9 +22,9 @@ from weft_rl.coordinator.decisions.state.values import (
     ContentDigest,
     Failure,
     HeldVersionRecord,
-    Layout,
     PolicyKind,
-    VersionFacts,
+    RecordedFacts,
+    VersionLayout,
     VersionRecord,
 )
 
@@ -95,7 +95,7 @@ class BeginTransfer:
     policy: str
     fencing_token: int
     layout_digest: bytes
-    layout: Layout | None
+    layout: VersionLayout | None
     """Layout of that digest; None when no such manifest is known."""
     adapter: AdapterSpec | None
     min_replicas: int
@@ -569,7 +569,7 @@ class LookedUp:
     version: PolicyVersion
     ids: TransferIds
     record: VersionRecord | None
-    layout: Layout | None
+    layout: VersionLayout | None
     failure: Failure | None
 
 
@@ -581,7 +581,7 @@ class VersionDescribed:
     incarnation: str
     version: PolicyVersion
     digest: bytes
-    facts: VersionFacts | None
+    facts: RecordedFacts | None
     failure: Failure | None
     recorded: VersionRecord | None
     """Record that the catalog has of the version now."""

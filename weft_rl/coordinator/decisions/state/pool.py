@@ -19,8 +19,8 @@ from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, 
 from weft_rl.coordinator.decisions.state.replica import (
     OutOfService,
     Replica,
-    SleepOrder,
     SleepWait,
+    StandingSleepOrder,
     held_versions,
 )
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
@@ -286,7 +286,7 @@ class PoolState:
     """Digests of the unrecorded versions that were recorded since the start."""
     conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
     """Versions under whose number replicas hold unlike bytes; holders by digest."""
-    sleeps: Mapping[str, SleepOrder] = field(default_factory=dict)
+    sleeps: Mapping[str, StandingSleepOrder] = field(default_factory=dict)
     """Orders to sleep, by replica of the pool; not durable, the replica remembers its own."""
     sleep_waits: Mapping[int, SleepWait] = field(default_factory=dict)
     """Calls that wait for replicas to sleep or wake, by ticket."""

@@ -14,7 +14,7 @@ from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SleepOrder:
+class StandingSleepOrder:
     """Order to a replica to sleep until somebody wakes it, or its trainer's lease has ended.
 
     Not durable: the replica remembers it.
@@ -81,7 +81,7 @@ class OutOfService:
 
 
 @dataclass(frozen=True)
-class Drain:
+class ReplicaDrain:
     """Drain of a replica: it leaves in good order, at ``deadline`` at the latest."""
 
     deadline: float
@@ -135,7 +135,7 @@ class Replica:
     """Versions that could not be brought to it yet."""
     spilled: frozenset[PolicyVersion] = frozenset()
     """Versions that lie in its spill directory."""
-    drain: Drain | None = None
+    drain: ReplicaDrain | None = None
     """Set while it is to leave."""
     unrecorded: frozenset[HeldVersion] = frozenset()
     """Versions that it holds and the catalog does not know; see adoption.py."""

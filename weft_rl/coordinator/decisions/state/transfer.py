@@ -22,9 +22,9 @@ from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     ContentDigest,
     Failure,
-    Layout,
     Phase,
     PolicyKind,
+    VersionLayout,
     VersionRecord,
     VersionState,
 )
@@ -368,7 +368,7 @@ class Transfer:
     kind: PolicyKind
     trainer_id: str
     """Sender: a trainer, ``replica_sender(...)``, or an operator who has nothing to send."""
-    layout: Layout = NO_LAYOUT
+    layout: VersionLayout = NO_LAYOUT
     send_plan: SendPlan | None = field(default=None, repr=False)
     """Division of the buckets among several senders. Not kept once the transfer has ended."""
     adapter: AdapterSpec | None = None

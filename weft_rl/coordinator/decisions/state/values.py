@@ -95,7 +95,7 @@ class BoundCheckpoint:
 
 
 @dataclass(frozen=True)
-class VersionFacts:
+class RecordedFacts:
     """Facts of a version that a holder of it tells the catalog."""
 
     content_digest: ContentDigest
@@ -131,7 +131,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Layout:
+class VersionLayout:
     """A manifest and the sums that decisions need."""
 
     manifest: Manifest | None = field(repr=False, compare=False)
@@ -143,7 +143,7 @@ class Layout:
     """Number of buckets that are sent: the manifest's own, or the wire buckets of a send plan."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Layout:
+    def of(cls, manifest: Manifest) -> VersionLayout:
         """Compute the sums of a manifest once; O(buckets)."""
         return cls(
             manifest,
@@ -155,7 +155,7 @@ class Layout:
 
 
 #: Layout of a transfer that moves no bytes.
-NO_LAYOUT = Layout(None, b"", 0, 0, 0)
+NO_LAYOUT = VersionLayout(None, b"", 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_pl
 from weft_rl.contract.tensors import TensorMeta
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import Activity, Group, RankReport
-from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Layout, Phase
+from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase, VersionLayout
 from weft_rl.coordinator.decisions.transfers import stalls
 
-LAYOUT = Layout.of(plan_buckets([TensorMeta(f"w{i}.w", BF16, (16, 16)) for i in range(2)], 512))
+LAYOUT = VersionLayout.of(
+    plan_buckets([TensorMeta(f"w{i}.w", BF16, (16, 16)) for i in range(2)], 512)
+)
 #: Wire buckets 0 and 2 are sender 0's, 1 and 3 sender 1's.
 PLAN = make_send_plan(2, [WireBucket(s, b, 256, 1) for b in range(2) for s in range(2)])
 WITH_GAP = TensorSlot(TensorMeta("w", BF16, (4, 4)), 0, 256)
@@ -181,7 +183,7 @@ def test_one_sender_that_stalls_ends_the_push_like_one_alone() -> None:
         ({"carries_runs": True, "policy": "base"}, "INVALID_REQUEST", "not both"),
         ({"send_plan": SendPlan(1, PLAN.buckets[:1])}, "INVALID_REQUEST", "the send plan has 256"),
         (
-            {"layout": Layout.of(make_manifest([WITH_GAP], [Bucket(512, 1)]))},
+            {"layout": VersionLayout.of(make_manifest([WITH_GAP], [Bucket(512, 1)]))},
             "INVALID_MANIFEST",
             "without gaps",
         ),

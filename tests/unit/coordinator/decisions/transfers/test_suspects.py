@@ -6,7 +6,7 @@ import itertools
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import LATE, pass_stuck, suspects_of
-from weft_rl.contract.replica_report import ReplicaReport, Work
+from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
@@ -169,10 +169,10 @@ def test_a_replica_that_does_not_get_on_with_its_work_is_suspect_without_any_tra
 
 def test_a_replica_that_answers_its_probe_and_hangs_in_an_order_stays_suspect() -> None:
     m = _hung()
-    m.works["r0"] = Work("switching to math@1", 11.0)
+    m.works["r0"] = ReplicaWork("switching to math@1", 11.0)
     m.pass_time(0.25)
     _attends(m)
-    m.works["r0"] = Work("switching to math@1", 16.0)
+    m.works["r0"] = ReplicaWork("switching to math@1", 16.0)
     m.pass_time(5.0)
     assert suspects_of(m) == ["r0"]
     assert [r.replica_id for r in routes(m.state)] == ["r1"]
@@ -184,7 +184,7 @@ def test_a_replica_that_answers_its_probe_and_hangs_in_an_order_stays_suspect() 
 
 def test_work_that_gets_on_may_take_its_time() -> None:
     m = _hung()
-    m.works["r0"] = Work("its engine, weft_apply_base", 0.5)
+    m.works["r0"] = ReplicaWork("its engine, weft_apply_base", 0.5)
     m.pass_time(60.0)
     assert not suspects_of(m)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.decisions.stalling import pass_stuck, suspects_of
-from weft_rl.contract.replica_report import ReplicaReport, Work
+from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica_state import routes
 from weft_rl.coordinator.decisions.state.values import Phase
@@ -91,7 +91,7 @@ def test_no_other_push_waits_longer_than_that(num_replicas: int) -> None:
 def test_one_that_gets_on_may_take_as_long_as_a_commit_may() -> None:
     m = _pool("r0", "r1")
     ticket, waiter = _committing(m, "base")
-    m.works["r0"] = Work("its engine, weft_apply_base", 0.4)
+    m.works["r0"] = ReplicaWork("its engine, weft_apply_base", 0.4)
     m.pass_time(90.0)
     assert m.transfer(ticket).phase is Phase.COMMITTING
     del m.works["r0"]  # it is done, and its answer is on its way
@@ -106,7 +106,7 @@ def test_one_that_gets_on_may_take_as_long_as_a_commit_may() -> None:
 def test_one_that_says_that_it_is_at_it_and_does_not_get_on_is_given_up() -> None:
     m = _pool("r0", "r1")
     ticket, _ = _committing(m)
-    m.works["r0"] = Work("its engine, weft_load_adapter", 0.1)
+    m.works["r0"] = ReplicaWork("its engine, weft_load_adapter", 0.1)
     m.pass_time(5.0)
     pass_stuck(m, "r0", "its engine, weft_load_adapter", STALL - 0.5)
     assert m.transfer(ticket).phase is Phase.COMMITTING
@@ -117,7 +117,7 @@ def test_one_that_says_that_it_is_at_it_and_does_not_get_on_is_given_up() -> Non
 
 def test_work_that_was_begun_before_the_order_does_not_count_against_it() -> None:
     m = _pool("r0", "r1")
-    m.works["r0"] = Work("its engine, weft_spill", 8.0)
+    m.works["r0"] = ReplicaWork("its engine, weft_spill", 8.0)
     m.pass_time(0.25)
     ticket, _ = _committing(m)
     del m.works["r0"]
