@@ -11,7 +11,6 @@ from weft_rl.contract.capabilities import ONE_SIDED
 from weft_rl.contract.errors import (
     InvalidNameError,
     InvalidRequestError,
-    NotFoundError,
     NotReadyError,
     RequestConflictError,
 )
@@ -35,7 +34,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     HeartbeatAnswer,
     RegisterAnswer,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.pool import PoolState, registered_replica
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
     eligible_targets,
@@ -182,12 +181,7 @@ def _check_backends(state: PoolState, event: events.Register) -> None:
 
 def heartbeat(change: Change, event: events.Heartbeat) -> None:
     """Note that a replica lives and what it serves."""
-    replica = change.state.replicas.get(event.replica_id)
-    if replica is None or replica.lost or replica.incarnation != event.incarnation:
-        raise NotFoundError(
-            f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
-            reason="REPLICA_UNKNOWN",
-        )
+    replica = registered_replica(change.state, event.replica_id, event.incarnation)
     report = event.report
     is_new = report.vector != replica.vector
     if not is_new:  # one copy: it is compared and listed more often than it changes

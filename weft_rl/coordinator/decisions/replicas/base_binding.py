@@ -13,7 +13,7 @@ from __future__ import annotations
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import CheckpointState
-from weft_rl.contract.errors import BaseMismatchError, NotFoundError, NotReadyError
+from weft_rl.contract.errors import BaseMismatchError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
@@ -29,7 +29,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SavePool,
     SaveRetired,
 )
-from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.pool import PoolState, registered_replica
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import explain_checkpoint_mismatch
 from weft_rl.coordinator.decisions.state.values import BoundCheckpoint
@@ -161,12 +161,7 @@ _MAX_AS_STARTED = 64
 
 def report_checkpoint(change: Change, event: events.ReportCheckpoint) -> None:
     """Note the checkpoint that a replica has read, or refuse a replica that is not registered."""
-    replica = change.state.replicas.get(event.replica_id)
-    if replica is None or replica.lost or replica.incarnation != event.incarnation:
-        raise NotFoundError(
-            f"replica {event.replica_id[:80]!r} is not registered (any more): register again",
-            reason="REPLICA_UNKNOWN",
-        )
+    replica = registered_replica(change.state, event.replica_id, event.incarnation)
     note_checkpoint(change, replace(replica, checkpoint=event.checkpoint))
     change.reply(event.ticket, EmptyAnswer())
 

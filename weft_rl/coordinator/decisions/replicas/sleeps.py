@@ -22,7 +22,7 @@ from weft_rl.coordinator.decisions.replicas.out_of_service import unknown_replic
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import CallSleep, CallWake, SleepAnswer
-from weft_rl.coordinator.decisions.state.pool import live_lease, require_lease
+from weft_rl.coordinator.decisions.state.pool import Lease, live_lease, require_lease
 from weft_rl.coordinator.decisions.state.replica import Replica, SleepWait, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.replica_state import is_unsettled
 from weft_rl.coordinator.decisions.state.values import Failure
@@ -180,8 +180,7 @@ def wake_answered(change: Change, event: events.WakeAnswered) -> None:
 def watch(change: Change) -> None:
     """End the orders of leases that have ended, and have replicas do what is ordered."""
     _adopt_token(change)
-    base = change.state.policies.get(BASE_POLICY)
-    lease = live_lease(base, change.now) if base else None
+    lease = _base_lease(change)
     token = lease.fencing_token if lease else 0
     for name, order in list(change.state.sleeps.items()):
         ended = order.fencing_token != token if order.fencing_token else change.now >= order.until
@@ -240,13 +239,17 @@ def _is_pending(change: Change, name: str, wait: SleepWait) -> bool:
     return order is None and is_unsettled(replica)
 
 
+def _base_lease(change: Change) -> Lease | None:
+    base = change.state.policies.get(BASE_POLICY)
+    return live_lease(base, change.now) if base else None
+
+
 def _adopt_token(change: Change) -> None:
     """Make orders that replicas have told of part of the lease of the same trainer.
 
     Only if the trainer has the lease of the base.
     """
-    base = change.state.policies.get(BASE_POLICY)
-    lease = live_lease(base, change.now) if base else None
+    lease = _base_lease(change)
     for name, order in list(change.state.sleeps.items()):
         if lease and not order.fencing_token and order.trainer_id == lease.trainer_id:
             _put(change, name, replace(order, fencing_token=lease.fencing_token))

@@ -392,6 +392,21 @@ class PoolState:
         return now + self.wall_offset_seconds
 
 
+def registered_replica(state: PoolState, replica_id: str, incarnation: str) -> Replica:
+    """Return the replica of that process, if it is registered and not given up.
+
+    Raises:
+        NotFoundError: It is not, or not any more.
+    """
+    replica = state.replicas.get(replica_id)
+    if replica is None or replica.lost or replica.incarnation != incarnation:
+        raise NotFoundError(
+            f"replica {replica_id[:80]!r} is not registered (any more): register again",
+            reason="REPLICA_UNKNOWN",
+        )
+    return replica
+
+
 def require_lease(
     state: PoolState, policy_name: str, fencing_token: int, now: float, session_id: str = ""
 ) -> tuple[Policy, Lease]:
