@@ -22,7 +22,7 @@ PROCESSES = ("trainer", "coordinator", "replica")
 _ROOT = Path(__file__).parents[2]
 _ROOMS = ("trainer_side", "rollout_side", "weft_rl")
 _LONG_SECONDS = 300.0
-_BACKENDS = ("weft_rl/transport/backends.py", "weft_rl/transport/one_sided/sending.py")
+_BACKENDS = ("weft_rl/transport/backends.py", "weft_rl/transport/one_sided/members.py")
 _START = threading.Thread.start
 
 Call = tuple[str, str]

@@ -42,33 +42,33 @@ _VERB_PHRASES = ("state/events.py", "state/effects.py")
 KNOWN = frozenset(
     """
     Access Admitted Agent Agreement Announced Arrivals Arrived Arriving Ask Asleep Assembly
-    AsyncPushes Attendance BackendSelection Background BaseOf BaseSwitch Begun Block Buffers
-    Carried Cell Cloner Compared Complete Contact Content Contents Conversion DTensorPlaces
-    Deadlines Deferred Delta DequantisedParams DeviceBlock DeviceMapping DeviceRef DeviceSegment
-    DigestReading Dispatch Doorbell Draft Dropped Elements Export Factors Failed Fetched Filling
-    Finding FinishReason Gathered GatheredWhole Givers Handed Handoff Held HeldCopy HeldElements
-    Hello HoldingBack Holdings HostRef HostSegment Identity InPlaceLoad Kept KnownSum Left LoadEnd
-    Loaded LoadingSink LoadsInPlace LocalModel Lru MappedExchange Mapping Membership MemoryUse
-    MergedElements MergedParams MetricsText Next Notices Opened Origin Origins Outcome Packed
-    Packer Packing Packings Padded Params Parity Peer Piece Place PoolGeneration Ports Prepared
-    Probe ProgressReporter Publisher PushCallback PushSending Pushing RankHandoff Rate Ready
-    ReceiverLike Receiving Reformed Registration RequestTracker RequestsAtSwitch Reservations Ring
-    Rival SampleChunk Sampled Sampler Sealed Segment SegmentRef Sendable Sending ServedModels
-    Serving ShardedParams Shared Shown Sink Site Sleeper Slice SpilledCopy Spiller Split
-    StagingSink StartedWith Stopped Sum Taken Target TiedDuplicates Tls Traffic TrialAnswerer
-    Trials Tried Try Turn Turns Usage Validity Verdict Verified Wakeup Walk Wanted
-    WeftCheckpointManager WeftRollout Weights Welcome WholeParams Window Withdraw Withdrawn Words
-    Working _Arrival _Bar _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint _Gloo _Held
-    _InForce _Kept _Lent _LinkSum _Merge _Nccl _Overlaid _OwnSum _Parked _Pem _Pending _Piece
-    _Place _Places _Printed _Receive _Running _Send _Sending _Stop _Tell _Waiting _Wanted _Whole
-    _WithoutCopies
+    Attendance BackendSelection Background BaseOf BaseSwitch Begun Block Buffers Carried Cell
+    Cloner Compared Complete Contact Content Conversion DTensorPlaces Deadlines Deferred Delta
+    DequantisedParams DeviceBlock DeviceMapping DeviceRef DeviceSegment DigestReading Dispatch
+    Doorbell Draft Elements Export Factors Failed Fetched Filling Finding FinishReason Gathered
+    GatheredWhole Givers Handed Handoff Handshake HeldCopy HeldElements Hello HoldingBack Holdings
+    HostRef HostSegment Identity InPlaceLoad Incoming Kept KnownSum Left Listener LoadEnd Loaded
+    LoadingSink LoadsInPlace LocalModel Lru MappedExchange Mapping Membership MemoryUse
+    MergedElements MergedParams MetricsText Next Notices Opened Origin Origins Outcome Outgoing
+    Packed Packer Packing Packings Padded Params Parity Peer Piece Place PoolGeneration Ports
+    Prepared Probe ProgressReporter Publisher PushCallback PushResult PushSending Pushing
+    RankHandoff Rate Ready ReceiverLike Receiving Reformed Registration RequestTracker
+    RequestsAtSwitch Reservations Ring Rival RolloutsAsleep SampleChunk Sampled Sampler Sealed
+    Segment SegmentRef Sendable Sending ServedModels Serving ShardedParams Shared Shown Sink
+    Sleeper Slice SpilledCopy Spiller Split StagingSink StartedWith Stopped Sum Taken Target
+    TiedDuplicates Tls Traffic TrialAnswerer Trials Tried Try Turn Turns Usage Verdict Verified
+    Wakeup Walk Wanted WeftCheckpointManager WeftRollout Weights Welcome WholeParams Window
+    Withdraw Withdrawn Words Working _Bar _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint
+    _Gloo _Held _Hello _InForce _Kept _Lent _LinkSum _Merge _Nccl _OutgoingIfThere _Overlaid
+    _OwnSum _Parked _Pem _Pending _Piece _Place _Places _Printed _Running _Sending _Slice _Stop
+    _Tell _Waiting _Wanted _Whole _WithoutCopies
     """.split()
 )
 #: Public names of today that two classes or more have; this list only shrinks.
 KNOWN_TWICE = frozenset(
     """
-    AbsentPolicy Answer Arrived Channel HeartbeatAnswer HttpServer Identity Part Place Purpose
-    Sender Sending Shared Sum Wanted WeftServer
+    AbsentPolicy Answer Arrived HeartbeatAnswer HttpServer Identity Part Place Sender Sending
+    Shared Sum Traffic Wanted WeftServer
     """.split()
 )
 
