@@ -1,20 +1,116 @@
-"""Interface that the agent needs of an inference engine; vLLM's is in ``vllm_engine``."""
+"""Interface that the agent needs of an inference engine, and the values that it takes and returns.
+
+vLLM's engine is in ``vllm_engine``.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rollout_side.generation import Answer, GenerateOrder
-from rollout_side.version_facts import VersionFacts
 from weft_rl.contract import replica_report
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
+from weft_rl.v1 import types_pb2
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """Recorded facts of one version, as plain values that can be kept and compared."""
+
+    digest: bytes
+    """Content digest: ``weft.v1.ContentDigest.value``."""
+    message: bytes
+    """Serialized ``weft.v1.VersionFacts``."""
+
+    def to_proto(self) -> types_pb2.VersionFacts:
+        """Return the facts as the message that the coordinator takes."""
+        return types_pb2.VersionFacts.FromString(self.message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOrder:
+    """Prompt to complete, with the adapter and the sampling to complete it with."""
+
+    prompt: str | list[int]
+    """Prompt as text, or as tokens."""
+    adapter: PolicyVersion | None
+    """Adapter version to complete it with; None for the base model itself."""
+    sampling: Sampling = field(default_factory=Sampling)
+    strict: bool = False
+    """True if the answer ends when the base changes before its last token."""
+    exact_base: bool = False
+    """True if the answer ends when the base changes before its first token: the request named a
+    version of the base."""
+    chunk_tokens: int = 0
+    """Least number of tokens in a chunk, except a sample's first and last; 0 sends tokens as they
+    come."""
+
+
+class FinishReason(enum.Enum):
+    """Reason why a sample has ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class BaseSpan:
+    """Span of a sample's tokens, ``[start, end)``, that were sampled under one version of the
+    base."""
+
+    version: int
+    start: int
+    end: int
+    older_cache: bool = False
+    """True if the sample's cache was kept from an earlier version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleChunk:
+    """Further tokens of one sample."""
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason | None = None
+    """Reason of the end; set on the last chunk only."""
+    base_spans: tuple[BaseSpan, ...] = ()
+    """Spans of all the sample's tokens, without gaps; set on the last chunk only."""
+
+
+class Answer(Protocol):
+    """Answer that an engine is making. It counts as a running request from its creation until
+    ``end``."""
+
+    base: int
+    """Version of the base when the answer was requested."""
+    prompt_token_ids: Sequence[int]
+    """Tokens of a text prompt, known with the first chunks; empty before, and for a prompt of
+    tokens."""
+
+    def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
+        """Yield the chunks sampled since the last iteration; to be iterated once. Ends when every
+        sample has had its last chunk.
+
+        Raises:
+            InvalidRequestError: The engine refuses the prompt; nothing was sampled.
+            CapacityError: ``TOO_MANY_CALLS``: the engine's own bounds are met.
+            VersionChangedError: The base has changed, and the order is strict. The tokens that came
+                are of the version before.
+            PeerUnavailableError: The engine has died.
+        """
+
+    def end(self) -> None:
+        """End the answer in the engine, wherever it is; idempotent."""
 
 
 @dataclass(frozen=True, kw_only=True)

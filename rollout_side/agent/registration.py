@@ -1,31 +1,23 @@
-"""Membership of a replica in the pool: registering, heartbeats, leaving.
-
-Runs on a thread of its own: vLLM's API server may hold the event loop for seconds. A replica that
-is merely busy must not be taken for dead.
-"""
+"""Membership of a replica in the pool: first contact, registering, heartbeats, leaving."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import grpc
 
-from rollout_side.agent.heartbeat import (
-    HeartbeatAnswer,
-    Holdings,
-    Identity,
-    OrderKey,
-    answer_from_proto,
-    held_to_proto,
-)
 from rollout_side.config import AgentConfig
-from weft_rl.contract.checkpoint import READING, Checkpoint
+from rollout_side.engine import AbsentPolicy
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
 from weft_rl.contract.errors import (
     CapacityError,
+    InvalidNameError,
     InvalidRequestError,
     NotFoundError,
     PeerUnavailableError,
@@ -33,23 +25,198 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import Asleep, DrainNote, ReplicaReport
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
-from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.channel import check_target, open_aio_channel, open_channel
 from weft_rl.rpc.checkpoint_codec import checkpoint_to_proto
 from weft_rl.rpc.codec import (
     capabilities_to_proto,
     duration_from_proto,
+    version_to_proto,
+    versions_from_proto,
 )
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import reference_to_chunks
-from weft_rl.rpc.report_codec import report_to_proto
+from weft_rl.rpc.report_codec import drain_from_proto, report_to_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import registry_pb2 as pb
+from weft_rl.v1 import types_pb2
 from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Facts that a replica states once, at registration."""
+
+    address: str
+    """Address of its ReplicaService, HOST:PORT."""
+    capabilities: Capabilities
+    reference: Reference
+    model_name: str
+
+
+_NOT_KNOWN = not_compared("it does not say what it was started with")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Versions that a replica serves and holds now, with its report."""
+
+    report: ReplicaReport
+    """Report, whose ``asleep`` is set while the engine sleeps, not while it waits to."""
+    staged: tuple[str, ...] = ()
+    """Transfers with staged bytes, whole or in part."""
+    checkpoint: Checkpoint = _NOT_KNOWN
+    """Checkpoint that the engine was started with."""
+    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+    """Held versions, each with its digest, and True if it is spilled."""
+    last_epoch: int = 0
+    """Highest epoch of a side group that it was told."""
+    to_sleep: Asleep | None = None
+    """Set while it waits to sleep, refusing new requests."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Key that sorts orders to refuse requests: the newer one is greater."""
+
+    generation: int
+    """Generation of the coordinator that gave the order."""
+    number: int
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """Answer of the coordinator to a heartbeat."""
+
+    drain: DrainNote | None
+    """Set when the replica is to drain."""
+    is_draining: bool
+    """True if the coordinator knew, as it answered, that the replica drains."""
+    in_transfer: bool
+    """True if a transfer needs the replica."""
+    refuse_reason: str
+    """Reason to refuse new requests; empty to take them."""
+    order: OrderKey
+    """Order that set ``refuse_reason``."""
+    pins: tuple[int, ...]
+    """Versions of the base whose copies are to be kept."""
+    vector: VersionVector = field(default_factory=VersionVector)
+    """Vector that was reported."""
+    lacking: tuple[PolicyVersion, ...] = ()
+    """Versions behind the pool's aliases that the vector lacks."""
+    lacking_more: bool = False
+    """True if there are more than ``lacking`` lists."""
+    base_doubt: str = ""
+    """Reason why base@0 here is not known to be the pool's; empty if it is, or is not served."""
+    absent: Mapping[str, AbsentPolicy] = field(default_factory=dict)
+    """Policies that the pool does not serve any more, by name."""
+
+
+def answer_from_proto(
+    response: pb.HeartbeatResponse,
+    is_draining: bool,
+    coordinator_generation: int,
+    vector: VersionVector,
+) -> HeartbeatAnswer:
+    """Return the answer to a heartbeat that reported ``vector`` and ``is_draining``."""
+    return HeartbeatAnswer(
+        drain_from_proto(response.drain) if response.HasField("drain") else None,
+        is_draining,
+        response.in_transfer,
+        response.refuse_reason,
+        OrderKey(coordinator_generation, response.order_number),
+        tuple(response.pinned_base_versions),
+        vector,
+        tuple(versions_from_proto(response.lacking)),
+        response.lacking_more,
+        response.base_doubt,
+        {
+            one.policy: AbsentPolicy(one.last_version, one.reason)
+            for one in response.absent_policies
+        },
+    )
+
+
+def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
+    """Return the message that tells the coordinator of a held version."""
+    version, digest, spilled = held
+    return types_pb2.HeldVersion(
+        version=version_to_proto(version), content_digest=digest, spilled=spilled
+    )
+
+
 _log = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 5.0
+_CHECK_AGAIN_SECONDS = 0.5
+#: Beyond the time that a former process of this name needs to be taken for gone.
+_MORE_SECONDS = 1.0
+
+
+async def check_contact(config: AgentConfig) -> None:
+    """Check whether the coordinator will take this replica in, and log what is in the way.
+
+    A coordinator may be away, or refuse this replica by rules that others mend. It is waited for
+    later, when the replica registers: the model is loaded meanwhile.
+
+    Raises:
+        InvalidRequestError: The coordinator's address is malformed.
+        RequestConflictError: Another process of this name lives on; nothing is served here yet
+            that would be lost.
+    """
+    check_target(config.coordinator)
+    request = pb.CheckReplicaRequest(
+        replica_id=config.replica_id,
+        incarnation=config.incarnation,
+        protocol_revision=PROTOCOL_REVISION,
+    )
+    taken_since: float | None = None
+    async with open_aio_channel(config.coordinator) as channel:
+        stub = RegistryServiceStub(channel)
+        while True:
+            try:
+                await stub.CheckReplica(request, timeout=_CHECK_SECONDS)
+                return
+            except grpc.RpcError as rpc_error:
+                if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # an older coordinator says it when the replica registers
+                error = error_from_rpc(rpc_error)
+            if isinstance(error, InvalidNameError):
+                raise error
+            if not isinstance(error, RequestConflictError):
+                await _log_trouble(config, error)
+                return
+            now = time.monotonic()
+            if taken_since is None:
+                taken_since = now
+                _log.warning("waiting for a former process to be forgotten: %s", error.message)
+            elif now - taken_since > _patience(config, error):
+                raise error
+            await asyncio.sleep(_CHECK_AGAIN_SECONDS)
+
+
+def _patience(config: AgentConfig, error: RequestConflictError) -> float:
+    try:
+        needed = float(error.metadata["silent_seconds"]) + _MORE_SECONDS
+    except (KeyError, ValueError):
+        return config.conflict_patience_seconds
+    return min(needed, config.conflict_patience_seconds)
+
+
+async def _log_trouble(config: AgentConfig, error: WeftError) -> None:
+    """Log why there is no contact yet."""
+    if not isinstance(error, PeerUnavailableError | TransferTimeoutError):
+        what = f"the coordinator at {config.coordinator} refuses this replica: {error}"
+    else:
+        credentials = Credentials.from_environment()
+        why = await asyncio.to_thread(why_refused, config.coordinator, credentials)
+        what = f"no contact with the coordinator at {config.coordinator}: {why or error.message}"
+    _log.warning("%s; the model is loaded meanwhile, and then it is asked again", what)
+
 
 _CALL_SECONDS = 10.0
 _REFERENCE_SECONDS = 60.0

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
-from rollout_side.engine import Engine, MemoryUse, SwitchTimes
-from rollout_side.version_facts import VersionFacts
+from rollout_side.engine import Engine, MemoryUse, SwitchTimes, VersionFacts
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import (
     DigestMismatchError,

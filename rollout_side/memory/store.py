@@ -7,29 +7,26 @@ them out. Nothing here knows vLLM.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_side.memory.handoff import HandoffQueue
-from rollout_side.memory.handoff_slot import HandoffSlot
-from rollout_side.memory.placement import Memory
-from rollout_side.memory.retained import RetainedBases
-from rollout_side.memory.room import Reservations, Usage, check_adapter_room, check_base_room
-from rollout_side.memory.segment import Segment, SegmentPool
-from rollout_side.memory.served_slot import ServedSlot
+from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
+from rollout_side.memory.segment import Memory, Segment, SegmentPool
 from rollout_side.memory.versions import (
     AdapterEntry,
     PartialTransfer,
     PartialTransfers,
+    RetainedBases,
     Sendable,
     ServedBase,
+    ServedSlot,
     StagedHandle,
     StagedVersion,
     is_adapter,
 )
-from rollout_side.memory.working_threads import WorkingThreads
 from weft_rl.contract.errors import (
     CapacityError,
     NotFoundError,
@@ -38,6 +35,158 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
 from weft_rl.transport.progress import Speak, silent
+
+
+@dataclass
+class Usage:
+    """Bytes that a worker holds for Weft: on the host, except bases staged on a device."""
+
+    adapter_bytes: int = 0
+    staging_bytes: int = 0
+    """Bytes that are staged or retained; retained copies give way to a push."""
+    free_bytes: int = 0
+    pinned_bytes: int = 0
+    """Bytes of the retained copies that no push may take."""
+    transfer_ids: tuple[str, ...] = ()
+    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
+
+
+def check_adapter_room(
+    num_bytes: int, capacity: int, held: Mapping[PolicyVersion, int], waiting: int
+) -> None:
+    """Refuse an adapter that the store has no room for.
+
+    Args:
+        held: Bytes of each adapter that can be served.
+        waiting: Bytes that wait for their commit.
+
+    Raises:
+        CapacityError: Says what holds the memory.
+    """
+    in_use = sum(held.values())
+    if in_use + waiting + num_bytes > capacity:
+        names = ", ".join(map(str, sorted(held)))
+        raise CapacityError(
+            f"the adapter store holds {in_use:,} of {capacity:,} bytes "
+            f"({names or 'nothing'}) and {waiting:,} wait for their commit: no room for "
+            f"{num_bytes:,} more; end what is done with (weft forget POLICY), keep fewer versions "
+            "(weft retain POLICY N), or start the replica with a larger --adapter-memory-gib"
+        )
+
+
+def check_base_room(
+    num_bytes: int, capacity: int, in_use: int, pinned: Sequence[PolicyVersion]
+) -> None:
+    """Refuse a base that there is no room to stage.
+
+    Args:
+        in_use: Bytes that are staged or retained.
+        pinned: Versions among them that no push may take.
+
+    Raises:
+        CapacityError: Says what holds the memory.
+    """
+    if in_use + num_bytes > capacity:
+        names = ", ".join(sorted(map(str, pinned)))
+        text = f", {names} pinned" if names else ""
+        raise CapacityError(
+            f"staging holds {in_use:,} of {capacity:,} bytes{text}: no room for {num_bytes:,} "
+            "more; start the replica with a larger --staging-memory-gib"
+        )
+
+
+class Reservations:
+    """Memory promised to each transfer until it is staged or over.
+
+    Args:
+        lock: ``WorkerStore``'s lock, which guards the reservations.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._ended = threading.Condition(lock)
+        self._num_bytes: dict[str, int] = {}
+        self._clones: set[str] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes promised to all transfers."""
+        return sum(self._num_bytes.values())
+
+    def add(self, transfer_id: str, num_bytes: int, *, clone: bool) -> None:
+        """Promise memory to a transfer."""
+        self._num_bytes[transfer_id] = num_bytes
+        if clone:
+            self._clones.add(transfer_id)
+
+    def end(self, *transfer_ids: str) -> None:
+        """End the promises to transfers; succeeds for those that were promised nothing."""
+        for transfer_id in transfer_ids:
+            self._num_bytes.pop(transfer_id, None)
+            self._clones.discard(transfer_id)
+        self._ended.notify_all()
+
+    def end_clones(
+        self, fits: Callable[[], bool], drop: Callable[[], Sequence[str]], timeout_seconds: float
+    ) -> None:
+        """End the promises to clones until there is room. Waits for clones that have still to hear
+        that they were ended.
+
+        Args:
+            fits: Returns whether there is room by now.
+            drop: Drops what was kept of clones; returns the transfers whose promises end with it.
+        """
+        end = time.monotonic() + timeout_seconds
+        while self._clones and not fits():
+            dropped = drop()
+            self.end(*dropped)
+            left = end - time.monotonic()
+            if not dropped and (left <= 0 or not self._ended.wait(left)):
+                return
+
+
+#: How often a wait looks whether a thread has ended, which nothing tells.
+_LOOK_SECONDS = 0.2
+
+#: Has a thread set the event when it comes to it; False if it cannot be asked.
+Ask = Callable[[threading.Event], bool]
+
+
+class WorkingThreads:
+    """Threads of one worker process; thread-safe. Those that have ended are forgotten."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Ask] = {}
+
+    def add(self, thread: threading.Thread, ask: Ask = lambda turn: False) -> None:
+        """Add a thread that has been started.
+
+        Args:
+            ask: Has a thread that lives on answer between two pieces of work. Threads without one
+                are waited for until they end.
+        """
+        with self._lock:
+            self._threads = {t: a for t, a in self._threads.items() if t.is_alive()}
+            self._threads[thread] = ask
+
+    def wait_turns(self, given_up: threading.Event) -> bool:
+        """Block until each thread that was known at the call has answered or ended.
+
+        Returns:
+            False if ``given_up`` was set before.
+        """
+        with self._lock:
+            known = dict(self._threads)
+        for thread, ask in known.items():
+            turn = threading.Event()
+            asked = False
+            while thread.is_alive() and not turn.is_set():
+                asked = asked or ask(turn)
+                if given_up.is_set():
+                    return False
+                turn.wait(_LOOK_SECONDS)
+        return not given_up.is_set()
+
 
 #: Discarded transfers that are remembered: an order may overtake the last bucket.
 _MAX_DISCARDED = 256

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.first_contact import check_contact
-from rollout_side.agent.generate_servicer import GenerateServicer
-from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.agent.registration import check_contact
+from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from rollout_side.config import RolloutConfig
 from rollout_side.service.metrics import ReplicaMetrics
 from rollout_side.spill.folder import SpillSettings

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 
 from rollout_side.agent.agent import Agent
 from rollout_side.config import RolloutConfig
-from rollout_side.disk import answer_within
 from rollout_side.engine import SwitchTimes
+from rollout_side.waits import answer_within
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout_side.engine import VersionFacts
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.files import (
     FORMAT,
@@ -31,10 +32,11 @@ from rollout_side.spill.files import (
     sync_directory,
     write_version,
 )
-from rollout_side.version_facts import VersionFacts, spilled_facts
 from weft_rl.contract.errors import CapacityError, InvalidNameError, NotFoundError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.rpc.codec import content_to_proto
+from weft_rl.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +146,7 @@ class SpillFolder:
         path = self.place_of(version, content_digest)
         manifest = self.manifest(path)
         config = read_config(path) if version.policy != BASE_POLICY else ""
-        return spilled_facts(manifest, content_digest, config)
+        return _facts(manifest, content_digest, config)
 
     def place_of(self, version: PolicyVersion, content_digest: bytes) -> Path:
         """Return the path where a version of that content lies, or would lie."""
@@ -235,6 +237,17 @@ class SpillFolder:
                 f"{self.path} holds {used:,} of {self._settings.capacity_bytes:,} bytes: no room "
                 f"for {copy.version} ({need:,} bytes); start the replicas with a larger --spill-gib"
             )
+
+
+def _facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
+    """Make the facts of a spilled version; ``config_json`` is empty for a base."""
+    adapter = types_pb2.AdapterSpec(config_json=config_json) if config_json else None
+    facts = types_pb2.VersionFacts(
+        content_digest=content_to_proto(manifest, digest),
+        layout_digest=manifest.layout_digest,
+        adapter=adapter,
+    )
+    return VersionFacts(digest, facts.SerializeToString())
 
 
 def _version_of(name: str) -> PolicyVersion | None:

@@ -14,12 +14,12 @@ import time
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from rollout_side.disk import read_within
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, is_adapter
 from rollout_side.spill.files import read_into
 from rollout_side.spill.folder import SpillFolder, superseded
+from rollout_side.waits import read_within
 from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,

@@ -13,22 +13,25 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
-from rollout_side.disk import read_within
 from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine.compat import bridges, engine_core
-from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
+from rollout_side.vllm_engine.compat import bridges, requests
+from rollout_side.vllm_engine.http.middleware import (
+    App,
+    RequestTracker,
+    explain_unknown_models,
+    name_versions,
+)
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import HttpServer, listen
-from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
-from rollout_side.vllm_engine.http.version_headers import name_versions
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server import model_reference, refusals
+from rollout_side.vllm_engine.server import capabilities, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
-from rollout_side.vllm_engine.worker.answers import check_answers
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.vllm_engine.worker.rank_results import check_answers
+from rollout_side.waits import read_within
 from weft_rl.checkpoints.files import local_model_dir
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
@@ -119,7 +122,7 @@ async def open_engine(
         retain_base = 0
     if running_requests == "keep":
         refusals.refuse_keep(args)
-        args.scheduler_cls = engine_core.SCHEDULER
+        args.scheduler_cls = requests.SCHEDULER
     refusals.refuse_caches_beyond_reach(args, os.environ)
     refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
@@ -132,7 +135,7 @@ async def open_engine(
         with refusals.sentences(args.model):
             engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
-        requests = RequestsAtSwitch(engine, running_requests)
+        at_switch = RequestsAtSwitch(engine, running_requests)
         app = await _build_app(parts, args, engine)
         models = ServedModels(app.state.openai_serving_models)
         explaining = explain_unknown_models(app, models.explain_unknown)
@@ -141,7 +144,7 @@ async def open_engine(
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
         started_with.read(model, revision, is_loaded=True)
-        described = model_reference.build_reference(
+        described = capabilities.build_reference(
             local_model_dir(model, revision),
             config.model_config.hf_config,
             data_type(config.model_config.dtype),
@@ -177,7 +180,7 @@ async def open_engine(
                 models=models,
                 http=http,
                 tracker=tracker,
-                requests=requests,
+                requests=at_switch,
                 started_with=started_with,
                 cleanup=stack.pop_all(),
             ),

@@ -13,31 +13,31 @@ from typing import Any
 from rollout_side.engine import (
     AbsentPolicy,
     AliasRefusals,
+    Answer,
     Asleep,
     EngineWork,
+    GenerateOrder,
     SleepOrder,
     SwitchTimes,
 )
-from rollout_side.generation import Answer, GenerateOrder
 from rollout_side.spill.folder import SpillFolder
-from rollout_side.ticks import seconds_to_tick
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import HttpServer
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.server.answers import Answers
+from rollout_side.vllm_engine.server.base_switch import BaseSwitch, learn_copies
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
+from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
-from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.switching.learning import learn_copies
-from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
-from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES
+from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint
 from weft_rl.contract.errors import (

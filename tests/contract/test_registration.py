@@ -14,8 +14,7 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from rollout_side.agent.heartbeat import Holdings, Identity
-from rollout_side.agent.registration import Registration
+from rollout_side.agent.registration import Holdings, Identity, Registration
 from rollout_side.config import AgentConfig
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.agent.servicers import ReplicaServicer
 from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.engine import SwitchTimes
 from rollout_side.service.metrics import ReplicaMetrics

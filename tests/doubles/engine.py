@@ -16,26 +16,25 @@ from rollout_side.engine import (
     AliasRefusals,
     Asleep,
     EngineWork,
+    GenerateOrder,
     JoinOrder,
     MemoryUse,
     SendOrder,
     SleepOrder,
     SpillOrder,
     SwitchTimes,
+    VersionFacts,
 )
-from rollout_side.generation import GenerateOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import Handoff
-from rollout_side.memory.placement import Memory
+from rollout_side.memory.handoff import Handoff, InPlaceLoad
+from rollout_side.memory.segment import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, tensor_in
-from rollout_side.owed_answers import OwedAnswers
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
-from rollout_side.version_facts import VersionFacts
+from rollout_side.waits import OwedAnswers
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.checkpoints.reader import digest_in_layout

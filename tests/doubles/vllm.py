@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
-from rollout_side.vllm_engine.worker.answers import Answer
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.vllm_engine.worker.rank_results import Answer
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import PolicyVersion

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rollout_side.engine import AliasRefusals, EngineWork
-from rollout_side.owed_answers import OwedAnswers
+from rollout_side.waits import OwedAnswers
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft_rl.contract.errors import LoadFailedError

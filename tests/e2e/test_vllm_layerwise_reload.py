@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.worker.answers import check_answers
+from rollout_side.vllm_engine.worker.rank_results import check_answers
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.logprobs import PROMPT, check

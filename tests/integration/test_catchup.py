@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_side.receive.clone_source import CopiedBuckets
-from rollout_side.receive.ring import Ring
+from rollout_side.receive.incoming_buckets import Ring
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from rollout_side.ticks import seconds_to_tick
+from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 
 _POLL_SECONDS = 0.01

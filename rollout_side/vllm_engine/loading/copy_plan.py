@@ -1,15 +1,8 @@
-"""Loading a base by plain copies, where the engine holds weights as they travel.
+"""Watching a model's ``load_weights`` for the copies that it would make.
 
-vLLM's layerwise reload costs Python and launches for every parameter, on every push.
-What it does for unquantised weights are copies: from a tensor, or a slice of it, to a
-slice of a parameter. So they are learnt once, by watching the model's own ``load_weights``
-with every copy held back. From then on they are repeated, whatever layout a base comes in: over a
-whole segment, or bucket by bucket as they arrive.
-
-A plan is believed only when it is proven: a base was loaded by vLLM itself, the copies cover every
-parameter once, and each destination holds its source's bits (seen side by side here; by digests
-where the source has gone: ``plan_proof``; of base@0 by those of its files: ``files_proof``). No
-plan is made for a model whose layers post-process their weights after loading.
+Every write to a parameter is held back, so nothing that the model computes with
+changes, and nothing of the tensors' contents is read. What is more than a copy is
+refused: such a model is loaded layer by layer.
 """
 
 from __future__ import annotations
@@ -17,16 +10,163 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rollout_side.memory.versions import StagedVersion, bucket_starts
-from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
-from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
+from rollout_side.vllm_engine.compat import bridges
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot, plan_buckets
+from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.transport.digests.batches import digests_of
 from weft_rl.transport.digests.wsum64 import tensor_digest
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A copy: part of a bucket's bytes to part of a parameter."""
+
+    target: torch.Tensor
+    offset: int
+    """Start of the source in its bucket, in elements of its dtype."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def source(self, wire: torch.Tensor) -> torch.Tensor:
+        """Return the view of a bucket's bytes that is copied from (or, to read it back, to)."""
+        typed = wire.view(self.target.dtype)
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
+
+    def is_all_of(self, shape: Sequence[int]) -> bool:
+        """Return whether the source is a whole tensor of that shape, its elements in order."""
+        is_first = self.offset == 0 and prod(self.shape) == prod(shape)
+        return is_first and self.stride == tuple(_row_major(self.shape))
+
+    @property
+    def is_expanded(self) -> bool:
+        """True if several elements of the parameter come from one of the wire."""
+        return any(s == 0 and n > 1 for n, s in zip(self.shape, self.stride, strict=True))
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def watch(
+    model: torch.nn.Module, manifest: Manifest, data: torch.Tensor, rename: Callable[[str], str]
+) -> list[list[Piece]]:
+    """Return the copies that ``load_weights`` would make, by bucket.
+
+    Args:
+        data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
+        rename: Maps the manifest's names to those that ``load_weights`` knows.
+
+    Raises:
+        ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
+    """
+    watcher = _Watcher(manifest, data, model.parameters())
+    with torch.no_grad(), watcher:
+        model.load_weights(  # type: ignore[operator]
+            (rename(name), tensor) for name, tensor in tensors_in(manifest, data)
+        )
+    watcher.check_covered()
+    return watcher.pieces
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that holds back writes to parameters, and notes their sources."""
+
+    def __init__(
+        self, manifest: Manifest, data: torch.Tensor, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pieces: list[list[Piece]] = [[] for _ in manifest.buckets]
+        self._starts = bucket_starts(manifest)
+        self._data = data
+        self._wire = storage_of(data)
+        #: Bytes of each parameter that nothing was copied to yet, by its storage.
+        self._left = {storage_of(p): p.numel() * p.element_size() for p in parameters}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let views through, and note copies from the wire.
+
+        Refuse all else that would change a parameter, or compute something from a tensor.
+        """
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        storages = [storage_of(x) for x in given]
+        name = func.overloadpacket.__name__
+        if func._schema.is_mutable and any(where in self._left for where in storages):
+            target = given[0]
+            if name == "copy_" and storages[0] in self._left:
+                self._note(target, args[1])
+            elif storages[0] in self._left and _is_zeroing(name, args):
+                self._count(target)  # padding
+            else:
+                raise ValueError(f"its weights are loaded by {func}")
+            return target
+        if self._wire not in storages:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            raise ValueError(f"its tensors go elsewhere by {func}")
+        result = func(*args, **kwargs)
+        made = tree_leaves(result)
+        if not all(isinstance(x, torch.Tensor) and storage_of(x) == self._wire for x in made):
+            raise ValueError(f"something is computed from its tensors by {func}")
+        return result
+
+    def check_covered(self) -> None:
+        """Refuse a trace that does not fill every parameter once."""
+        if wrong := [size for size in self._left.values() if size]:
+            raise ValueError(f"{len(wrong)} parameters are not filled exactly once by copies")
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if storage_of(source) != self._wire or source.dtype != target.dtype:
+            raise ValueError("a parameter is filled with what was computed from a tensor")
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
+        # Relative to the bucket: another one has the same layout, not the same place. A
+        # tensor never spans two, and neither does a view of it.
+        within = int(source.storage_offset()) * source.element_size()
+        begin = within - int(self._data.storage_offset())
+        bucket = bisect_right(self._starts, begin) - 1
+        offset, rest = divmod(begin - self._starts[bucket], source.element_size())
+        if rest:
+            raise ValueError("a tensor is not aligned in its bucket")
+        self._count(target)
+        piece = Piece(target, offset, tuple(source.shape), source.stride())
+        self.pieces[bucket].append(piece)
+
+    def _count(self, target: torch.Tensor) -> None:
+        self._left[storage_of(target)] -= target.numel() * target.element_size()
+
+
+def _is_zeroing(name: str, args: tuple[Any, ...]) -> bool:
+    return name == "zero_" or (name == "fill_" and float(args[1]) == 0)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an identifier of a tensor's storage, valid while that lives; views share it.
+
+    It is not the address: storages of the meta device have none.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's elements as integers of their size: a NaN equals itself there."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ])  # fmt: skip
+
 
 _log = logging.getLogger(__name__)
 
@@ -292,6 +432,11 @@ def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
     return plan
 
 
+def can_learn(worker: Any) -> bool:
+    """Return whether there may be a copy plan at all: a CPU holds its weights packed."""
+    return bool(worker.device.type == "cuda")
+
+
 def why_not_plain(model: torch.nn.Module) -> str:
     """Return why a layer does not keep its weights as they were loaded; empty if all do."""
     for name, layer in model.named_modules():
@@ -301,3 +446,121 @@ def why_not_plain(model: torch.nn.Module) -> str:
         if "MLA" in type(layer).__name__:
             return f"{name} derives matrices from its weights"
     return ""
+
+
+class PlanProof:
+    """Plan that is believed once the reload that is about to begin has proven it.
+
+    Args:
+        model: vLLM's model, as it serves before the reload.
+        manifest: Layout of what is reloaded.
+        rename: Maps the manifest's names to those that the model's ``load_weights`` knows.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, manifest: Manifest, rename: Callable[[str], str]
+    ) -> None:
+        self._model, self._manifest = model, manifest
+        # No memory stands for the wire: a host may have less of it than a GPU.
+        stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+        self._plan, self._why = make_plan(model, manifest, stand_in, rename)
+        self._places = _places(model)
+        self._passed: list[list[int]] = []
+
+    def pass_bucket(self, index: int, wire: torch.Tensor) -> None:
+        """Digest the pieces of a bucket that the model is about to be given; never raises."""
+        if self._plan is None or self._why:
+            return
+        try:
+            self._passed.append(self._plan.source_digests(index, wire))
+        except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+            self._why = f"{type(error).__name__}: {error}"
+
+    def plan(self) -> CopyPlan | None:
+        """Return the plan, after the reload; None if that did not prove it. Never raises."""
+        if self._plan is not None and not self._why:
+            try:
+                self._why = self._unproven(self._plan)
+            except Exception as error:  # noqa: BLE001 (as above)
+                self._why = f"{type(error).__name__}: {error}"
+        return accepted(self._plan, self._why)
+
+    def _unproven(self, plan: CopyPlan) -> str:
+        if _places(self._model) != self._places:
+            return "the parameters lie elsewhere after a reload"
+        if len(self._passed) != len(self._manifest.buckets):
+            return f"{len(self._passed)} of {len(self._manifest.buckets)} buckets were digested"
+        for index, digests in enumerate(self._passed):
+            if plan.target_digests(index) != digests:
+                return f"a parameter of bucket {index} does not hold what was loaded into it"
+        return ""
+
+
+def _places(model: torch.nn.Module) -> dict[str, int]:
+    return {name: storage_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def learn_from(
+    worker: Any, reference: Reference, stored: Iterable[StoredTensor]
+) -> CopyPlan | None:
+    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed.
+
+    A CPU holds them so.
+    """
+    if not can_learn(worker):
+        return None
+    model = worker.model_runner.get_model()
+    with bridges.vllm_config_context(worker.vllm_config):
+        return learn_from_files(model, reference, stored, bridges.base_names(model))
+
+
+def learn_from_files(
+    model: torch.nn.Module,
+    reference: Reference,
+    stored: Iterable[StoredTensor],
+    rename: Callable[[str], str],
+) -> CopyPlan | None:
+    """Return the plan of a model that holds what it was started with; None if that fails the proof.
+
+    Logs the reason then. Never raises; nothing that the model computes with changes. Blocks for one
+    reading of the parameters.
+
+    Args:
+        model: vLLM's model, as it serves.
+        reference: Tensors that the model consists of.
+        stored: The tensors of its files, those that it does not consist of included.
+        rename: Maps the reference's names to those that the model's ``load_weights`` knows.
+    """
+    why: str
+    try:
+        digests, why = _served_as_stored(reference, stored)
+        if not why:
+            # A tensor a bucket: one layout is as good as any other.
+            manifest = plan_buckets(reference.tensors, 1)
+            stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+            plan, why = make_plan(model, manifest, stand_in, rename)
+            if plan is not None:
+                unlike = plan.first_unlike(digests)
+                if not unlike:
+                    return accepted(plan, "")
+                why = f"{unlike!r} is held otherwise than in the files"
+    except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+        why = f"{type(error).__name__}: {error}"
+    _log.info("the first base is loaded by vLLM's own reload: %s", why)
+    return None
+
+
+def _served_as_stored(
+    reference: Reference, stored: Iterable[StoredTensor]
+) -> tuple[list[int], str]:
+    """Return the digests of the reference's tensors; or why they are not known."""
+    found = {tensor.name: tensor for tensor in stored}
+    digests = []
+    for meta in reference.tensors:
+        tensor = found.get(meta.name)
+        if tensor is None:
+            return [], f"the files have no {meta.name!r}"
+        if DataType.of_safetensors(tensor.dtype) is not meta.dtype or tensor.shape != meta.shape:
+            return [], f"{meta.name!r} is {tensor.dtype} in the files, and served in another dtype"
+        digests.append(tensor.digest)
+    return digests, ""

@@ -8,9 +8,9 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from typing import Any
 
-from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from rollout_side.vllm_engine.compat import bridges, requests
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from weft_rl.contract.errors import PeerUnavailableError, VersionChangedError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
@@ -110,7 +110,7 @@ class Answers:
 
 
 class VllmAnswer:
-    """Answer of a vLLM engine, as ``rollout_side.generation.Answer``.
+    """Answer of a vLLM engine, as ``rollout_side.engine.Answer``.
 
     Args:
         outputs: vLLM's ``RequestOutput``s, each with what is new.

@@ -8,14 +8,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from rollout_side.disk import answer_within
-from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder
+from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, VersionFacts
 from rollout_side.memory.ranks.messages import unpack_manifest
 from rollout_side.spill.folder import SpillFolder
-from rollout_side.version_facts import VersionFacts
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.waits import answer_within
 from weft_rl.checkpoints.reader import digest_in_layout
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rollout_side.disk import answer_within
+from rollout_side.waits import answer_within
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.checkpoints.reader import CheckpointReader, read_tensors

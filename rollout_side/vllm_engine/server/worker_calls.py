@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollout_side.owed_answers import OwedAnswers
-from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, check_answers
-from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, RECEIVER_RANK, check_answers
+from rollout_side.waits import OwedAnswers
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
 from weft_rl.contract.names import PolicyVersion
 

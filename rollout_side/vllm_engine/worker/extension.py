@@ -19,19 +19,16 @@ from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import Handoff
+from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
-from rollout_side.receive.in_place_load import InPlaceLoad
-from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
+from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.files_proof import learn_from
+from rollout_side.vllm_engine.loading.copy_plan import learn_from
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
-from rollout_side.vllm_engine.worker.answers import guarded
-from rollout_side.vllm_engine.worker.config import OpenConfig
-from rollout_side.vllm_engine.worker.opening import open_worker
-from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, guarded
+from rollout_side.vllm_engine.worker.startup import OpenConfig, open_worker
 from rollout_side.vllm_engine.worker.state import (
     loader,
     served_base,
@@ -348,9 +345,9 @@ class WeftWorker:
         state = state_of(self)
         is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
         if is_free:
-            state.store.memory.fall_asleep(sleep_mode.waking_bytes())
+            state.store.memory.fall_asleep(bridges.waking_bytes())
             if level == DISCARDS:
-                state.kept = keep(self.model_runner.get_model(), sleep_mode.weights_memory())
+                state.kept = keep(self.model_runner.get_model(), bridges.weights_memory())
         return {"is_free": is_free}
 
     @guarded

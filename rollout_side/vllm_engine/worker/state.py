@@ -10,19 +10,17 @@ import torch
 
 from rollout_side.engine import JoinOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import Handoff
+from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankServer
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
-from rollout_side.vllm_engine.loading.streaming import load_in_place
-from rollout_side.vllm_engine.worker.holdings_page import ProgressWriter
-from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from rollout_side.vllm_engine.loading.reload import load_in_place
+from rollout_side.vllm_engine.worker.holdings import HoldingsReport, ProgressWriter
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, WeftError
 from weft_rl.contract.tensors import Reference
 from weft_rl.tracing import NO_TRACER, Tracer

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rollout_side import disk
-from rollout_side.disk import answer_within, read_within
+from rollout_side import waits
+from rollout_side.waits import answer_within, read_within
 from weft_rl.contract.errors import TransferTimeoutError
 
 
@@ -29,7 +29,7 @@ async def test_what_is_read_and_what_is_raised_is_told() -> None:
 async def test_a_read_that_hangs_holds_up_nobody_and_there_are_only_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disk, "_free", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(waits, "_free", threading.BoundedSemaphore(2))
     go_on, ticks = threading.Event(), 0
 
     async def tick() -> None:

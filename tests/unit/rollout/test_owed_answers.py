@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rollout_side.owed_answers import OwedAnswers
+from rollout_side.waits import OwedAnswers
 
 
 class Clock:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_side.agent import drain as drain_module
+from rollout_side.agent import agent as drain_module
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
+from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
 from rollout_side.service.main import _Stop
 from tests.doubles.agent import Registered

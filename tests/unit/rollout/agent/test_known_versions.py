@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_side.agent.serving import KnownVersions
-from rollout_side.version_facts import VersionFacts
+from rollout_side.engine import VersionFacts
 from weft_rl.contract.names import PolicyVersion
 
 ONE, TWO = PolicyVersion("math", 1), PolicyVersion("math", 2)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
-from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
+from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
+from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
 from rollout_side.engine import AbsentPolicy, AliasRefusals
 from weft_rl.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector

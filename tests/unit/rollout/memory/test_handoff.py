@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from rollout_side.memory import handoff as handoff_module
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.store import WorkerStore
-from rollout_side.receive.in_place_load import InPlaceLoad
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,

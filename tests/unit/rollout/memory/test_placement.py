@@ -7,12 +7,17 @@ import torch
 
 from rollout_side.config import Staging
 from rollout_side.memory import segment as segment_module
-from rollout_side.memory.placement import MARGIN_BYTES, Memory, stage_on_device
-from rollout_side.memory.segment import HostSegment, SegmentPool
+from rollout_side.memory.segment import (
+    MARGIN_BYTES,
+    HostSegment,
+    Memory,
+    SegmentPool,
+    stage_on_device,
+)
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import Carried, PartialTransfer, StagedVersion
-from rollout_side.receive.ring import Ring, arrival_buffers
-from rollout_side.receive.staging import StagingSink
+from rollout_side.receive.incoming_buckets import Ring, arrival_buffers
+from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import plan_buckets

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout_side.memory import placement
-from rollout_side.memory.placement import MARGIN_BYTES, Memory
-from rollout_side.memory.segment import DeviceSegment, HostSegment
+from rollout_side.memory import segment
+from rollout_side.memory.segment import MARGIN_BYTES, DeviceSegment, HostSegment, Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, ServedBase, StagedVersion
 from tests.unit.rollout.memory.test_retained import MANIFEST, SIZE
@@ -157,7 +156,7 @@ class _Gpu:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.kept_bytes)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
-        monkeypatch.setattr(placement, "DeviceSegment", self)
+        monkeypatch.setattr(segment, "DeviceSegment", self)
 
     def _empty_cache(self) -> None:
         self.free_bytes, self.kept_bytes = self.free_bytes + self.kept_bytes, 0

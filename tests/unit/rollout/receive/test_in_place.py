@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rollout_side.memory.handoff import HandoffQueue
-from rollout_side.memory.placement import MARGIN_BYTES, Memory
-from rollout_side.receive.loading import PAUSE_SECONDS, LoadingSink, is_load_due
-from rollout_side.receive.ring import Ring, make_buffers
+from rollout_side.memory.segment import MARGIN_BYTES, Memory
+from rollout_side.receive.incoming_buckets import Ring, make_buffers
+from rollout_side.receive.transfers import PAUSE_SECONDS, LoadingSink, is_load_due
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.layout.manifest import plan_buckets

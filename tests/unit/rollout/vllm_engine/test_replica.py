@@ -12,8 +12,8 @@ import pytest
 from rollout_side.engine import JoinOrder, SpillOrder
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS
-from rollout_side.vllm_engine.worker.answers import Answer
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.rank_results import Answer
 from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import (
     DigestMismatchError,

@@ -4,7 +4,7 @@ It may be a thread that receives, the engine's own, or the one that takes orders
 do not clear a suspect, since those come from another thread. It takes no part in transfers
 until each of its receivers has attended a *probe*: a group of its own in which nothing is sent,
 and which a receiver attends only once the threads that may be stuck have answered or ended
-(see rollout_side/receive/probe.py). The order to attend passes through the thread that takes
+(see rollout_side/receive/receiver.py). The order to attend passes through the thread that takes
 orders and through the engine: until it is taken, nobody is routed to the replica. It is repeated
 with growing pauses until then, and given anew when a stream of the probe broke; a thread that
 is stuck attends by itself once it is free. Nor is a replica cleared that says of an order, or of

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from rollout_side.memory import handoff as queue_module
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.ranks import handoff as rank_handoff
 from rollout_side.memory.ranks.handoff import RankHandoff
-from rollout_side.receive.in_place_load import InPlaceLoad
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     COUNT,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.compat import engine_core
+from rollout_side.vllm_engine.compat import requests
 
 
 class _Scheduler:
@@ -48,7 +48,7 @@ def test_what_has_tokens_keeps_its_blocks_and_the_rest_begins_anew() -> None:
     scheduler.add("e", 0, runs=False)
     scheduler.add("f", 9, runs=False)  # it was preempted before
     queue = scheduler.running
-    engine_core.keep_requests(SimpleNamespace(scheduler=scheduler))
+    requests.keep_held_blocks(SimpleNamespace(scheduler=scheduler))
     assert [request.request_id for request in scheduler.running] == ["a", "c"]
     assert scheduler.running is queue
     assert [request.request_id for request in scheduler.waiting] == ["b", "d", "e", "f"]
@@ -63,7 +63,7 @@ def test_what_is_still_to_read_of_an_image_begins_anew(is_encoder_decoder: bool)
     for name in ("a", "b"):
         scheduler.add(name, 5)
     scheduler.encoder_inputs["b"] = {0}
-    engine_core.keep_requests(SimpleNamespace(scheduler=scheduler))
+    requests.keep_held_blocks(SimpleNamespace(scheduler=scheduler))
     kept = ["a", "b"] if is_encoder_decoder else ["a"]
     assert [request.request_id for request in scheduler.running] == kept
 
@@ -78,7 +78,7 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_chosen(
     class Config:
         """As vLLM's."""
 
-        scheduler_cls: str | None = engine_core.SCHEDULER
+        scheduler_cls: str | None = requests.SCHEDULER
 
         def get_scheduler_cls(self) -> type[_Scheduler]:
             assert self.scheduler_cls is None
@@ -88,8 +88,8 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_chosen(
     core.EngineCore = type("EngineCore", (), {})
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", core)
     config = SimpleNamespace(scheduler_config=Config())
-    made = engine_core.make_scheduler(vllm_config=config, block_size=16)
+    made = requests.make_scheduler(vllm_config=config, block_size=16)
     assert type(made) is (Async if is_async else _Scheduler)
     assert made.settings == {"vllm_config": config, "block_size": 16}
-    assert config.scheduler_config.scheduler_cls == engine_core.SCHEDULER
-    assert getattr(core.EngineCore, engine_core.KEEP_REQUESTS) is engine_core.keep_requests
+    assert config.scheduler_config.scheduler_cls == requests.SCHEDULER
+    assert getattr(core.EngineCore, requests.KEEP_REQUESTS) is requests.keep_held_blocks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.compat import sleep_mode
+from rollout_side.vllm_engine.compat import bridges
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
@@ -28,7 +28,7 @@ def test_an_executor_that_knows_which_tags_sleep_sleeps_in_part(
 
     for executor, expected in ((Newer, True), (Older, False)):
         _module(monkeypatch, "vllm.v1.executor.abstract", Executor=executor)
-        assert sleep_mode.can_sleep_in_part() is expected
+        assert bridges.can_sleep_in_part() is expected
 
 
 def test_what_is_discarded_is_what_was_allocated_for_weights(
@@ -40,6 +40,6 @@ def test_what_is_discarded_is_what_was_allocated_for_weights(
     held = {1000: data("weights", 64), 2000: data("kv_cache", 32), 3000: data("weights", 8)}
     allocator = SimpleNamespace(pointer_to_data=held)
     _module(monkeypatch, "vllm.device_allocator", get_mem_allocator_instance=lambda: allocator)
-    assert sleep_mode.weights_memory() == [(1000, 64), (3000, 8)]
+    assert bridges.weights_memory() == [(1000, 64), (3000, 8)]
     held[4000] = data("default", 16)  # which wakes with whatever does
-    assert sleep_mode.waking_bytes() == 64 + 8 + 16
+    assert bridges.waking_bytes() == 64 + 8 + 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
 
 
 def test_a_mark_is_passed_once_the_requests_before_it_have_ended() -> None:

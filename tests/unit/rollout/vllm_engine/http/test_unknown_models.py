@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rollout_side.vllm_engine.http.middleware import explain_unknown_models
 from rollout_side.vllm_engine.http.served_models import Refusal
-from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
 
 
 async def _ask(status: int, bodies: list[bytes]) -> tuple[int, dict[str, str], bytes]:

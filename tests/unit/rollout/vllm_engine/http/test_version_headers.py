@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.version_headers import (
+from rollout_side.vllm_engine.http.middleware import (
     current_notes,
     name_versions,
     note_reason,
 )
+from rollout_side.vllm_engine.http.served_models import ServedModels
 from weft_rl.contract.names import PolicyVersion
 
 

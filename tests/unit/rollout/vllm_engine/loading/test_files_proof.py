@@ -12,10 +12,8 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, tensors_in
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
-from rollout_side.vllm_engine.loading.files_proof import learn_from_files
-from rollout_side.vllm_engine.loading.reload import apply_base
-from rollout_side.vllm_engine.loading.streaming import load_in_place
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn_from_files
+from rollout_side.vllm_engine.loading.reload import apply_base, load_in_place
 from tests.unit.rollout.vllm_engine.loading.test_streaming import (
     REFERENCE,
     ReusedMemory,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollout_side.generation import (
+from rollout_side.engine import (
     Answer,
     BaseSpan,
     FinishReason,

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollout_side.vllm_engine.server.capabilities import lora_modules
-from rollout_side.vllm_engine.server.model_reference import build_reference, served_dtypes
+from rollout_side.vllm_engine.server.capabilities import (
+    build_reference,
+    lora_modules,
+    served_dtypes,
+)
 from weft_rl.contract.tensors import DataType, TensorMeta
 
 

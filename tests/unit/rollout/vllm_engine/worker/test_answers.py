@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.worker.answers import Answer, check_answers, guarded
+from rollout_side.vllm_engine.worker.rank_results import Answer, check_answers, guarded
 from weft_rl.contract.errors import CapacityError, LoadFailedError, NotReadyError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_side.vllm_engine.worker.config import usable_backends
+from rollout_side.vllm_engine.worker.startup import usable_backends
 from weft_rl.contract.errors import UnsupportedError
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from rollout_side.memory.placement import Memory
+from rollout_side.memory.segment import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
-from rollout_side.vllm_engine.worker.answers import guarded
-from rollout_side.vllm_engine.worker.holdings_page import (
+from rollout_side.vllm_engine.worker.holdings import (
     SLOT_BYTES,
     HoldingsPage,
+    HoldingsReport,
     HoldingsWriter,
     ProgressWriter,
 )
-from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
+from rollout_side.vllm_engine.worker.rank_results import guarded
 from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion

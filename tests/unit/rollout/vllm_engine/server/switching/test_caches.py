@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
+from rollout_side.vllm_engine.compat.requests import KEEP_REQUESTS
 from rollout_side.vllm_engine.replica import VllmReplica
-from rollout_side.vllm_engine.server.switching import request_gate
-from rollout_side.vllm_engine.server.switching.caches import EngineCaches
+from rollout_side.vllm_engine.server import request_gate
+from rollout_side.vllm_engine.server.requests_at_switch import EngineCaches
 from tests.doubles.vllm import BASE, FakeEngine, make_replica
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
+from rollout_side.vllm_engine.server.base_switch import learn_copies
 from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.caches import EngineCaches
-from rollout_side.vllm_engine.server.switching.learning import learn_copies
-from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.requests_at_switch import EngineCaches
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
 from tests.doubles.vllm import FakeEngine, failed
 from weft_rl.checkpoints.digest_cache import DigestCache

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from rollout_side.vllm_engine.compat import bridges, requests
-from rollout_side.vllm_engine.compat.engine_core import KEEP_REQUESTS
+from rollout_side.vllm_engine.compat.requests import KEEP_REQUESTS
 from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica
 from weft_rl.contract.errors import LoadFailedError, VersionChangedError

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from rollout_side.agent.orders import Turns
-from rollout_side.agent.sleeping import SleepOrders
+from rollout_side.agent.orders import SleepOrders, Turns
 from rollout_side.engine import Asleep, SleepOrder
-from rollout_side.vllm_engine.compat import sleep_mode
+from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import (
@@ -31,7 +30,7 @@ def _order(*, level: int = 1, aborts: bool = False, seconds: float = 5.0) -> Sle
 @pytest.fixture(autouse=True)
 def _sleeps_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's newer executors do; theirs is not imported."""
-    monkeypatch.setattr(sleep_mode, "can_sleep_in_part", lambda: True)
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: True)
 
 
 async def fall_asleep(replica: VllmReplica, order: SleepOrder) -> None:
@@ -400,7 +399,7 @@ async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
 async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sleep_mode, "can_sleep_in_part", lambda: False)
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
     await fall_asleep(replica, _order())

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_side.engine import Asleep, SleepOrder
-from rollout_side.vllm_engine.compat import bridges, sleep_mode
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
-from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.http.middleware import RequestTracker
+from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import (
     LoadFailedError,
@@ -149,7 +149,7 @@ class Sleeper:
         try:
             if not await self._let_go(order):
                 return False
-            if former is not None and not sleep_mode.can_sleep_in_part():
+            if former is not None and not bridges.can_sleep_in_part():
                 await self._wake("kv_cache")
         except BaseException:
             await self._stay_awake()
@@ -164,7 +164,7 @@ class Sleeper:
 
     async def _let_sleep(self, level: int) -> None:
         try:
-            await sleep_mode.fall_asleep(self._engine, level)
+            await bridges.fall_asleep(self._engine, level)
         except Exception as error:
             # A worker that fails after it has given memory back leaves vLLM in the belief that
             # it is awake, and waking it would do nothing.
@@ -243,7 +243,7 @@ class Sleeper:
         return has_base
 
     async def _wake(self, tag: str) -> None:
-        woken = sleep_mode.wake_up(self._engine, [tag])
+        woken = bridges.wake_up(self._engine, [tag])
         await self._workers.bounded(woken, f"waking its {tag}", is_quiet=True)
 
 

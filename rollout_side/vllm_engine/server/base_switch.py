@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rollout_side.engine import SwitchTimes
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.answers import Answers
-from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
-from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
+from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
+from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -111,3 +114,29 @@ class BaseSwitch:
         await bounded(switched, "noting the switch")
         await bounded(requests.note_base(begun), "ending requests for the former base")
         return len(begun)
+
+
+async def learn_copies(
+    started_with: StartedWith,
+    workers: WorkerCalls,
+    gate: RequestGate,
+    is_served: Callable[[], bool],
+) -> None:
+    """Have the workers learn a copy plan from the engine's files, once these are read.
+
+    The engine's step then waits for one reading of its weights. Never raises: what is not learnt so
+    is learnt from the first push.
+
+    Args:
+        is_served: Returns whether the engine has what these files hold, awake and whole.
+    """
+    stored = await started_with.read_tensors()
+    if not stored:
+        return
+    tensors = [(t.name, t.dtype, list(t.shape), t.digest) for t in stored]
+    try:
+        async with gate.exclusive():
+            if is_served():
+                await workers.call("weft_learn_copies", tensors, is_quiet=True)
+    except WeftError as error:
+        _log.info("how bases are loaded is learnt from the first push: %s", error)

@@ -7,7 +7,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
+from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion

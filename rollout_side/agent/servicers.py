@@ -1,24 +1,33 @@
-"""ReplicaService: the coordinator's orders, translated for the agent."""
+"""gRPC services of a replica: the coordinator's orders, and requests for tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.heartbeat import OrderKey
+from rollout_side.agent.registration import OrderKey
 from rollout_side.agent.serving import SpilledCopy
-from rollout_side.engine import JoinOrder, SendOrder, SleepOrder, SwitchTimes
-from rollout_side.version_facts import VersionFacts
+from rollout_side.engine import (
+    FinishReason,
+    GenerateOrder,
+    JoinOrder,
+    SampleChunk,
+    SendOrder,
+    SleepOrder,
+    SwitchTimes,
+    VersionFacts,
+)
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.contract.sampling import Sampling
 from weft_rl.rpc.checkpoint_codec import tensors_to_proto
 from weft_rl.rpc.codec import (
     aborts_from_proto,
@@ -32,11 +41,13 @@ from weft_rl.rpc.codec import (
     version_from_proto,
     version_to_proto,
 )
+from weft_rl.rpc.inbound import on_call_end
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
 from weft_rl.rpc.report_codec import asleep_to_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer, parent_in
-from weft_rl.v1 import publish_pb2, types_pb2
+from weft_rl.v1 import generate_pb2, publish_pb2, types_pb2
 from weft_rl.v1 import replica_pb2 as pb
+from weft_rl.v1.generate_pb2_grpc import GenerateServiceServicer
 from weft_rl.v1.replica_pb2_grpc import ReplicaServiceServicer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -374,3 +385,110 @@ def _facts(
         adapter=order.adapter if order.HasField("adapter") else None,
     )
     return VersionFacts(digest.value, facts.SerializeToString())
+
+
+_FINISH_REASONS = {
+    None: generate_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generate_pb2.FINISH_REASON_ABORT,
+}
+
+
+class GenerateServicer(GenerateServiceServicer):
+    """One replica's service; see protos/weft/v1/generate.proto."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def Generate(  # noqa: N802
+        self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        version = self._agent.requested(request.policy)
+        adapter = None if version.policy == BASE_POLICY else version
+        # Nothing is awaited since the name was looked up: what it stands for is there.
+        answer = self._agent.engine.generate(
+            GenerateOrder(
+                prompt=_prompt(request),
+                adapter=adapter,
+                sampling=_sampling(request.sampling),
+                strict=request.strict,
+                exact_base=adapter is None and request.policy != BASE_POLICY,
+                chunk_tokens=request.chunk_tokens,
+            )
+        )
+        on_call_end(context, answer.end)
+        try:
+            admission: generate_pb2.Admission | None = None
+            capabilities = self._agent.engine.capabilities
+            async for chunks in answer.chunks():
+                if admission is None:
+                    admission = generate_pb2.Admission(
+                        adapter=version_to_proto(adapter) if adapter else None,
+                        base_version=answer.base,
+                        logprobs_mode=capabilities.logprobs_mode,
+                        logprobs_truncated=capabilities.logprobs_truncated,
+                        prompt_token_ids=answer.prompt_token_ids,
+                    )
+                    yield _response(chunks, adapter, admission)
+                else:
+                    yield _response(chunks, adapter)
+        finally:
+            answer.end()
+
+
+def _prompt(request: generate_pb2.GenerateRequest) -> str | list[int]:
+    """Return the prompt to complete: text or token ids, as given.
+
+    Raises:
+        InvalidRequestError: It is empty.
+    """
+    prompt = request.text or list(request.token_ids.ids)
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; give token_ids or text")
+    return prompt
+
+
+def _sampling(given: generate_pb2.Sampling) -> Sampling:
+    return Sampling(
+        num_samples=given.num_samples or 1,
+        temperature=given.temperature if given.HasField("temperature") else 1.0,
+        top_p=given.top_p if given.HasField("top_p") else 1.0,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=(
+            given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
+        ),
+        seed=given.seed if given.HasField("seed") else None,
+        max_tokens=given.max_tokens or None,
+        min_tokens=given.min_tokens,
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
+    )
+
+
+def _response(
+    chunks: Sequence[SampleChunk],
+    adapter: PolicyVersion | None,
+    admission: generate_pb2.Admission | None = None,
+) -> generate_pb2.GenerateResponse:
+    response = generate_pb2.GenerateResponse(admission=admission)
+    for chunk in chunks:
+        made = response.chunks.add(
+            index=chunk.index,
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            finish_reason=_FINISH_REASONS[chunk.finish_reason],
+        )
+        if chunk.finish_reason is not None:
+            if adapter is not None:
+                made.adapter.CopyFrom(version_to_proto(adapter))
+            for span in chunk.base_spans:
+                made.base_spans.add(
+                    version=span.version,
+                    start=span.start,
+                    end=span.end,
+                    older_cache=span.older_cache,
+                )
+    return response

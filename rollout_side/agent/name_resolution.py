@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from rollout_side.agent.heartbeat import HeartbeatAnswer
+from rollout_side.agent.registration import HeartbeatAnswer
 from rollout_side.engine import AbsentPolicy, AliasRefusals
 from weft_rl.contract.errors import NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import (

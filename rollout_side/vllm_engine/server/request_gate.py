@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
-from rollout_side.vllm_engine.server.switching.caches import EngineCaches
+from rollout_side.vllm_engine.http.middleware import RequestTracker
+from rollout_side.vllm_engine.server.requests_at_switch import EngineCaches
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypedDict
+from typing import Any, Concatenate, Final, ParamSpec, TypedDict
 
 from weft_rl.contract.errors import LoadFailedError, WeftError, error_from_reason
 
@@ -122,3 +122,7 @@ def check_answers(
     if len(answers) > 1:
         message = f"rank {first['rank']} of {len(answers)}: {message}"
     raise error_from_reason(first["error_reason"], message, metadata)
+
+
+#: Stands for a transfer where a base is loaded from the files that the engine was started with.
+FROM_FILES: Final = ""
