@@ -11,7 +11,7 @@ from rollout_side.memory import segment
 from rollout_side.memory.segment import MARGIN_BYTES, DeviceSegment, HostSegment, Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, ServedBase, StagedVersion
-from tests.unit.rollout.memory.test_retained import MANIFEST, SIZE
+from tests.unit.rollout.memory.test_retained_bases import MANIFEST, SIZE
 from weft_rl.contract.errors import CapacityError, NotFoundError
 from weft_rl.contract.names import PolicyVersion
 
