@@ -87,8 +87,8 @@ class SampleChunk:
     """Spans of all the sample's tokens, without gaps; set on the last chunk only."""
 
 
-class Answer(Protocol):
-    """Answer that an engine is making. It counts as a running request from its creation until
+class Generation(Protocol):
+    """Generation that an engine is making. It counts as a running request from its creation until
     ``end``."""
 
     base: int
@@ -484,9 +484,9 @@ class Engine(Protocol):
         """Return the memory held now, or a moment ago. The effects of calls to this engine that
         have returned are included. Asks no worker: it may be called at any rate."""
 
-    def generate(self, order: GenerateOrder) -> Answer:
+    def generate(self, order: GenerateOrder) -> Generation:
         """Begin to complete a prompt. It is admitted when this returns; the caller calls
-        ``Answer.end`` in the end.
+        ``Generation.end`` in the end.
 
         Raises:
             NotFoundError: The adapter cannot be requested.

@@ -83,13 +83,13 @@ def seconds_to_tick() -> float:
     return 1.0 - time.monotonic() % 1.0
 
 
-class _Call(NamedTuple):
+class _UnansweredCall(NamedTuple):
     what: str
     begun_at: float
     quiet_seconds: float
 
 
-class OwedAnswers:
+class UnansweredCalls:
     """Unanswered calls to one engine; changed on its event loop, read on any thread.
 
     Args:
@@ -99,7 +99,7 @@ class OwedAnswers:
 
     def __init__(self, spoken_at: Callable[[], float] = lambda: 0.0) -> None:
         self._spoken_at = spoken_at
-        self._calls: dict[Hashable, _Call] = {}
+        self._calls: dict[Hashable, _UnansweredCall] = {}
         self._answered_at = 0.0
         self._num_elsewhere = 0
 
@@ -111,7 +111,7 @@ class OwedAnswers:
             what: Description of the call, for messages.
             quiet_seconds: Seconds that the engine may say nothing during the call.
         """
-        self._calls[key] = _Call(what, time.monotonic(), quiet_seconds)
+        self._calls[key] = _UnansweredCall(what, time.monotonic(), quiet_seconds)
 
     def end(self, key: Hashable) -> None:
         """Note the answer to a call, of whatever kind."""

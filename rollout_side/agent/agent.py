@@ -18,9 +18,9 @@ from rollout_side.agent.orders import ProbeOrders, SleepOrders
 from rollout_side.agent.registration import (
     HeartbeatAnswer,
     Holdings,
-    Identity,
     OrderKey,
     Registration,
+    ReplicaDeclaration,
 )
 from rollout_side.agent.serving import Serving
 from rollout_side.config import AgentConfig
@@ -46,8 +46,8 @@ NOTICE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
-class Drain:
-    """Drain of one replica. Used on the event loop, except ``note``.
+class Drainer:
+    """Drainer of one replica. Used on the event loop, except ``note``.
 
     Args:
         num_requests: Returns the number of requests that run now.
@@ -132,7 +132,7 @@ class Agent:
         self._answer: HeartbeatAnswer | None = None
         self._aliases = OUT_OF_CONTACT
         engine.refuse_aliases(self._aliases)
-        self._drain = Drain(engine.num_requests, self._close, self._is_needed)
+        self._drain = Drainer(engine.num_requests, self._close, self._is_needed)
         self._in_transfer = False
         self._closed = self._ordered = ""
         self._order = OrderKey(0, 0)
@@ -405,7 +405,7 @@ class Agent:
         def obey(order: OrderKey, reason: str) -> None:
             loop.call_soon_threadsafe(self.order_refusal, order, reason)
 
-        identity = Identity(
+        identity = ReplicaDeclaration(
             address=self.address,
             capabilities=self.engine.capabilities,
             reference=self.engine.reference,

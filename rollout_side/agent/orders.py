@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class Begun(NamedTuple):
+class RunningOrder(NamedTuple):
     """Order that is being carried out."""
 
     what: str
@@ -29,15 +29,15 @@ class Begun(NamedTuple):
     """Time at which it began, by ``time.monotonic()``."""
 
 
-class Turns:
-    """Turns of orders to one engine: one order at a time, carried out to its end. An order cut
+class OrderQueue:
+    """OrderQueue of orders to one engine: one order at a time, carried out to its end. An order cut
     off in the middle would leave mixed weights. One whose caller goes away while it waits is
     never begun."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         #: The order whose turn it is; any thread may look.
-        self.begun: Begun | None = None
+        self.begun: RunningOrder | None = None
 
     @property
     def taken(self) -> bool:
@@ -55,7 +55,7 @@ class Turns:
         except asyncio.CancelledError:
             order.close()
             raise
-        self.begun = Begun(what, time.monotonic())
+        self.begun = RunningOrder(what, time.monotonic())
         work = asyncio.ensure_future(order)
         work.add_done_callback(self._ended)
         try:
@@ -203,7 +203,7 @@ _RETRY_SECONDS = 0.02
 
 
 @dataclass(frozen=True, eq=False)
-class _Wanted:
+class _PendingSleep:
     """Order to sleep, with a deadline."""
 
     order: SleepOrder
@@ -224,13 +224,13 @@ class SleepOrders:
 
     Args:
         engine: Engine that sleeps.
-        turns: Turns that the engine's orders to switch take, too.
+        turns: OrderQueue that the engine's orders to switch take, too.
     """
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
+    def __init__(self, engine: Engine, turns: OrderQueue) -> None:
         self._engine, self._turns = engine, turns
         # The newest order to sleep, until it is carried out, has failed, or the engine is to wake.
-        self._wanted: _Wanted | None = None
+        self._wanted: _PendingSleep | None = None
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -250,7 +250,7 @@ class SleepOrders:
             StaleEpochError: The engine was told to wake meanwhile.
             WeftError: See ``Engine``.
         """
-        self._wanted = _Wanted(order, time.monotonic() + order.timeout_seconds)
+        self._wanted = _PendingSleep(order, time.monotonic() + order.timeout_seconds)
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._carry_out(), name="fall-asleep")
             self._work.add_done_callback(_log_failure)
@@ -287,7 +287,7 @@ class SleepOrders:
         self._engine.take_requests()
         raise StaleEpochError("the replica was told to wake before it slept")
 
-    async def _attempt(self, wanted: _Wanted) -> bool:
+    async def _attempt(self, wanted: _PendingSleep) -> bool:
         await self._engine.end_requests(wanted.left(), lambda: self._wanted is wanted)
         if self._wanted is not wanted:
             return False
@@ -296,7 +296,7 @@ class SleepOrders:
             await asyncio.sleep(_RETRY_SECONDS)
         return slept
 
-    async def _sleep(self, wanted: _Wanted) -> bool:
+    async def _sleep(self, wanted: _PendingSleep) -> bool:
         return self._wanted is wanted and await self._engine.fall_asleep(wanted.left())
 
 

@@ -48,7 +48,7 @@ from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class ReplicaDeclaration:
     """Facts that a replica states once, at registration."""
 
     address: str
@@ -251,7 +251,7 @@ class Registration:
     def __init__(
         self,
         config: AgentConfig,
-        identity: Identity,
+        identity: ReplicaDeclaration,
         *,
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],

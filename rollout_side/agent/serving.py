@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
+from rollout_side.agent.orders import FailedTransfers, OrderQueue, SpillOrders
 from rollout_side.engine import Engine, MemoryUse, SwitchTimes, VersionFacts
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import (
@@ -60,7 +60,7 @@ class Serving:
         self._as_started, self._compared = 0, (0, b"")
         self._engine = engine
         #: In which orders to switch, and to sleep, are carried out.
-        self.turns = Turns()
+        self.turns = OrderQueue()
         self._failed = FailedTransfers()
         self._spills = SpillOrders(engine)
 

@@ -38,7 +38,7 @@ from weft_rl.transport.wire.buckets import in_manifest_order
 FINISHING_SECONDS = 60.0
 
 
-class Shared(NamedTuple):
+class SharedBucket(NamedTuple):
     """Place where other processes find a bucket."""
 
     buffers: Sequence[Segment]
@@ -106,9 +106,9 @@ class Handoff(Protocol):
         """
 
 
-class _Waiting(NamedTuple):
+class _QueuedBucket(NamedTuple):
     wire: torch.Tensor
-    shared: Shared | None
+    shared: SharedBucket | None
 
 
 @dataclass
@@ -149,7 +149,7 @@ class HandoffQueue:
         self._deadline = deadline
         self._digests: list[Sequence[int]] = []
         #: By index, until every loader is done with it.
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _QueuedBucket] = {}
         self._loaders = [_Loader() for _ in range(num_loaders)]
         self._error: WeftError | None = None
         self._speak: Callable[[int], None] = lambda bucket: None
@@ -223,7 +223,7 @@ class HandoffQueue:
         index: int,
         wire: torch.Tensor,
         digests: Sequence[int],
-        shared: Shared | None = None,
+        shared: SharedBucket | None = None,
     ) -> None:
         """Hand over a verified bucket; one that was put before has come again, and is dropped.
 
@@ -248,7 +248,7 @@ class HandoffQueue:
                 return
             assert index == len(self._digests), "buckets are put in order"
             self._digests.append(digests)
-            self._waiting[index] = _Waiting(wire, shared)
+            self._waiting[index] = _QueuedBucket(wire, shared)
             self._changed.notify_all()
 
     def is_loaded(self, index: int) -> bool:
@@ -317,7 +317,7 @@ class HandoffQueue:
                 finally:
                     synchronize()
 
-    def shared_buckets(self, loader: int) -> Iterator[tuple[int, Shared, Sequence[int]]]:
+    def shared_buckets(self, loader: int) -> Iterator[tuple[int, SharedBucket, Sequence[int]]]:
         """Yield the index, place and tensor digests of every bucket for another rank's loader.
         Otherwise as ``buckets``.
 
@@ -345,7 +345,7 @@ class HandoffQueue:
             self._changed.notify_all()
 
     @contextmanager
-    def _taken(self, loader: int) -> Iterator[_Waiting]:
+    def _taken(self, loader: int) -> Iterator[_QueuedBucket]:
         """Lend the next bucket to a loader, which is done with it at the end."""
         waiting = self._take(loader)
         self.speak()
@@ -359,7 +359,7 @@ class HandoffQueue:
                     self._waiting.pop(state.num_loaded - 1, None)
                 self._changed.notify_all()
 
-    def _take(self, loader: int) -> _Waiting:
+    def _take(self, loader: int) -> _QueuedBucket:
         state = self._loaders[loader]
         with self._changed:
             while True:

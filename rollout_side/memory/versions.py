@@ -23,7 +23,7 @@ from weft_rl.transport.progress import Speak
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 
-class Carried(NamedTuple):
+class BucketContents(NamedTuple):
     """Contents of a verified bucket."""
 
     runs: Sequence[Run]
@@ -181,7 +181,7 @@ class PartialTransfer:
     trainer_id: str
     manifest: Manifest
     segment: Segment
-    verified: list[Carried]
+    verified: list[BucketContents]
     """Contents of the verified buckets."""
     lists_runs: bool = False
     """True if the buckets list their runs; else they are those of the manifest."""

@@ -44,7 +44,7 @@ class Cloner:
     def __init__(self, store: WorkerStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._sending: dict[str, _Sending] = {}
+        self._sending: dict[str, _Clone] = {}
 
     def send(self, order: SendOrder) -> None:
         """Begin to send a clone; returns at once. A group that is sent to already is left alone.
@@ -56,7 +56,7 @@ class Cloner:
         with self._lock:
             self._sending = {k: s for k, s in self._sending.items() if s.thread.is_alive()}
             if order.ticket.group_id not in self._sending:
-                self._sending[order.ticket.group_id] = _Sending(order, self._store)
+                self._sending[order.ticket.group_id] = _Clone(order, self._store)
 
     def close(self) -> None:
         """Give up the clones under way; does not wait for them."""
@@ -65,7 +65,7 @@ class Cloner:
                 sending.stop()
 
 
-class _Sending:
+class _Clone:
     """One clone: a membership as rank 0, and its thread."""
 
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:

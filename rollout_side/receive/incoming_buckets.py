@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from rollout_side.memory.versions import Carried
+from rollout_side.memory.versions import BucketContents
 from weft_rl.contract.errors import CapacityError, DigestMismatchError, PeerUnavailableError
 from weft_rl.contract.layout.manifest import Manifest, align_up
 from weft_rl.contract.layout.runs import SLICE_ALIGN_BYTES, Run
@@ -58,7 +58,7 @@ class Sink(Protocol):
         """Return the memory that runs of a bucket of the layout have their places in; None if the
         bucket comes again and is dropped."""
 
-    def put(self, index: int, wire: torch.Tensor, carried: Carried) -> None:
+    def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
         """Take a verified bucket; blocks until ``wire`` may be written again.
 
         Args:
@@ -137,8 +137,8 @@ class Ring:
         else:
             digests = start_bucket(wire, self._manifest, index, nonce, arrived)
 
-            def verified() -> Carried:
-                return Carried((), digests())
+            def verified() -> BucketContents:
+                return BucketContents((), digests())
 
         def end() -> None:
             self.sink.put(index, wire, verified())
@@ -147,7 +147,7 @@ class Ring:
 
     def _start_runs(
         self, index: int, wire: torch.Tensor, nonce: int, arrived: Arrived
-    ) -> Callable[[], Carried]:
+    ) -> Callable[[], BucketContents]:
         planned, manifest = self._plan.buckets[index], self._manifest
         into = self.sink.assembly(planned.bucket)
         verified = start_runs(
@@ -161,11 +161,11 @@ class Ring:
             arrived=arrived,
         )
 
-        def end() -> Carried:
+        def end() -> BucketContents:
             runs, digests, is_placed = verified()
             if into is not None and not is_placed:
                 place_runs(wire, manifest, runs, into)
-            return Carried(runs, digests)
+            return BucketContents(runs, digests)
 
         return end
 
@@ -369,7 +369,7 @@ def receive_buckets(
         DigestMismatchError: Other bytes arrived than were sent.
         WeftError: The group has ended, or the deadline has passed.
     """
-    course = _Course(membership, prepared, ring, first_bucket)
+    course = _ReceivePipeline(membership, prepared, ring, first_bucket)
     began, waited = time.perf_counter(), 0.0
     try:
         for index in range(first_bucket, prepared.num_buckets):
@@ -392,7 +392,7 @@ def receive_buckets(
     _notify_if_due(membership, prepared, ring)
 
 
-class _Course:
+class _ReceivePipeline:
     """Progress of a transfer's buckets: posted, arrived and verified at the moment, reported."""
 
     def __init__(

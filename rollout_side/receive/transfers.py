@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from rollout_side.memory.handoff import HandoffQueue, Shared
+from rollout_side.memory.handoff import HandoffQueue, SharedBucket
 from rollout_side.memory.segment import DeviceSegment, HostSegment, Memory, Segment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import (
-    Carried,
+    BucketContents,
     PartialTransfer,
     StagedVersion,
     bucket_starts,
@@ -146,7 +146,7 @@ class StagingSink:
         """See ``Sink``."""
         return Assembly(self._data, self._starts)
 
-    def put(self, index: int, wire: torch.Tensor, carried: Carried) -> None:
+    def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
         """See ``Sink``."""
         if not self._partial.lists_runs and not self._is_on_device:
             self._place(index).copy_(wire)  # blocks
@@ -210,7 +210,7 @@ class LoadingSink:
         self._began = time.monotonic()
         self._num_accepted = 0
         self._num_put = len(handoff.digests)
-        self._gathered: list[Carried] = []
+        self._gathered: list[BucketContents] = []
         self.num_kept = plan.begin_of(self._num_put)
 
     def make_room(self, bucket: int, *, wait: bool) -> bool:
@@ -233,7 +233,7 @@ class LoadingSink:
             return None
         return Assembly(self.place(bucket), [0] * len(self._handoff.manifest.buckets))
 
-    def put(self, index: int, wire: torch.Tensor, carried: Carried) -> None:
+    def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
         """See ``Sink``."""
         bucket = self._plan.buckets[index].bucket
         if not self._plan.lists_runs:
@@ -251,7 +251,7 @@ class LoadingSink:
 
     def _hand_over(self, bucket: int, digests: list[int]) -> None:
         number = bucket % len(self._buffers)
-        shared = Shared(self._shared, number) if self._shared else None
+        shared = SharedBucket(self._shared, number) if self._shared else None
         self._handoff.put(bucket, self.place(bucket), digests, shared)
         self._num_put = max(self._num_put, bucket + 1)
         self.num_kept = self._plan.begin_of(self._num_put)

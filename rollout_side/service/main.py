@@ -43,7 +43,7 @@ _FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
 Ready = Callable[[str, str, Ports], None]
 
 
-class _Stop:
+class _StopSignals:
     """Handler of stop signals. The first SIGTERM begins a drain; a second one ends the process at
     once. So does SIGINT: a terminal sends it to the engine's processes, too."""
 
@@ -86,7 +86,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         WeftError: The arguments are refused, the engine does not start, a port or the replica's
             name is taken, or the pool refuses this replica.
     """
-    stop = _Stop(config.drain_seconds)
+    stop = _StopSignals(config.drain_seconds)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.signal, signum)
@@ -143,7 +143,7 @@ def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
 async def _serve_engine(
     config: RolloutConfig,
     engine: VllmReplica,
-    stop: _Stop,
+    stop: _StopSignals,
     ready: Ready | None,
     tracer: Tracer,
     security: Security,
@@ -186,7 +186,11 @@ async def _serve_engine(
 
 
 async def _run_until_told(
-    agent: Agent, engine: VllmReplica, server: WeftServer, stop: _Stop, metrics: ReplicaMetrics
+    agent: Agent,
+    engine: VllmReplica,
+    server: WeftServer,
+    stop: _StopSignals,
+    metrics: ReplicaMetrics,
 ) -> str:
     """Stay in the pool until a drain is over or a signal ends it; returns why it ended."""
     running = {

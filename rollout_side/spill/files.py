@@ -241,15 +241,15 @@ def _write_shard(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileRange:
     file: BufferedReader
     at: int
     dtype: str
     shape: tuple[int, ...]
 
 
-def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _Place]:
-    found: dict[str, _Place] = {}
+def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _FileRange]:
+    found: dict[str, _FileRange] = {}
     for path in sorted(directory.glob("*.safetensors")):
         file = stack.enter_context(path.open("rb"))
         (size,) = struct.unpack("<Q", _read(file, 8))
@@ -258,12 +258,12 @@ def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _P
         for name, entry in json.loads(_read(file, size)).items():
             if name != "__metadata__":
                 at = 8 + size + int(entry["data_offsets"][0])
-                found[name] = _Place(file, at, entry["dtype"], tuple(entry["shape"]))
+                found[name] = _FileRange(file, at, entry["dtype"], tuple(entry["shape"]))
     return found
 
 
 def _read_tensor(
-    found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tensor, speak: Callable[[], None]
+    found: Mapping[str, _FileRange], slot: TensorSlot, out: torch.Tensor, speak: Callable[[], None]
 ) -> None:
     place = found.get(slot.meta.name)
     if place is None or (place.dtype, place.shape) != (

@@ -22,15 +22,15 @@ from rollout_side.vllm_engine.http.middleware import (
     name_versions,
 )
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.server import HttpServer, listen
+from rollout_side.vllm_engine.http.server import OpenAiServer, listen
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server import capabilities, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage
-from rollout_side.vllm_engine.worker.rank_results import check_answers
+from rollout_side.vllm_engine.worker.rank_results import check_results
 from rollout_side.waits import read_within
 from weft_rl.checkpoints.files import local_model_dir
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
@@ -129,7 +129,7 @@ async def open_engine(
         sock = listen(http_host, http_port)
         stack.callback(sock.close)
         refusals.refuse_missing_model(args.model)
-        started_with = StartedWith(str(getattr(args, "load_format", "auto")))
+        started_with = InitialCheckpoint(str(getattr(args, "load_format", "auto")))
         stack.callback(started_with.close)
         started_with.read(args.model, args.revision)  # while the engine warms up
         with refusals.sentences(args.model):
@@ -153,7 +153,7 @@ async def open_engine(
             _make_folder(spill, described)
         holdings = HoldingsPage()
         stack.callback(holdings.close)
-        values = check_answers(
+        values = check_results(
             await engine.collective_rpc(
                 "weft_open",
                 args=(
@@ -270,13 +270,13 @@ async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -
 
 def _http_server(
     app: Any, inner: App, args: Namespace, sock: socket.socket, tracker: RequestTracker
-) -> HttpServer:
+) -> OpenAiServer:
     tls = {
         name: getattr(args, name)
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
         if getattr(args, name, None)
     }
-    server = HttpServer(
+    server = OpenAiServer(
         tracker.wrap(inner),
         sock,
         tls=tls,

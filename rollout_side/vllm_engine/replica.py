@@ -13,10 +13,10 @@ from typing import Any
 from rollout_side.engine import (
     AbsentPolicy,
     AliasRefusals,
-    Answer,
     Asleep,
     EngineWork,
     GenerateOrder,
+    Generation,
     SleepOrder,
     SwitchTimes,
 )
@@ -24,13 +24,13 @@ from rollout_side.spill.folder import SpillFolder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.server import HttpServer
+from rollout_side.vllm_engine.http.server import OpenAiServer
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.server.answers import Answers
 from rollout_side.vllm_engine.server.base_switch import BaseSwitch, learn_copies
+from rollout_side.vllm_engine.server.generations import Generations
 from rollout_side.vllm_engine.server.held_versions import HeldVersions
-from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.sleeper import Sleeper
@@ -68,10 +68,10 @@ class EngineParts:
     """Page on which its workers report what they hold."""
     models: ServedModels
     """Models that its OpenAI server answers for."""
-    http: HttpServer
+    http: OpenAiServer
     tracker: RequestTracker
     requests: RequestsAtSwitch
-    started_with: StartedWith
+    started_with: InitialCheckpoint
     cleanup: contextlib.AsyncExitStack
     """Exit stack that ends the engine's processes."""
 
@@ -113,9 +113,9 @@ class VllmReplica(HeldVersions):
         self._http = parts.http
         self._cleanup = parts.cleanup
         self._gate = RequestGate(parts.engine, workers, parts.tracker, parts.requests.caches)
-        self._in_place = LoadsInPlace(workers, self._gate)
+        self._in_place = InPlaceSession(workers, self._gate)
         generate = parts.requests.generate
-        self._answers = Answers(parts.engine, generate, parts.tracker, parts.models)
+        self._answers = Generations(parts.engine, generate, parts.tracker, parts.models)
         self._sleeper = Sleeper(
             parts.engine,
             workers,
@@ -390,7 +390,7 @@ class VllmReplica(HeldVersions):
             return True
         return str(version) in bridges.loras_in_use(self.engine)
 
-    def generate(self, order: GenerateOrder) -> Answer:
+    def generate(self, order: GenerateOrder) -> Generation:
         """See ``Engine``."""
         return self._answers.begin(order)
 

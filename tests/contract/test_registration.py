@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from rollout_side.agent.registration import Holdings, Identity, Registration
+from rollout_side.agent.registration import Holdings, Registration, ReplicaDeclaration
 from rollout_side.config import AgentConfig
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
@@ -109,7 +109,7 @@ def _holdings() -> Holdings:
 def _registration(
     target: str, failed: Callable[[WeftError], None], current: Callable[[], Holdings] = _holdings
 ) -> Registration:
-    identity = Identity(
+    identity = ReplicaDeclaration(
         address="127.0.0.1:1", capabilities=CAPABILITIES, reference=REFERENCE, model_name="tiny"
     )
     config = AgentConfig(

@@ -34,7 +34,7 @@ from rollout_side.receive.clone_source import Cloner
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
-from rollout_side.waits import OwedAnswers
+from rollout_side.waits import UnansweredCalls
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.checkpoints.reader import digest_in_layout
@@ -138,7 +138,7 @@ class EngineDouble:
         #: What the engine's memory went through.
         self.sleeps: list[str] = []
         #: Nothing, since all is done on the agent's loop.
-        self.owed = OwedAnswers()
+        self.owed = UnansweredCalls()
         #: Called before each bucket that is loaded in place.
         self.before_bucket: Callable[[int], None] = lambda index: None
 

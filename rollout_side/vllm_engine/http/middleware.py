@@ -121,8 +121,8 @@ _EVENT_END = b"}\n\n"
 
 
 @dataclass
-class Notes:
-    """Notes on one request: the model that it asks for, the versions behind its answer."""
+class RequestNotes:
+    """RequestNotes on one request: the model that it asks for, the versions behind its answer."""
 
     models: ServedModels | None
     """None outside a request: everything is admitted then."""
@@ -169,7 +169,7 @@ class Notes:
 
 
 #: Of the request that runs in this context.
-_notes: ContextVar[Notes] = ContextVar("notes")
+_notes: ContextVar[RequestNotes] = ContextVar("notes")
 
 
 class NotedAdapters(dict[str, Any]):
@@ -183,9 +183,9 @@ class NotedAdapters(dict[str, Any]):
         return request
 
 
-def current_notes() -> Notes:
+def current_notes() -> RequestNotes:
     """Return the notes of the request in this context; outside one, notes without effect."""
-    return _notes.get(None) or Notes(None, PolicyVersion(BASE_POLICY, 0))
+    return _notes.get(None) or RequestNotes(None, PolicyVersion(BASE_POLICY, 0))
 
 
 def note_reason(reason: str) -> None:
@@ -213,7 +213,7 @@ def name_versions(app: App, models: ServedModels, *, kept: bool = False) -> App:
         if scope["type"] != "http" or scope["method"] != "POST":
             await app(scope, receive, send)
             return
-        notes = Notes(models, models.base)
+        notes = RequestNotes(models, models.base)
         token = _notes.set(notes)
         try:
             await app(scope, receive, _VersionedResponse(scope, send, notes, kept=kept).take)
@@ -226,7 +226,7 @@ def name_versions(app: App, models: ServedModels, *, kept: bool = False) -> App:
 class _VersionedResponse:
     """One answer on its way; its head is held until there is a body to it."""
 
-    def __init__(self, scope: Scope, send: Send, notes: Notes, *, kept: bool) -> None:
+    def __init__(self, scope: Scope, send: Send, notes: RequestNotes, *, kept: bool) -> None:
         self._scope, self._send, self._notes, self._kept = scope, send, notes, kept
         self._head: MutableMapping[str, Any] | None = None
         self._is_stream = self._is_refused = False

@@ -80,7 +80,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by m
         yield
 
 
-class HttpServer:
+class OpenAiServer:
     """An ASGI application on a socket.
 
     Args:

@@ -29,7 +29,7 @@ from weft_rl.transport.digests.wsum64 import tensor_digest
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlannedCopy:
     """A copy: part of a bucket's bytes to part of a parameter."""
 
     target: torch.Tensor
@@ -60,7 +60,7 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 
 def watch(
     model: torch.nn.Module, manifest: Manifest, data: torch.Tensor, rename: Callable[[str], str]
-) -> list[list[Piece]]:
+) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
 
     Args:
@@ -70,7 +70,7 @@ def watch(
     Raises:
         ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
     """
-    watcher = _Watcher(manifest, data, model.parameters())
+    watcher = _CopyTracer(manifest, data, model.parameters())
     with torch.no_grad(), watcher:
         model.load_weights(  # type: ignore[operator]
             (rename(name), tensor) for name, tensor in tensors_in(manifest, data)
@@ -79,14 +79,14 @@ def watch(
     return watcher.pieces
 
 
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that holds back writes to parameters, and notes their sources."""
 
     def __init__(
         self, manifest: Manifest, data: torch.Tensor, parameters: Iterable[torch.Tensor]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.pieces: list[list[Piece]] = [[] for _ in manifest.buckets]
+        self.pieces: list[list[PlannedCopy]] = [[] for _ in manifest.buckets]
         self._starts = bucket_starts(manifest)
         self._data = data
         self._wire = storage_of(data)
@@ -142,7 +142,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rest:
             raise ValueError("a tensor is not aligned in its bucket")
         self._count(target)
-        piece = Piece(target, offset, tuple(source.shape), source.stride())
+        piece = PlannedCopy(target, offset, tuple(source.shape), source.stride())
         self.pieces[bucket].append(piece)
 
     def _count(self, target: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ class CopyPlan:
         pieces: Copies of each bucket.
     """
 
-    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> None:
         self.layout_digest = manifest.layout_digest
         self._manifest = manifest
         self.num_copies = sum(map(len, pieces))
@@ -210,7 +210,7 @@ class CopyPlan:
         if manifest.layout_digest == self.layout_digest:
             return self
         by_name = {slot.meta.name: (slot.meta, own) for slot, own in self._by_tensor()}
-        pieces: list[list[Piece]] = [[] for _ in manifest.buckets]
+        pieces: list[list[PlannedCopy]] = [[] for _ in manifest.buckets]
         for slot in manifest.tensors:
             meta, own = by_name[slot.meta.name]
             if slot.meta != meta:
@@ -303,22 +303,22 @@ class CopyPlan:
         found = zip(digests_of(lying), expected, strict=True)
         return next((name for own, (name, digest) in found if own != digest), "")
 
-    def _read_digest(self, slot: TensorSlot, pieces: Sequence[Piece]) -> int:
+    def _read_digest(self, slot: TensorSlot, pieces: Sequence[PlannedCopy]) -> int:
         """Return the digest of a tensor that lies in pieces here, put together for it."""
         out = torch.empty(slot.meta.num_bytes, dtype=torch.uint8, device=self.device)
         for piece in pieces:
             piece.source(out).copy_(piece.target)
         return tensor_digest(out)
 
-    def _by_tensor(self) -> Iterator[tuple[TensorSlot, list[Piece]]]:
+    def _by_tensor(self) -> Iterator[tuple[TensorSlot, list[PlannedCopy]]]:
         """Yield each tensor, in the manifest's order, and its pieces, offset from its start."""
         for index, slot in enumerate(self._manifest.tensors):
             first = slot.offset_bytes // slot.meta.dtype.itemsize_bytes
             yield slot, [replace(p, offset=p.offset - first) for p in self._of_tensor[index]]
 
     @cached_property
-    def _of_tensor(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self._manifest.tensors]
+    def _of_tensor(self) -> list[list[PlannedCopy]]:
+        found: list[list[PlannedCopy]] = [[] for _ in self._manifest.tensors]
         for tensors, pieces in zip(self._manifest.tensors_by_bucket, self._pieces, strict=True):
             begins = [self._manifest.tensors[tensor].offset_bytes for tensor in tensors]
             for piece in pieces:
@@ -353,7 +353,7 @@ class CopyPlan:
         return not bool(differs)
 
 
-def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> bool:
+def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> bool:
     """Return whether every byte of every tensor goes to a place of its own."""
     for index, part in enumerate(pieces):
         if any(piece.is_expanded for piece in part):

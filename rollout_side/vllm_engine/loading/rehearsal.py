@@ -67,7 +67,7 @@ def _rehearse(
     rename = bridges.base_names(model)
     try:
         layerwise.initialize_layerwise_reload(model)
-        with _unprocessed(layerwise), HoldingBack(_tensors_of(model)):
+        with _unprocessed(layerwise), WriteBlocker(_tensors_of(model)):
             loaded = model.load_weights(  # type: ignore[operator]
                 (rename(meta.name), _zeros(meta)) for meta in reference.tensors
             )
@@ -137,7 +137,7 @@ def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-class HoldingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode in which no operation writes to these tensors, or to views of them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

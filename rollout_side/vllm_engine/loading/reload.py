@@ -272,7 +272,7 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
 _Bucket = tuple[int, torch.Tensor]
 
 
-class Arriving(Protocol):
+class IncomingBase(Protocol):
     """Base that is being received, bucket by bucket."""
 
     @property
@@ -298,7 +298,7 @@ class Arriving(Protocol):
 
 
 def load_in_place(
-    worker: Any, arriving: Arriving, reference: Reference, plan: CopyPlan | None = None
+    worker: Any, arriving: IncomingBase, reference: Reference, plan: CopyPlan | None = None
 ) -> CopyPlan | None:
     """Replace the model's weights by a base that arrives meanwhile. Call it while paused.
 
@@ -348,7 +348,7 @@ def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
         yield index, wire
 
 
-def _begun(arriving: Arriving) -> Iterator[_Bucket]:
+def _begun(arriving: IncomingBase) -> Iterator[_Bucket]:
     """Wait for the first bucket, and return all; until then a failure costs nothing."""
     buckets = arriving.buckets()
     first = next(buckets, None)

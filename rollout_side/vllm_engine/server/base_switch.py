@@ -9,9 +9,9 @@ from typing import Any
 
 from rollout_side.engine import SwitchTimes
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.server.answers import Answers
-from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.generations import Generations
+from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.sleeper import Sleeper
@@ -40,10 +40,10 @@ class BaseSwitch:
         engine: Any,
         workers: WorkerCalls,
         gate: RequestGate,
-        in_place: LoadsInPlace,
+        in_place: InPlaceSession,
         sleeper: Sleeper,
         requests: RequestsAtSwitch,
-        answers: Answers,
+        answers: Generations,
     ) -> None:
         self._engine, self._workers, self._gate = engine, workers, gate
         self._in_place, self._sleeper = in_place, sleeper
@@ -117,7 +117,7 @@ class BaseSwitch:
 
 
 async def learn_copies(
-    started_with: StartedWith,
+    started_with: InitialCheckpoint,
     workers: WorkerCalls,
     gate: RequestGate,
     is_served: Callable[[], bool],

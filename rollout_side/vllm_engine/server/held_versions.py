@@ -11,7 +11,7 @@ from typing import Any
 from rollout_side.engine import JoinOrder, MemoryUse, SendOrder, SpillOrder, VersionFacts
 from rollout_side.memory.ranks.messages import unpack_manifest
 from rollout_side.spill.folder import SpillFolder
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage
 from rollout_side.waits import answer_within
@@ -65,7 +65,7 @@ class HeldVersions:
         holdings: HoldingsPage,
         spill_folder: SpillFolder | None,
         restore_seconds: float,
-        started_with: StartedWith,
+        started_with: InitialCheckpoint,
     ) -> None:
         self._workers, self._holdings = workers, holdings
         self._started_with = started_with

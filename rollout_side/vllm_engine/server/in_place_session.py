@@ -28,7 +28,7 @@ class _Pending:
     timer: asyncio.Task[None] | None = None
 
 
-class LoadsInPlace:
+class InPlaceSession:
     """In-place load of one engine, at most one at a time; used on its event loop.
 
     Every coroutine is awaited inside ``gate.exclusive``.
@@ -66,13 +66,13 @@ class LoadsInPlace:
             paused_at = time.perf_counter()
             try:
                 await self._gate.pause()
-                await self._workers.load_arriving(transfer_id, version)
+                await self._workers.load_in_place(transfer_id, version)
             except BaseException as error:
                 await self._gate.recover(error, f"beginning to load {version}")
                 raise
             self._pending = _Pending(transfer_id, version, paused_at)
         else:
-            await self._workers.load_arriving(transfer_id, version)
+            await self._workers.load_in_place(transfer_id, version)
         self._expect_end(self._pending, timeout_seconds)
 
     async def take(self, content_digest: bytes) -> tuple[float, float]:

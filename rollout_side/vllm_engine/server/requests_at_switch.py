@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout_side.vllm_engine.compat import requests
 from rollout_side.vllm_engine.http import middleware
-from rollout_side.vllm_engine.http.middleware import Notes
+from rollout_side.vllm_engine.http.middleware import RequestNotes
 from rollout_side.vllm_engine.http.served_models import Refusal
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import LoadFailedError, VersionChangedError
@@ -86,11 +86,11 @@ _ABORTED = (
 
 
 @dataclass(eq=False)
-class _Call:
+class _RequestCall:
     """Call that vLLM's server makes to the engine."""
 
     request_id: str
-    notes: Notes
+    notes: RequestNotes
     is_sent: bool = False
     """True if the engine has it."""
     is_aborted: bool = False
@@ -122,7 +122,7 @@ class RequestsAtSwitch:
         self._base, self._num_switches = PolicyVersion(BASE_POLICY, 0), 0
         #: vLLM's own ``generate``.
         self.generate = engine.generate
-        self._calls: dict[str, list[_Call]] = {}
+        self._calls: dict[str, list[_RequestCall]] = {}
         requests.note_sent(engine, self._note_sent)
         if choice == "keep" or self.caches.has_connector:
             requests.salt_requests(engine, self._salt)
@@ -180,7 +180,7 @@ class RequestsAtSwitch:
         if ended := [call.request_id for call in to_begin if call.refusal is not None]:
             await self._engine.abort(ended)
 
-    def _all_calls(self) -> Iterator[_Call]:
+    def _all_calls(self) -> Iterator[_RequestCall]:
         return itertools.chain.from_iterable(self._calls.values())
 
     def _note_sent(self, request_id: str) -> None:
@@ -198,7 +198,7 @@ class RequestsAtSwitch:
         if (refusal := notes.admit()) is not None:
             raise requests.failure(refusal.message, refusal.status)
         # Nothing is awaited since: a switch that comes now finds it among the calls.
-        call = _Call(more["request_id"] if "request_id" in more else args[2], notes)
+        call = _RequestCall(more["request_id"] if "request_id" in more else args[2], notes)
         self._calls.setdefault(call.request_id, []).append(call)
         outputs = method(*args, **more)
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.middleware import RequestTracker
-from rollout_side.vllm_engine.server.in_place_session import LoadsInPlace
+from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.worker_calls import WorkerCalls
 from weft_rl.contract.errors import (
@@ -53,7 +53,7 @@ class Sleeper:
         workers: WorkerCalls,
         gate: RequestGate,
         tracker: RequestTracker,
-        in_place: LoadsInPlace,
+        in_place: InPlaceSession,
         *,
         enabled: bool,
     ) -> None:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, RECEIVER_RANK, check_answers
-from rollout_side.waits import OwedAnswers
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, RECEIVER_RANK, check_results
+from rollout_side.waits import UnansweredCalls
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
 from weft_rl.contract.names import PolicyVersion
 
@@ -73,7 +73,7 @@ class WorkerCalls:
         self._deadlines = deadlines
         self._num_ranks = num_ranks
         #: What is not answered yet, whoever still waits for it.
-        self.owed = OwedAnswers(spoken_at)
+        self.owed = UnansweredCalls(spoken_at)
 
     async def call(
         self,
@@ -87,7 +87,7 @@ class WorkerCalls:
         """Call a worker method on all ranks; return the values of all.
 
         ``changes_weights`` and ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at
-        ``check_answers``.
+        ``check_results``.
 
         Raises:
             WeftError: From the first rank that failed, or as ``bounded``.
@@ -100,7 +100,7 @@ class WorkerCalls:
             changes_weights=changes_weights,
             is_quiet=is_quiet,
         )
-        return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
+        return check_results(answers, mixed_is_dirty=mixed_is_dirty)
 
     async def bounded(
         self,
@@ -207,7 +207,7 @@ class WorkerCalls:
             mixed_is_dirty=True,
         )
 
-    async def load_arriving(self, transfer_id: str, version: PolicyVersion) -> None:
+    async def load_in_place(self, transfer_id: str, version: PolicyVersion) -> None:
         """Begin to load a base as it arrives; returns at once.
 
         Raises:
@@ -216,7 +216,7 @@ class WorkerCalls:
             LoadFailedError: Only the receiving rank has begun: dirty.
         """
         try:
-            await self.call("weft_load_arriving", transfer_id, str(version), changes_weights=True)
+            await self.call("weft_load_in_place", transfer_id, str(version), changes_weights=True)
         except WeftError as error:
             if int(error.metadata.get("rank", RECEIVER_RANK)) == RECEIVER_RANK:
                 raise

@@ -174,7 +174,7 @@ class WeftWorker:
         return {"has_learnt": state.copy_plan is not None}
 
     @guarded
-    def weft_load_arriving(self: Any, transfer_id: str, version: str) -> None:
+    def weft_load_in_place(self: Any, transfer_id: str, version: str) -> None:
         """Begin to load a base as it arrives; call it while paused.
 
         Returns at once, and succeeds if it has begun before. A rank that does not receive needs no

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 _log = logging.getLogger(__name__)
 
 
-class Answer(TypedDict):
+class RankResult(TypedDict):
     """One rank's answer. Plain values only: it travels by msgpack."""
 
     ok: bool
@@ -39,11 +39,11 @@ class Answer(TypedDict):
 
 def guarded(
     method: Callable[Concatenate[Any, P], Mapping[str, Any] | None],
-) -> Callable[Concatenate[Any, P], Answer]:
-    """Turn a worker method's result or failure, of whatever kind, into an ``Answer``."""
+) -> Callable[Concatenate[Any, P], RankResult]:
+    """Turn a worker method's result or failure, of whatever kind, into an ``RankResult``."""
 
     @functools.wraps(method)
-    def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
+    def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> RankResult:
         begin = time.perf_counter()
         error: BaseException | None = None
         value: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def guarded(
         seconds = time.perf_counter() - begin
         rank = int(getattr(self, "rank", -1))
         if error is None:
-            return Answer(
+            return RankResult(
                 ok=True,
                 rank=rank,
                 seconds=seconds,
@@ -75,7 +75,7 @@ def guarded(
             exc_info=None if expected else error,
         )
         typed = error if isinstance(error, WeftError) else LoadFailedError(_text(error))
-        return Answer(
+        return RankResult(
             ok=False,
             rank=rank,
             seconds=seconds,
@@ -94,8 +94,8 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def check_answers(
-    answers: Sequence[Answer], *, mixed_is_dirty: bool = False
+def check_results(
+    answers: Sequence[RankResult], *, mixed_is_dirty: bool = False
 ) -> list[dict[str, Any]]:
     """Return the values of all ranks, in order of rank; raise if any rank failed.
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rollout_side import waits
-from rollout_side.waits import OwedAnswers, answer_within, read_within
+from rollout_side.waits import UnansweredCalls, answer_within, read_within
 from weft_rl.contract.errors import TransferTimeoutError
 
 
@@ -78,11 +78,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_nothing_is_owed_before_anything_was_asked(clock: Clock) -> None:
-    assert OwedAnswers().work.owed == ""
+    assert UnansweredCalls().work.owed == ""
 
 
 def test_the_oldest_call_counts_however_many_are_piled_on_it(clock: Clock) -> None:
-    owed = OwedAnswers()
+    owed = UnansweredCalls()
     owed.begin(1, "weft_drop_adapter")
     clock.now += 8.0
     owed.begin(2, "weft_join")
@@ -91,7 +91,7 @@ def test_the_oldest_call_counts_however_many_are_piled_on_it(clock: Clock) -> No
 
 def test_an_answer_and_a_word_of_its_threads_are_progress(clock: Clock) -> None:
     spoken = [0.0]
-    owed = OwedAnswers(lambda: spoken[0])
+    owed = UnansweredCalls(lambda: spoken[0])
     owed.begin(1, "weft_apply_base")
     owed.begin(2, "weft_join")
     clock.now = 1005.0
@@ -107,7 +107,7 @@ def test_an_answer_and_a_word_of_its_threads_are_progress(clock: Clock) -> None:
 def test_a_quiet_call_has_its_own_time_and_gives_it_to_those_that_wait_behind_it(
     clock: Clock,
 ) -> None:
-    owed = OwedAnswers()
+    owed = UnansweredCalls()
     owed.begin(1, "falling asleep", quiet_seconds=60.0)
     owed.begin(2, "weft_join")
     clock.now += 40.0
@@ -117,7 +117,7 @@ def test_a_quiet_call_has_its_own_time_and_gives_it_to_those_that_wait_behind_it
 
 
 def test_what_is_waited_for_elsewhere_is_not_held_against_the_engine(clock: Clock) -> None:
-    owed = OwedAnswers()
+    owed = UnansweredCalls()
     with owed.elsewhere():
         clock.now += 100.0
         assert owed.work.seen_at == clock.now

@@ -13,7 +13,7 @@ from rollout_side.agent import agent as drain_module
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
-from rollout_side.service.main import _Stop
+from rollout_side.service.main import _StopSignals
 from tests.doubles.agent import Registered
 from tests.doubles.engine import EngineDouble
 from weft_rl.contract.replica_report import DrainNote
@@ -102,7 +102,7 @@ async def test_a_refusal_stays_while_it_drains(agent: Agent) -> None:
 async def test_signals(
     agent: Agent, signals: list[int], seconds: float, drains: bool, at_once: bool
 ) -> None:
-    stop = _Stop(seconds)
+    stop = _StopSignals(seconds)
     stop.agent = agent
     for number in signals:
         stop.signal(number)

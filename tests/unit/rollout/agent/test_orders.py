@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rollout_side.agent.orders import ProbeOrders, Turns
+from rollout_side.agent.orders import OrderQueue, ProbeOrders
 from rollout_side.engine import JoinOrder
 from weft_rl.contract.group import GroupTicket
 
@@ -64,7 +64,7 @@ def test_workers_are_told_of_a_probe_once_however_often_it_is_repeated() -> None
 
 def test_the_order_whose_turn_it_is_can_be_told_until_it_has_ended() -> None:
     async def run() -> None:
-        turns, go_on = Turns(), asyncio.Event()
+        turns, go_on = OrderQueue(), asyncio.Event()
         order = asyncio.create_task(turns.take(go_on.wait(), "switching to math@1"))
         after = asyncio.create_task(turns.take(go_on.wait(), "switching to math@2"))
         await asyncio.sleep(0)

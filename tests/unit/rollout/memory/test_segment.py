@@ -19,7 +19,7 @@ from rollout_side.memory.segment import (
     stage_on_device,
 )
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import Carried, PartialTransfer, StagedVersion
+from rollout_side.memory.versions import BucketContents, PartialTransfer, StagedVersion
 from rollout_side.receive.incoming_buckets import Ring, arrival_buffers
 from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
@@ -169,7 +169,7 @@ def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> No
     store = WorkerStore(10 * SIZE, 10 * SIZE)
     segment = store.reserve("t", SIZE, adapter=False)
     segment.data.fill_(3)
-    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [Carried((), [1])]))
+    store.put_partial(PartialTransfer("t", "trainer", MANIFEST, segment, [BucketContents((), [1])]))
     if settled:
         store.settle_partial("trainer")
     store.settle_partial("another")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.server.base_switch import learn_copies
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.request_gate import RequestGate
 from rollout_side.vllm_engine.server.requests_at_switch import EngineCaches
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
@@ -22,14 +22,16 @@ from weft_rl.transport.digests.wsum64 import tensor_digest
 _WEIGHT = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
 
 
-def started(path: Path, load_format: str = "auto") -> StartedWith:
+def started(path: Path, load_format: str = "auto") -> InitialCheckpoint:
     save_file({"layer.weight": _WEIGHT}, path / "model.safetensors")
-    found = StartedWith(load_format, DigestCache(None))
+    found = InitialCheckpoint(load_format, DigestCache(None))
     found.read(str(path), None, is_loaded=True)
     return found
 
 
-async def learn(engine: FakeEngine, found: StartedWith, *, is_served: bool = True) -> RequestGate:
+async def learn(
+    engine: FakeEngine, found: InitialCheckpoint, *, is_served: bool = True
+) -> RequestGate:
     workers = WorkerCalls(engine, Deadlines(), num_ranks=1)
     gate = RequestGate(engine, workers, RequestTracker(), EngineCaches(engine))
     async with asyncio.timeout(20):
@@ -53,7 +55,7 @@ async def test_what_was_pushed_meanwhile_is_left_alone(tmp_path: Path) -> None:
 async def test_weights_without_files_teach_nothing(tmp_path: Path) -> None:
     engine = FakeEngine()
     await learn(engine, started(tmp_path, "dummy"))
-    await learn(engine, StartedWith("pt"))
+    await learn(engine, InitialCheckpoint("pt"))
     assert engine.calls == []
 
 

@@ -16,7 +16,7 @@ from weft_rl.contract.errors import LoadFailedError, NotReadyError
 from weft_rl.contract.names import PolicyVersion
 
 LONG = 60.0
-BEGUN = ["pause", "weft_load_arriving"]
+BEGUN = ["pause", "weft_load_in_place"]
 SERVED = ["weft_loaded", "base@3", "reset", "weft_keep_base", "resume"]
 
 
@@ -69,16 +69,16 @@ async def test_a_commit_serves_what_was_loaded(fake: Fake) -> None:
 async def test_the_order_may_come_again(fake: Fake) -> None:
     await fake.load()
     await fake.load()
-    assert fake.calls() == [*BEGUN, "weft_load_arriving"]
-    fake.engine.answers["weft_load_arriving"] = lambda: [failed("NOT_STAGED")]
+    assert fake.calls() == [*BEGUN, "weft_load_in_place"]
+    fake.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED")]
     with pytest.raises(NotReadyError):
         await fake.load()
-    assert fake.calls() == ["weft_load_arriving"]  # whoever ends it lets generation resume
+    assert fake.calls() == ["weft_load_in_place"]  # whoever ends it lets generation resume
     assert fake.replica.loading == "t"
 
 
 async def test_what_was_not_prepared_changes_nothing(fake: Fake) -> None:
-    fake.engine.answers["weft_load_arriving"] = lambda: [failed("NOT_STAGED")]
+    fake.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED")]
     with pytest.raises(NotReadyError):
         await fake.load()
     assert fake.calls() == [*BEGUN, "resume"]
@@ -215,14 +215,14 @@ async def test_no_adapter_comes_or_goes_meanwhile(
 
 
 async def test_an_interrupted_beginning_is_dirty(fake: Fake) -> None:
-    fake.engine.hang["weft_load_arriving"] = asyncio.Event()
+    fake.engine.hang["weft_load_in_place"] = asyncio.Event()
     task = asyncio.create_task(fake.load())
-    await fake.until("weft_load_arriving")
+    await fake.until("weft_load_in_place")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert "interrupted" in fake.replica.dirty_reason
-    fake.engine.hang["weft_load_arriving"].set()
+    fake.engine.hang["weft_load_in_place"].set()
     await asyncio.sleep(0)
 
 
@@ -239,12 +239,12 @@ async def wide() -> AsyncIterator[Fake]:
 
 
 async def test_nothing_has_changed_unless_the_receiving_rank_has_begun(wide: Fake) -> None:
-    wide.engine.answers["weft_load_arriving"] = lambda: [failed("NOT_STAGED"), ok(1)]
+    wide.engine.answers["weft_load_in_place"] = lambda: [failed("NOT_STAGED"), ok(1)]
     with pytest.raises(NotReadyError):
         await wide.load()
     assert wide.calls() == [*BEGUN, "resume"]
     assert wide.replica.dirty_reason == ""
-    wide.engine.answers["weft_load_arriving"] = lambda: [ok(0), failed("NOT_STAGED", rank=1)]
+    wide.engine.answers["weft_load_in_place"] = lambda: [ok(0), failed("NOT_STAGED", rank=1)]
     with pytest.raises(LoadFailedError, match="rank 1 of 2"):
         await wide.load()
     assert wide.calls() == BEGUN  # it stays paused

@@ -265,7 +265,7 @@ async def test_blocks_are_awaited_before_a_load_in_place_too() -> None:
     engine.resets = [False]
     replica = make_replica(engine, in_place=True)
     await replica.load_in_place("t", BASE, 60.0)
-    assert engine.calls[-3:] == ["pause", "reset all", "weft_load_arriving"]
+    assert engine.calls[-3:] == ["pause", "reset all", "weft_load_in_place"]
 
 
 async def test_blocks_that_never_arrive_end_the_push_and_nothing_else(

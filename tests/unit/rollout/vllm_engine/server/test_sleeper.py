@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout_side.agent.orders import SleepOrders, Turns
+from rollout_side.agent.orders import OrderQueue, SleepOrders
 from rollout_side.engine import Asleep, SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.replica import VllmReplica
@@ -35,7 +35,7 @@ def _sleeps_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def fall_asleep(replica: VllmReplica, order: SleepOrder) -> None:
     """By an agent."""
-    await SleepOrders(replica, Turns()).fall_asleep(order)
+    await SleepOrders(replica, OrderQueue()).fall_asleep(order)
 
 
 def _refused(replica: VllmReplica) -> str:
@@ -176,7 +176,7 @@ async def test_a_commit_does_not_wait_for_requests_that_a_sleep_waits_for() -> N
 async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, turns := Turns())
+    orders = SleepOrders(replica, turns := OrderQueue())
     loading = asyncio.Event()
     with replica.tracker.running():
         sleeping = asyncio.create_task(orders.fall_asleep(_order()))
@@ -199,7 +199,7 @@ async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None
 async def test_a_newer_order_takes_the_place_of_one_that_waits() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, Turns())
+    orders = SleepOrders(replica, OrderQueue())
     with replica.tracker.running():
         first = asyncio.create_task(orders.fall_asleep(_order(seconds=0.1)))
         await asyncio.sleep(0.05)
@@ -215,7 +215,7 @@ async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
     engine = FakeEngine()
     engine.hang["sleep"] = asyncio.Event()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, Turns())
+    orders = SleepOrders(replica, OrderQueue())
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
     while "sleep 1" not in engine.calls:
         await asyncio.sleep(0)
@@ -232,7 +232,7 @@ async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
 async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, turns := Turns())
+    orders = SleepOrders(replica, turns := OrderQueue())
     loading = asyncio.Event()
     switch = asyncio.create_task(turns.take(loading.wait(), "loading"))
     await asyncio.sleep(0)
@@ -250,7 +250,7 @@ async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn
 async def test_one_whose_caller_goes_away_is_carried_out() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, Turns())
+    orders = SleepOrders(replica, OrderQueue())
     with replica.tracker.running():
         call = asyncio.create_task(orders.fall_asleep(_order()))
         await asyncio.sleep(0.05)
@@ -277,7 +277,7 @@ async def test_who_reads_the_weights_keeps_no_commit_waiting() -> None:
     free = [False]
     engine.answers["weft_sleep"] = lambda: [ok(is_free=free[0])]
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, turns := Turns())
+    orders = SleepOrders(replica, turns := OrderQueue())
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
     while engine.calls.count("weft_sleep") < 2:
         await asyncio.sleep(0.005)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.worker.rank_results import Answer, check_answers, guarded
+from rollout_side.vllm_engine.worker.rank_results import RankResult, check_results, guarded
 from weft_rl.contract.errors import CapacityError, LoadFailedError, NotReadyError
 
 
@@ -27,24 +27,24 @@ def test_no_kind_of_failure_passes_the_guard(error: BaseException) -> None:
     assert (answer["ok"], answer["rank"]) == (False, 1)
     assert type(error).__name__ in answer["error_message"]
     with pytest.raises(LoadFailedError, match=type(error).__name__):
-        check_answers([answer])
+        check_results([answer])
 
 
 def test_a_typed_error_keeps_its_type_and_metadata() -> None:
     error = CapacityError("full", metadata={"holder": "math@1"})
     answers = [_Worker(0).work(1), _Worker(1, error).work(1)]
     with pytest.raises(CapacityError, match="rank 1 of 2: full") as raised:
-        check_answers(answers)
+        check_results(answers)
     assert raised.value.metadata["holder"] == "math@1"
     assert "dirty" not in raised.value.metadata
-    assert check_answers([_Worker(0).work(1)]) == [{"value": 1}]
+    assert check_results([_Worker(0).work(1)]) == [{"value": 1}]
 
 
 def test_mixed_answers_are_dirty_where_they_leave_mixed_weights() -> None:
-    answers: list[Answer] = [_Worker(0).work(1), _Worker(1, NotReadyError("no")).work(1)]
+    answers: list[RankResult] = [_Worker(0).work(1), _Worker(1, NotReadyError("no")).work(1)]
     with pytest.raises(NotReadyError) as raised:
-        check_answers(answers, mixed_is_dirty=True)
+        check_results(answers, mixed_is_dirty=True)
     assert raised.value.metadata["dirty"] == "true"
     with pytest.raises(NotReadyError) as raised:
-        check_answers(answers[1:], mixed_is_dirty=True)
+        check_results(answers[1:], mixed_is_dirty=True)
     assert "dirty" not in raised.value.metadata

@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from rollout_side.engine import (
-    Answer,
     BaseSpan,
     FinishReason,
     GenerateOrder,
+    Generation,
     SampleChunk,
 )
 from rollout_side.vllm_engine.compat import bridges
@@ -53,11 +53,11 @@ def _order(num_samples: int = 1, *, strict: bool = False, **more: Any) -> Genera
 class _Read:
     """Reads an answer on and on, until it ends."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Generation) -> None:
         self.chunks: list[SampleChunk] = []
         self.task = asyncio.create_task(self._read(answer))
 
-    async def _read(self, answer: Answer) -> None:
+    async def _read(self, answer: Generation) -> None:
         async for chunks in answer.chunks():
             self.chunks += chunks
 
@@ -69,7 +69,7 @@ class _Read:
         return last.base_spans
 
 
-async def _started(engine: GeneratingEngine, answer: Answer) -> _Read:
+async def _started(engine: GeneratingEngine, answer: Generation) -> _Read:
     read, before = _Read(answer), len(engine.prompts)
     while len(engine.prompts) == before:
         await asyncio.sleep(0)

@@ -39,7 +39,7 @@ _LOOK_SECONDS = 0.25
 _FILES_SECONDS = 600.0
 
 
-class StartedWith:
+class InitialCheckpoint:
     """Checkpoint of an engine, as far as it is known; never what is in the engine's memory.
 
     Args:

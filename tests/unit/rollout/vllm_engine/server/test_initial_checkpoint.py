@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import CheckpointReader
 from weft_rl.contract.checkpoint import (
@@ -21,7 +21,7 @@ from weft_rl.contract.checkpoint import (
 from weft_rl.contract.errors import NotReadyError
 
 
-def settled(started_with: StartedWith) -> Checkpoint:
+def settled(started_with: InitialCheckpoint) -> Checkpoint:
     assert started_with._reader is not None
     started_with._reader.wait(20)
     started_with.close()
@@ -30,7 +30,7 @@ def settled(started_with: StartedWith) -> Checkpoint:
 
 def test_files_are_read_once_wherever_they_turn_out_to_lie(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    started_with = StartedWith("auto", DigestCache(None))
+    started_with = InitialCheckpoint("auto", DigestCache(None))
     started_with.read("not/here-yet", None)
     assert started_with.checkpoint is READING
     started_with.read(str(tmp_path), None, is_loaded=True)
@@ -41,7 +41,7 @@ def test_files_are_read_once_wherever_they_turn_out_to_lie(tmp_path: Path) -> No
 
 
 def test_files_that_were_still_on_their_way_are_looked_for_again(tmp_path: Path) -> None:
-    started_with = StartedWith("auto", DigestCache(None))
+    started_with = InitialCheckpoint("auto", DigestCache(None))
     started_with.read(str(tmp_path), None)
     assert settled(started_with).state is CheckpointState.NOT_COMPARED
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -50,7 +50,7 @@ def test_files_that_were_still_on_their_way_are_looked_for_again(tmp_path: Path)
 
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:
-    started_with = StartedWith("safetensors", DigestCache(None))
+    started_with = InitialCheckpoint("safetensors", DigestCache(None))
     started_with.read(str(tmp_path), None)
     found = settled(started_with)
     assert found.state is CheckpointState.NOT_COMPARED
@@ -58,21 +58,21 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
 
 
 def test_what_is_nowhere_on_this_machine() -> None:
-    started_with = StartedWith("auto", DigestCache(None))
+    started_with = InitialCheckpoint("auto", DigestCache(None))
     started_with.read("s3://bucket/model", None, is_loaded=True)
     assert "not on this machine" in started_with.checkpoint.reason
 
 
 @pytest.mark.parametrize("load_format", ["pt", "gguf", "tensorizer", "sharded_state"])
 def test_other_formats_are_not_compared(tmp_path: Path, load_format: str) -> None:
-    started_with = StartedWith(load_format, DigestCache(None))
+    started_with = InitialCheckpoint(load_format, DigestCache(None))
     started_with.read(str(tmp_path), None)
     assert load_format in started_with.checkpoint.reason
     assert started_with._reader is None
 
 
 def test_dummy_weights(tmp_path: Path) -> None:
-    started_with = StartedWith("dummy", DigestCache(None))
+    started_with = InitialCheckpoint("dummy", DigestCache(None))
     started_with.read(str(tmp_path), None, is_loaded=True)
     assert started_with.checkpoint is DUMMY
 
@@ -81,7 +81,7 @@ def test_its_tensors_are_told_once_they_were_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    started_with = StartedWith("auto", DigestCache(tmp_path / "cache"))
+    started_with = InitialCheckpoint("auto", DigestCache(tmp_path / "cache"))
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointReader, "checkpoint", READING)
         started_with.read(str(tmp_path), None)
@@ -98,7 +98,7 @@ def test_its_tensors_are_told_once_they_were_read(
 async def test_files_that_were_replaced_are_found_out(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(3)}, file)
-    started_with = StartedWith("auto", DigestCache(tmp_path / "cache"))
+    started_with = InitialCheckpoint("auto", DigestCache(tmp_path / "cache"))
     await started_with.check_unchanged()  # what is not known yet cannot be compared
     started_with.read(str(tmp_path), None)
     settled(started_with)
@@ -111,4 +111,4 @@ async def test_files_that_were_replaced_are_found_out(tmp_path: Path) -> None:
 
 def test_weights_that_mean_nothing_have_no_tensors() -> None:
     with pytest.raises(NotReadyError, match="mean nothing"):
-        StartedWith("dummy", DigestCache(None)).tensors()
+        InitialCheckpoint("dummy", DigestCache(None)).tensors()

@@ -1,4 +1,4 @@
-"""Answers to GenerateService, made by vLLM, with the versions behind their tokens."""
+"""Generations to GenerateService, made by vLLM, with the versions behind their tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 _REASONS = {reason.value: reason for reason in FinishReason}
 
 
-class Answers:
-    """Answers that one engine is making; used on its event loop.
+class Generations:
+    """Generations that one engine is making; used on its event loop.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
@@ -38,10 +38,10 @@ class Answers:
         self._engine, self._tracker, self._models = engine, tracker, models
         self._generate = generate
         self._numbers = itertools.count(1)
-        self._running: set[VllmAnswer] = set()
+        self._running: set[VllmGeneration] = set()
         self._aborts: set[asyncio.Future[None]] = set()
 
-    def begin(self, order: GenerateOrder) -> VllmAnswer:
+    def begin(self, order: GenerateOrder) -> VllmGeneration:
         """Begin to answer an order, as ``Engine.generate``.
 
         Raises:
@@ -58,14 +58,14 @@ class Answers:
         )
         outputs = self._generate(prompt, params, request_id, lora_request=lora)
         ended = contextlib.ExitStack()
-        answer = VllmAnswer(request_id, order, self._models.base.version, outputs, ended)
+        answer = VllmGeneration(request_id, order, self._models.base.version, outputs, ended)
         ended.enter_context(self._tracker.running())
         self._running.add(answer)
         ended.callback(self._running.discard, answer)
         ended.callback(self._abort, answer)
         return answer
 
-    def _abort(self, answer: VllmAnswer) -> None:
+    def _abort(self, answer: VllmGeneration) -> None:
         if not answer.is_over:
             abort = asyncio.ensure_future(self._engine.abort(answer.request_id))
             self._aborts.add(abort)
@@ -90,7 +90,7 @@ class Answers:
     async def switch_base(self, version: PolicyVersion, *, kept: bool) -> None:
         """Note that tokens are of another base from now on; call it while generation is paused.
 
-        Answers that insist on the base before are ended.
+        Generations that insist on the base before are ended.
 
         Args:
             version: The new base.
@@ -109,7 +109,7 @@ class Answers:
             await self._engine.abort(ended)
 
 
-class VllmAnswer:
+class VllmGeneration:
     """Answer of a vLLM engine, as ``rollout_side.engine.Answer``.
 
     Args:
