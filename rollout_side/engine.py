@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from weft_rl.contract import replica_report
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import Asleep
 from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import types_pb2
@@ -225,14 +225,6 @@ class SleepOrder:
     """Seconds that running requests may take to end."""
 
 
-@dataclass(frozen=True)
-class Asleep(replica_report.Asleep):
-    """Sleep of an engine, with what it needs to wake."""
-
-    base_discarded: bool = False
-    """True if it must load a base before it can serve."""
-
-
 class EngineWork(NamedTuple):
     """Oldest unanswered call to an engine, and the time of the engine's last progress."""
 
@@ -282,6 +274,10 @@ class Engine(Protocol):
     def asleep(self) -> Asleep | None:
         """Sleep state; None if it is awake. It answers no requests while it sleeps. A switch wakes
         the weights only; adapters stay until the weights are awake."""
+
+    @property
+    def lacks_base(self) -> bool:
+        """True while it sleeps without a base, which was discarded and not loaded since."""
 
     async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
         """Refuse new requests and let running ones end, before ``fall_asleep``. Switches may come

@@ -93,12 +93,12 @@ class UnansweredCalls:
     """Unanswered calls to one engine; changed on its event loop, read on any thread.
 
     Args:
-        spoken_at: Returns when the engine's own threads last reported progress, as
+        progress_at: Returns when the engine's own threads last reported progress, as
             ``time.monotonic()``.
     """
 
-    def __init__(self, spoken_at: Callable[[], float] = lambda: 0.0) -> None:
-        self._spoken_at = spoken_at
+    def __init__(self, progress_at: Callable[[], float] = lambda: 0.0) -> None:
+        self._progress_at = progress_at
         self._calls: dict[Hashable, _UnansweredCall] = {}
         self._answered_at = 0.0
         self._num_elsewhere = 0
@@ -133,7 +133,7 @@ class UnansweredCalls:
     def work(self) -> EngineWork:
         """Oldest unanswered call, and the engine's last progress; see ``Engine.work``."""
         now, calls = time.monotonic(), list(self._calls.values())
-        seen_at = now if self._num_elsewhere else max(self._answered_at, self._spoken_at())
+        seen_at = now if self._num_elsewhere else max(self._answered_at, self._progress_at())
         if not calls:
             return EngineWork("", seen_at)
         first = min(calls, key=lambda call: call.begun_at)

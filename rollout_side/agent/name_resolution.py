@@ -32,7 +32,7 @@ def resolve(
     Args:
         asked: A policy, or one version of it.
         served: Versions that can be asked for now.
-        newest: Returns the highest number that was heard of a policy; 0 if none was.
+        newest: Returns the highest known number of a policy; 0 if there is none.
         refused: Aliases that are not answered.
         absent: Policies that the pool does not serve any more.
 
@@ -48,16 +48,15 @@ def resolve(
         if served.holds(wanted):
             return wanted
         gone = absent.get(wanted.policy)
-        heard = max(newest(wanted.policy), gone.last_version if gone else 0)
-        if not heard and wanted.policy != BASE_POLICY and not refused.why(wanted.policy):
+        known = max(newest(wanted.policy), gone.last_version if gone else 0)
+        if not known and wanted.policy != BASE_POLICY and not refused.why(wanted.policy):
             raise _unknown(asked, served)
-        if wanted.version > heard:
-            known = (
-                f"of {wanted.policy} this replica has heard up to @{heard}"
-                if heard
-                else (f"this replica has heard of no version of {wanted.policy}")
+        if wanted.version > known:
+            newest_known = f"up to @{known}" if known else "none"
+            raise PeerUnavailableError(
+                f"{asked} is not here yet: of {wanted.policy} this replica knows {newest_known}",
+                reason="VERSION_AHEAD",
             )
-            raise PeerUnavailableError(f"{asked} is not here yet: {known}", reason="VERSION_AHEAD")
         there = _listed(_versions(wanted.policy, served))
         raise NotFoundError(
             (f"{gone.reason}; " if gone else f"{asked} was retired, rolled back or replaced; ")
@@ -80,7 +79,7 @@ def resolve(
 
 
 def _unknown(asked: str, served: VersionVector, gone: AbsentPolicy | None = None) -> NotFoundError:
-    """Return the error for a policy that is not served here, or that nobody has heard of."""
+    """Return the error for a policy that is not served here, or is unknown."""
     there = _listed(_versions(asked, served) or _names(served))
     why = gone.reason if gone else f"nothing here is called {asked}"
     return NotFoundError(
@@ -98,27 +97,29 @@ OUT_OF_CONTACT = AliasRefusals(
 )
 
 
-def refused_aliases(heard: HeartbeatAnswer, served: VersionVector) -> AliasRefusals:
+def refused_aliases(answer: HeartbeatAnswer, served: VersionVector) -> AliasRefusals:
     """Return the aliases that stand for other versions in the pool than here.
 
-    Used while in contact with the pool. Over a former base every answer is of former weights, so
-    without the pool's base all aliases are refused.
+    Used while in contact with the pool. Without the pool's base every answer would be of former
+    weights, so all aliases are refused.
 
     Args:
-        heard: The coordinator's last answer to a heartbeat.
-        served: Versions served by now; the answer was about ``heard.vector``.
+        answer: The coordinator's last answer to a heartbeat.
+        served: Versions served by now; the answer was about ``answer.vector``.
     """
     behind = {
         version.policy: f"the pool serves {version}, and this replica does not yet"
-        for version in heard.lacking
-        if _is_behind(version, _alias(heard.vector, version.policy), _alias(served, version.policy))
+        for version in answer.lacking
+        if _is_behind(
+            version, _alias(answer.vector, version.policy), _alias(served, version.policy)
+        )
     }
     every = behind.pop(BASE_POLICY, "")
     if every:
         every = f"this replica serves {BASE_POLICY}@{served.base}, and {every}"
-    elif heard.base_doubt and not served.base:
-        every = f"this replica may not answer as {BASE_POLICY}@0: {heard.base_doubt}"
-    elif heard.lacking_more:
+    elif answer.base_doubt and not served.base:
+        every = f"this replica may not answer as {BASE_POLICY}@0: {answer.base_doubt}"
+    elif answer.lacking_more:
         every = "the pool serves much that this replica does not yet"
     return AliasRefusals(every=every, named=behind)
 

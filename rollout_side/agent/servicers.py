@@ -70,7 +70,7 @@ def _named(transfer_id: str) -> str:
         InvalidRequestError: It is empty.
     """
     if not transfer_id:
-        raise InvalidRequestError("transfer_id must not be empty")
+        raise InvalidRequestError("transfer_id is empty; it must name a transfer")
     return transfer_id
 
 
@@ -94,7 +94,7 @@ class ReplicaServicer(ReplicaServiceServicer):
 
     @contextlib.contextmanager
     def _signed(self) -> Iterator[None]:
-        """Add this process's incarnation to a refusal, which is certain of this process only."""
+        """Add this process's incarnation to a refusal, which holds for this process only."""
         try:
             yield
         except WeftError as error:
@@ -122,18 +122,20 @@ class ReplicaServicer(ReplicaServiceServicer):
         registration = self._agent.registration
         newest = registration.coordinator_generation if registration else 0
         if generation < newest:
-            raise StaleEpochError(f"coordinator generation {generation} was replaced by {newest}")
+            raise StaleEpochError(
+                f"the order is of coordinator generation {generation}, which {newest} has replaced"
+            )
 
     def _check_incarnation(self, incarnation: str) -> None:
-        """Refuse an order that is meant for another process at this address.
+        """Refuse an order for another process at this address.
 
         Raises:
             StaleEpochError: It names another one.
         """
         if incarnation not in ("", self._agent.config.incarnation):
             raise StaleEpochError(
-                f"the order is for the process {incarnation[:80]!r} of this replica, which is "
-                f"{self._agent.config.incarnation!r} by now"
+                f"the order is for process {incarnation[:80]!r} of this replica, which "
+                f"{self._agent.config.incarnation!r} has replaced"
             )
 
     async def JoinGroup(  # noqa: N802
@@ -262,23 +264,23 @@ class ReplicaServicer(ReplicaServiceServicer):
         return pb.SendVersionResponse()
 
     def _ticket(self, group: publish_pb2.GroupPlan, receives: Capabilities | None) -> GroupTicket:
-        """Return the ticket for a place in a group: of this replica's receivers, or of the sender.
+        """Return the ticket of this replica's receivers in a group, or of its sender.
 
         Raises:
-            InvalidRequestError: The group has no such place, no name, or a backend that is not
-                offered here.
+            InvalidRequestError: The group has no such rank, no name, or a backend that this replica
+                does not offer.
         """
         last = group.rank + (receives.num_receivers - 1 if receives else 0)
         num_senders = group.num_senders or 1
         if (group.rank < num_senders) is not (receives is None) or last >= group.size:
             raise InvalidRequestError(
-                f"rank {group.rank} of a group of {group.size} is no place for "
+                f"rank {group.rank} of a group of {group.size} does not fit "
                 f"{f'{receives.num_receivers} receivers' if receives else 'a sender'}"
             )
         if not group.group_id or group.backend not in self._agent.engine.capabilities.backends:
             raise InvalidRequestError(
-                f"group {group.group_id!r} over {group.backend[:40]!r}: a group has a name, and "
-                f"a backend of {', '.join(self._agent.engine.capabilities.backends)}"
+                f"group {group.group_id!r} over {group.backend[:40]!r}: a group needs a name and "
+                f"one of the backends {', '.join(self._agent.engine.capabilities.backends)}"
             )
         coordinator = self._agent.config.coordinator
         return ticket_from_proto(group, coordinator=coordinator, host=self._agent.host)
@@ -335,7 +337,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             timeout_seconds=duration_from_proto(request.timeout),
         )
         await agent.fall_asleep(order)
-        return pb.SleepResponse(sleep=asleep_to_proto(agent.engine.asleep))
+        return pb.SleepResponse(sleep=asleep_to_proto(agent.report().asleep))
 
     async def WakeUp(  # noqa: N802
         self, request: pb.WakeUpRequest, context: _Context
@@ -353,18 +355,18 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.GetStatusRequest, context: _Context
     ) -> pb.GetStatusResponse:
         agent = self._agent
-        serving = agent.serving
+        report = agent.report()
         return pb.GetStatusResponse(
             replica_id=agent.config.replica_id,
             incarnation=agent.config.incarnation,
             capabilities=capabilities_to_proto(agent.engine.capabilities),
-            version_vector=vector_to_proto(serving.vector),
-            dirty_reason=serving.dirty_reason,
-            adapter_used_bytes=serving.memory.adapter_bytes,
-            staging_used_bytes=serving.memory.staging_bytes,
-            retained_base_versions=serving.memory.retained_bases,
-            spilled_versions=map(version_to_proto, serving.memory.spilled),
-            sleep=asleep_to_proto(agent.engine.asleep),
+            version_vector=vector_to_proto(report.vector),
+            dirty_reason=agent.serving.dirty_reason,
+            adapter_used_bytes=report.adapter_used_bytes,
+            staging_used_bytes=agent.serving.memory.staging_bytes,
+            retained_base_versions=report.retained,
+            spilled_versions=map(version_to_proto, sorted(report.spilled)),
+            sleep=asleep_to_proto(report.asleep),
         )
 
 
@@ -406,7 +408,7 @@ class GenerateServicer(GenerateServiceServicer):
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
         version = self._agent.requested(request.policy)
         adapter = None if version.policy == BASE_POLICY else version
-        # Nothing is awaited since the name was looked up: what it stands for is there.
+        # Nothing is awaited since the name was resolved, so the version is still there.
         answer = self._agent.engine.generate(
             GenerateOrder(
                 prompt=_prompt(request),

@@ -1,7 +1,7 @@
 """Versions that a replica serves, holds and drops.
 
 Carries out the orders that change them, one switch at a time. Knows the engine and
-nothing of the pool; the agent tells the pool what is found here.
+nothing of the pool; the agent reports to the pool.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Serving:
         self._vector, self._on_changed = VersionVector(), on_changed
         #: Versions that can no longer be requested but still answer old requests.
         self.retiring: set[PolicyVersion] = set()
-        # As of the last look: heartbeats are made on another thread.
+        # As of the last refresh: heartbeats are made on another thread.
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
         #: Versions of the base whose copies the engine was told to keep.
         self.pins: tuple[int, ...] = ()
         self.known = KnownVersions()
         self._as_started, self._compared = 0, (0, b"")
         self._engine = engine
-        #: In which orders to switch, and to sleep, are carried out.
-        self.turns = OrderQueue()
+        #: Through which orders to switch, and to sleep, go.
+        self.orders = OrderQueue()
         self._failed = FailedTransfers()
         self._spills = SpillOrders(engine)
 
@@ -96,7 +96,7 @@ class Serving:
     @property
     def is_switching(self) -> bool:
         """True while an order to switch is carried out, or a base is loaded in place."""
-        return self.turns.taken or bool(self._engine.loading)
+        return self.orders.is_busy or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
 
@@ -119,7 +119,7 @@ class Serving:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: See ``Engine``.
         """
-        return await self.turns.take(
+        return await self.orders.run(
             self._commit(transfer_id, version, config_json, content_digest, alias, facts),
             f"switching to {version}",
         )
@@ -142,7 +142,7 @@ class Serving:
             if version.policy == BASE_POLICY:
                 load = self._engine.apply_base(transfer_id, version, content_digest)
                 times = await self._load_base(version, load, transfer_id, facts)
-                await self._look_at_memory()
+                await self._refresh_memory()
             else:
                 times = await self._load_adapter(
                     version, transfer_id, config_json, content_digest, alias, facts
@@ -158,7 +158,7 @@ class Serving:
     async def _forget_staged(self, transfer_id: str) -> None:
         """Drop the staged bytes of a version that is served already. An order that is repeated
         late, once the version is retired, must not switch back to it."""
-        await self._look_at_memory()
+        await self._refresh_memory()
         if transfer_id in self.memory.staged_transfer_ids:
             try:
                 await self._engine.discard(transfer_id)
@@ -176,7 +176,7 @@ class Serving:
             LoadFailedError: See ``Engine``.
         """
         order = self._load_in_place(transfer_id, version, timeout_seconds)
-        await self.turns.take(order, f"beginning to load {version}")
+        await self.orders.run(order, f"beginning to load {version}")
 
     async def _load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
@@ -185,7 +185,7 @@ class Serving:
         with self._failed.noting_failure(transfer_id):
             await self._engine.load_in_place(transfer_id, version, timeout_seconds)
         # A coordinator that starts anew must be told of it, to end it.
-        await self._look_at_memory()
+        await self._refresh_memory()
         _log.info("loading %s in place; requests wait", version)
 
     async def discard(self, transfer_id: str) -> None:
@@ -194,13 +194,13 @@ class Serving:
         Takes its turn among orders to switch. Once it returns, ``vector`` shows whether one of
         them was of this transfer; later ones find nothing.
         """
-        await self.turns.take(self._discard(transfer_id), "discarding what was staged")
+        await self.orders.run(self._discard(transfer_id), "discarding what was staged")
 
     async def _discard(self, transfer_id: str) -> None:
         was_loading = self._engine.loading == transfer_id
         await self._engine.discard(transfer_id)
         if was_loading:
-            await self._look_at_memory()
+            await self._refresh_memory()
 
     async def switch(
         self, version: PolicyVersion, spilled: SpilledCopy | None = None
@@ -213,7 +213,7 @@ class Serving:
             DigestMismatchError, CapacityError: See ``Engine.restore``; nothing changed.
             LoadFailedError: See ``Engine``.
         """
-        return await self.turns.take(self._switch(version, spilled), f"switching to {version}")
+        return await self.orders.run(self._switch(version, spilled), f"switching to {version}")
 
     async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.
@@ -231,7 +231,7 @@ class Serving:
         except (NotFoundError, NotReadyError) as error:
             raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         if version.policy == BASE_POLICY:
-            await self._look_at_memory()
+            await self._refresh_memory()
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times
 
@@ -280,8 +280,8 @@ class Serving:
                 transfer_id, version, config_json, content_digest, alias
             )
         self.vector = self.vector.with_adapter(version, alias)
-        self.known.served(version)
-        self.known.note(version, facts, self._has)
+        self.known.record_served(version)
+        self.known.record_facts(version, facts, self._has)
         return times
 
     async def _load_base(
@@ -295,9 +295,9 @@ class Serving:
             times = await load
         self._as_started, self._compared = 0, (0, b"")
         self.vector = self.vector.with_base(version.version)
-        self.known.served(version)
+        self.known.record_served(version)
         if transfer_id:  # else it is a copy that was known before
-            self.known.note(version, facts, self._has)
+            self.known.record_facts(version, facts, self._has)
         await self._compare_base()
         return times
 
@@ -321,13 +321,13 @@ class Serving:
         )
         return is_retained or self.vector.holds(version)
 
-    async def _look_at_memory(self) -> None:
-        """Update ``memory`` after a switch, so that the answer tells what is retained. An error
+    async def _refresh_memory(self) -> None:
+        """Update ``memory`` after a switch, so that the answer names what is retained. An error
         is only logged: the switch stands."""
         try:
             self.memory = await self._engine.memory()
         except WeftError as error:
-            _log.warning("could not ask the engine what it holds: %s", error)
+            _log.warning("what the engine holds could not be read: %s", error)
 
     def _serves(self, version: PolicyVersion, content_digest: bytes | None) -> bool:
         """Return whether a version is served, with ``content_digest`` if one is given.
@@ -340,13 +340,11 @@ class Serving:
             return False
         other = self.known.other_digest(version, content_digest)
         if version.policy == BASE_POLICY:
-            asleep = self._engine.asleep
-            is_gone = asleep is not None and asleep.base_discarded
-            return not (self.dirty_reason or other or is_gone)
+            return not (self.dirty_reason or other or self._engine.lacks_base)
         if other:
             raise DigestMismatchError(
-                f"{version} is served here with digest {other.hex()}, which is not "
-                "what it is to be: that must be dropped first"
+                f"{version} is served here with digest {other.hex()}, not with that of the order; "
+                "retire it first"
             )
         return True
 
@@ -390,7 +388,7 @@ class Serving:
             if version.policy == BASE_POLICY:
                 continue
             if version.policy in ended:  # in turn: a later version may be on its way here
-                await self.turns.take(self._drop_alias(version), f"retiring {version}")
+                await self.orders.run(self._drop_alias(version), f"retiring {version}")
             if self._alias_of(version.policy) == version.version:
                 continue
             self.vector = self.vector.without_adapter(version)
@@ -419,7 +417,7 @@ class Serving:
                 await self._engine.drop_alias(version.policy)
             self.vector = self.vector.without_adapter(version)
             self.retiring.add(version)
-            _log.warning("dropping %s: its bytes are not what the catalog has", version)
+            _log.warning("dropping %s: its bytes are not those of the catalog", version)
         await self.drop_unused()
 
     async def drop_unused(self) -> None:
@@ -430,12 +428,12 @@ class Serving:
                 _log.info("retired %s", version)
 
     async def spill(self, *, serves_all: bool) -> None:
-        """Have the versions served now written to disk; see ``SpillOrders.tell``."""
-        await self._spills.tell(self.vector, self.memory.retained_bases, serves_all=serves_all)
+        """Have the versions served now written to disk; see ``SpillOrders.update``."""
+        await self._spills.update(self.vector, self.memory.retained_bases, serves_all=serves_all)
 
-    async def look(self, pins: tuple[int, ...]) -> None:
-        """Have the engine keep the pinned bases, then ask what it holds. ``pins`` and
-        ``memory`` change together."""
+    async def refresh(self, pins: tuple[int, ...]) -> None:
+        """Have the engine keep the pinned bases, then read what it holds. ``pins`` and ``memory``
+        change together."""
         if pins != self.pins:
             await self._engine.pin_bases(pins)
             _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
@@ -449,10 +447,10 @@ _MAX_POLICIES = 4_096
 
 
 class KnownVersions:
-    """Versions that one replica knows of, as far as its orders have told."""
+    """Versions that one replica knows of from its orders."""
 
     def __init__(self) -> None:
-        #: Of versions that are served or retained.
+        #: Facts of versions that are served or retained.
         self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
 
@@ -460,11 +458,11 @@ class KnownVersions:
         """Return the highest number of a policy that was served here; 0 if none was."""
         return self._newest.get(policy) or 0
 
-    def served(self, version: PolicyVersion) -> None:
-        """Note that a version is served."""
+    def record_served(self, version: PolicyVersion) -> None:
+        """Record that a version is served."""
         self._newest.put(version.policy, max(version.version, self.newest(version.policy)))
 
-    def note(
+    def record_facts(
         self,
         version: PolicyVersion,
         facts: VersionFacts | None,

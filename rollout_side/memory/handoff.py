@@ -31,7 +31,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.progress import SPEAK_SECONDS
+from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
 #: How long an engine may take, without a word, to finish its layers after the last bucket.
@@ -95,7 +95,7 @@ class Handoff(Protocol):
             WeftError: The error that has ended the transfer.
         """
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """Report, on the loader's thread, that it works; may be called at any rate."""
 
     def complete(self) -> None:
@@ -152,7 +152,7 @@ class HandoffQueue:
         self._waiting: dict[int, _QueuedBucket] = {}
         self._loaders = [_Loader() for _ in range(num_loaders)]
         self._error: WeftError | None = None
-        self._speak: Callable[[int], None] = lambda bucket: None
+        self._on_progress: Callable[[int], None] = lambda bucket: None
 
     # -- either side, any thread ---------------------------------------------------
 
@@ -187,10 +187,9 @@ class HandoffQueue:
         """True if every rank has loaded all buckets and is done."""
         return all(loader.is_complete for loader in self._loaders)
 
-    def tell(self, speak: Callable[[int], None]) -> None:
-        """Set the function that is told which bucket is being loaded; it replaces the former
-        one."""
-        self._speak = speak
+    def report_to(self, on_progress: Callable[[int], None]) -> None:
+        """Set the callback for the bucket that is being loaded; it replaces the former one."""
+        self._on_progress = on_progress
 
     def resume(self, deadline: float) -> None:
         """Let the transfer resume in another group, until ``deadline`` if that is later.
@@ -273,8 +272,8 @@ class HandoffQueue:
         """Block until every loader is done with all buckets; raises as ``wait_loaded`` does.
 
         Once this process's loader was given the last bucket, it is inside the engine, which
-        finishes its layers and cannot speak. For ``FINISHING_SECONDS`` this method speaks in its
-        place. Another rank's process speaks for itself, as long as it runs.
+        finishes its layers and cannot report. For ``FINISHING_SECONDS`` this method reports in its
+        place. Another rank's process reports for itself, as long as it runs.
         """
         given_at, own = 0.0, self._loaders[0]
 
@@ -283,7 +282,7 @@ class HandoffQueue:
             if own.num_taken == len(self.manifest.buckets) and not own.is_complete:
                 given_at = given_at or time.monotonic()
                 if time.monotonic() - given_at < FINISHING_SECONDS:
-                    self.speak()
+                    self.report_progress()
 
         self._wait(lambda: self.is_complete, "load the last bucket", check, finishing)
 
@@ -292,7 +291,7 @@ class HandoffQueue:
         done: Callable[[], bool],
         what: str,
         check: Callable[[], None],
-        speak: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         with self._changed:
             while True:
@@ -300,7 +299,7 @@ class HandoffQueue:
                 if done():
                     return
                 check()
-                speak()
+                on_progress()
                 if not self._wait_once():
                     raise TransferTimeoutError(
                         f"the engine did not {what} of {self.version} before the deadline"
@@ -331,9 +330,9 @@ class HandoffQueue:
                 assert waiting.shared is not None, "buckets are shared where there are more ranks"
                 yield index, waiting.shared, self._digests[index]
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """See ``Handoff``."""
-        self._speak(max(0, self._num_taken() - 1))
+        self._on_progress(max(0, self._num_taken() - 1))
 
     def complete(self, loader: int = 0) -> None:
         """See ``Handoff``."""
@@ -348,7 +347,7 @@ class HandoffQueue:
     def _taken(self, loader: int) -> Iterator[_QueuedBucket]:
         """Lend the next bucket to a loader, which is done with it at the end."""
         waiting = self._take(loader)
-        self.speak()
+        self.report_progress()
         try:
             yield waiting
         finally:
@@ -392,7 +391,7 @@ class HandoffQueue:
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False
-        self._changed.wait(min(left, SPEAK_SECONDS))
+        self._changed.wait(min(left, PROGRESS_SECONDS))
         return True
 
 

@@ -27,7 +27,7 @@ from rollout_side.config import Staging
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import CapacityError, NotReadyError
 from weft_rl.transport.group import CPU
-from weft_rl.transport.progress import Speak, silent, speaking
+from weft_rl.transport.progress import OnProgress, ignore_progress, report_while
 
 _GIB = 2**30
 #: Memory is made and copied in slices of so much, which take a fraction of a second.
@@ -107,7 +107,7 @@ class HostSegment:
         *,
         owned: bool,
         pinned: bool = False,
-        speak: Speak = silent,
+        on_progress: OnProgress = ignore_progress,
     ) -> None:
         self.owned = owned
         self._fd = fd
@@ -121,26 +121,28 @@ class HostSegment:
         if pinned:
             # One call, however long it takes: a copy may not span two locked ranges.
             device = torch.cuda.current_device()
-            self._pinned_at = speaking(
-                lambda: _pin(self._data, device), lambda: speak(num_bytes, num_bytes)
+            self._pinned_at = report_while(
+                lambda: _pin(self._data, device), lambda: on_progress(num_bytes, num_bytes)
             )
 
     @classmethod
     def allocate(
-        cls, num_bytes: int, *, pinned: bool = False, speak: Speak = silent
+        cls, num_bytes: int, *, pinned: bool = False, on_progress: OnProgress = ignore_progress
     ) -> HostSegment:
         """Allocate new memory, already touched: page faults would halve a receive's speed.
 
         Args:
-            speak: Called slice by slice, with the bytes made so far and the bytes to make.
+            on_progress: Called slice by slice, with the bytes made so far and the bytes to make.
 
         Raises:
             CapacityError: This machine has no room.
         """
         fd = os.memfd_create("weft", os.MFD_CLOEXEC)
         try:
-            _fill(fd, num_bytes, speak)
-            return cls(fd, num_bytes, os.getpid(), owned=True, pinned=pinned, speak=speak)
+            _fill(fd, num_bytes, on_progress)
+            return cls(
+                fd, num_bytes, os.getpid(), owned=True, pinned=pinned, on_progress=on_progress
+            )
         except BaseException:
             os.close(fd)
             raise
@@ -189,7 +191,7 @@ class HostSegment:
             os.close(fd)  # the mapping itself ends with its last tensor
 
 
-def _fill(fd: int, num_bytes: int, speak: Speak) -> None:
+def _fill(fd: int, num_bytes: int, on_progress: OnProgress) -> None:
     """Give a memory file its pages, slice by slice; other threads run meanwhile."""
     os.ftruncate(fd, num_bytes)
     for start in range(0, num_bytes, SLICE_BYTES):
@@ -200,7 +202,7 @@ def _fill(fd: int, num_bytes: int, speak: Speak) -> None:
             raise CapacityError(
                 f"this machine has no room to stage {num_bytes / _GIB:.1f} GiB: {error}"
             ) from error
-        speak(end, num_bytes)
+        on_progress(end, num_bytes)
 
 
 def _pin(data: torch.Tensor, device: int) -> int:
@@ -442,12 +444,14 @@ class Memory:
         """Return the device that a version's bytes are put on."""
         return self.device if self.base_on_device and not adapter else CPU
 
-    def allocate(self, num_bytes: int, *, adapter: bool, speak: Speak = silent) -> Segment:
+    def allocate(
+        self, num_bytes: int, *, adapter: bool, on_progress: OnProgress = ignore_progress
+    ) -> Segment:
         """Allocate memory that was never handed out. Blocks for its page faults on the host (about
         0.3 s a GiB).
 
         Args:
-            speak: Called often meanwhile.
+            on_progress: Called often meanwhile.
 
         Raises:
             CapacityError: The accelerator has no room, or none beside weights that sleep.
@@ -456,7 +460,9 @@ class Memory:
         if place.type != "cpu":
             self._check_beside_sleeping(num_bytes, place)
             return DeviceSegment.allocate(num_bytes, place)
-        return HostSegment.allocate(num_bytes, pinned=self.device.type == "cuda", speak=speak)
+        return HostSegment.allocate(
+            num_bytes, pinned=self.device.type == "cuda", on_progress=on_progress
+        )
 
     def room_for(
         self, num_bytes: int, device: torch.device, bound_bytes: int, num_needed: int

@@ -34,7 +34,7 @@ from weft_rl.contract.errors import (
     TransferAbortedError,
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
-from weft_rl.transport.progress import Speak, silent
+from weft_rl.transport.progress import OnProgress, ignore_progress
 
 
 @dataclass
@@ -239,11 +239,11 @@ class WorkerStore:
         *,
         adapter: bool,
         clone: bool = False,
-        speak: Speak = silent,
+        on_progress: OnProgress = ignore_progress,
     ) -> Segment:
         """Reserve memory for a transfer, reused from a dropped version if one fits.
 
-        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and speaks meanwhile. Also
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and reports them. Also
         blocks for a moment if a clone that was ended has still to let go of the room. What was
         received of a clone gives way to all but a ``clone``.
 
@@ -262,7 +262,7 @@ class WorkerStore:
             if segment is not None:
                 return segment
         try:
-            return self.memory.allocate(num_bytes, adapter=adapter, speak=speak)
+            return self.memory.allocate(num_bytes, adapter=adapter, on_progress=on_progress)
         except BaseException:
             self.release(transfer_id, None)
             raise
@@ -340,7 +340,7 @@ class WorkerStore:
             self._partial.settle(trainer_id)
 
     def take_partial(
-        self, transfer_id: str, trainer_id: str, speak: Speak = silent
+        self, transfer_id: str, trainer_id: str, on_progress: OnProgress = ignore_progress
     ) -> PartialTransfer | None:
         """Take what was received of a transfer so far, in memory that is safe to write; None if
         nothing was.
@@ -359,7 +359,7 @@ class WorkerStore:
                 return staged.received
         if partial is None:
             return None
-        return partial if partial.settled else partial.moved(self.memory, speak)
+        return partial if partial.settled else partial.moved(self.memory, on_progress)
 
     def _num_waiting_bytes(self) -> int:
         """Return the bytes of versions that are being staged, or wait for their commit."""

@@ -19,7 +19,7 @@ from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft_rl.transport.progress import Speak
+from weft_rl.transport.progress import OnProgress
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 
@@ -210,7 +210,7 @@ class PartialTransfer:
         digests = [digest for bucket in self.verified for digest in bucket.digests]
         return tensor_sums(self.manifest, runs, digests)
 
-    def moved(self, memory: Memory, speak: Speak) -> PartialTransfer:
+    def moved(self, memory: Memory, on_progress: OnProgress) -> PartialTransfer:
         """Return the transfer with its verified bytes in memory that nothing else can write to.
         Blocks for the copy.
 
@@ -219,14 +219,14 @@ class PartialTransfer:
         """
         was_host = self.segment.data.device.type == "cpu"
         num_bytes = self.segment.num_bytes
-        fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
+        fresh = memory.allocate(num_bytes, adapter=was_host, on_progress=on_progress)
         end = sum(b.wire_bytes for b in self.manifest.buckets[: self.num_verified])
         if self.lists_runs:
             end = num_bytes  # they may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))
             fresh.data[part].copy_(self.segment.data[part])
-            speak(num_bytes, num_bytes)
+            on_progress(num_bytes, num_bytes)
         return replace(self, segment=fresh)
 
 

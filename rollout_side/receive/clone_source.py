@@ -141,7 +141,7 @@ class CopiedBuckets:
         self._copy, self._nonce = copy, nonce
         self._digests: list[list[int]] = []
 
-    def make(self, index: int, speak: Callable[[], None] = lambda: None) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None] = lambda: None) -> Sealed:
         """Copy a bucket, digest it anew and seal it."""
         buffer = self._buffer(index)
         payload = self._copy.payload(index, buffer)

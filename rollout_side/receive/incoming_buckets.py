@@ -414,7 +414,7 @@ class _ReceivePipeline:
         self._num_kept = first_bucket
         self._reported_at = time.monotonic()
         self._arrived: Operation | None = None
-        say, transfer_id = membership.progress.say, prepared.transfer_id
+        say, transfer_id = membership.progress.report, prepared.transfer_id
         self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
         self._waiting = partial(say, pb.ACTIVITY_WAITING, transfer_id)
 

@@ -38,7 +38,7 @@ from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
 from weft_rl.transport.member import Attendance, FetchedManifests, Membership
-from weft_rl.transport.progress import Speak
+from weft_rl.transport.progress import OnProgress
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -258,7 +258,7 @@ class GroupReceiver:
         deadline = time.monotonic() + timeout_seconds
 
         def allocating(done: int, total: int) -> None:
-            membership.progress.say(
+            membership.progress.report(
                 pb.ACTIVITY_ALLOCATING, prepare.transfer_id, done=done, total=total
             )
 
@@ -304,9 +304,9 @@ class GroupReceiver:
         version: PolicyVersion,
         fetched: Callable[[], Manifest],
         planned: Callable[[Manifest], SendPlan],
-        speak: Speak,
+        on_progress: OnProgress,
     ) -> IncomingTransfer:
-        partial = self._store.take_partial(transfer_id, self._trainer_id, speak)
+        partial = self._store.take_partial(transfer_id, self._trainer_id, on_progress)
         manifest = fetched() if partial is None else partial.manifest
         plan = planned(manifest)
         if partial is None:
@@ -315,7 +315,7 @@ class GroupReceiver:
                 manifest.wire_bytes,
                 adapter=is_adapter(version),
                 clone=is_replica_sender(self._trainer_id),
-                speak=speak,
+                on_progress=on_progress,
             )
             partial = PartialTransfer(
                 transfer_id, self._trainer_id, manifest, segment, [], plan.lists_runs
@@ -340,7 +340,7 @@ class GroupReceiver:
         else:
             plan = planned(handoff.manifest)
             handoff.resume(deadline)
-        handoff.tell(partial(membership.progress.say, pb.ACTIVITY_LOADING, transfer_id))
+        handoff.report_to(partial(membership.progress.report, pb.ACTIVITY_LOADING, transfer_id))
         bound_bytes = self._store.staging_capacity_bytes
         return InPlaceTransfer(handoff, self._store.memory, bound_bytes, plan)
 

@@ -202,7 +202,7 @@ async def _run_until_told(
         look = metrics.watch_spill(engine.spill_folder.num_bytes)
         running.add(asyncio.create_task(look, name="spill size"))
     ends = {
-        asyncio.create_task(agent.drained(), name="drained"),
+        asyncio.create_task(agent.wait_drained(), name="drained"),
         asyncio.create_task(stop.wait(), name="stop"),
     }
     tasks = running | ends
@@ -249,4 +249,4 @@ async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:
             await server.set_health(READY_SERVICE, serving=now)
             _log.info("replica is %s", "ready" if now else "not ready")
             was = now
-        await agent.next_word()
+        await agent.wait_answer()

@@ -148,14 +148,14 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_into(
-    directory: Path, manifest: Manifest, data: torch.Tensor, speak: Callable[[], None]
+    directory: Path, manifest: Manifest, data: torch.Tensor, on_progress: Callable[[], None]
 ) -> bytes:
     """Read a version's tensors to where its manifest lays them.
 
     Args:
         data: uint8, at least ``manifest.wire_bytes``; written as if it had been
             received, trailers excepted.
-        speak: Called after each piece that the disk gave.
+        on_progress: Called after each piece that the disk gave.
 
     Returns:
         The content digest of what was read.
@@ -166,17 +166,17 @@ def read_into(
     starts, digests = bucket_starts(manifest), list[list[int]]()
     with contextlib.ExitStack() as stack, _as_damage(directory):
         found = _tensors_in(directory, stack)
-        speak()
+        on_progress()
         for index, bucket in enumerate(manifest.buckets):
             payload = data[starts[index] : starts[index] + bucket.payload_bytes]
             end = 0
             for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
                 payload[end : slot.offset_bytes].zero_()  # digested with the tensor before it
                 end = slot.offset_bytes + slot.meta.num_bytes
-                _read_tensor(found, slot, payload[slot.offset_bytes : end], speak)
+                _read_tensor(found, slot, payload[slot.offset_bytes : end], on_progress)
             payload[end:].zero_()
             digests.append(part_digests(payload, whole_parts(manifest, index)))
-            speak()
+            on_progress()
     return content_digest(in_manifest_order(manifest, digests))
 
 
@@ -263,7 +263,10 @@ def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _F
 
 
 def _read_tensor(
-    found: Mapping[str, _FileRange], slot: TensorSlot, out: torch.Tensor, speak: Callable[[], None]
+    found: Mapping[str, _FileRange],
+    slot: TensorSlot,
+    out: torch.Tensor,
+    on_progress: Callable[[], None],
 ) -> None:
     place = found.get(slot.meta.name)
     if place is None or (place.dtype, place.shape) != (
@@ -278,7 +281,7 @@ def _read_tensor(
         piece = view[begin : begin + _READ_BYTES]
         if place.file.readinto(piece) != len(piece):
             raise InvalidManifestError(f"the file ends within tensor {slot.meta.name!r}")
-        speak()
+        on_progress()
     if host is not out:
         out.copy_(host)
 

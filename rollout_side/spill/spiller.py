@@ -57,16 +57,16 @@ class _SpillRead:
         self.content_digest, self.place = content_digest, place
         self.outcome: Future[None] = Future()
         self.thread: threading.Thread | None = None
-        self._spoke_at = time.monotonic()
+        self._progress_at = time.monotonic()
 
-    def speak(self, done: int = 0, total: int = 0) -> None:
+    def note_progress(self, done: int = 0, total: int = 0) -> None:
         """Note that the disk has given something, or memory was made; see ``Speak``."""
-        self._spoke_at = time.monotonic()
+        self._progress_at = time.monotonic()
 
     @property
     def is_stalled(self) -> bool:
         """True if the disk has given nothing for too long."""
-        return not self.outcome.done() and time.monotonic() - self._spoke_at >= STALL_SECONDS
+        return not self.outcome.done() and time.monotonic() - self._progress_at >= STALL_SECONDS
 
     def end(self, error: BaseException | None) -> bool:
         """Set the outcome; return False if it has one already."""
@@ -317,7 +317,7 @@ class Spiller:
                 self._refuse(version, float("inf"))  # what is there is of another catalog
                 raise NotFoundError(f"{place} is not there")
             manifest = self._folder.manifest(place)
-            restore.speak()
+            restore.note_progress()
             if manifest.layout_digest != layout_digest:
                 raise DigestMismatchError("it lies in another layout")
             self._stage(restore, manifest)
@@ -336,10 +336,13 @@ class Spiller:
     def _stage(self, restore: _SpillRead, manifest: Manifest) -> None:
         transfer_id, version = restore.transfer_id, restore.version
         segment = self._store.reserve(
-            transfer_id, manifest.wire_bytes, adapter=is_adapter(version), speak=restore.speak
+            transfer_id,
+            manifest.wire_bytes,
+            adapter=is_adapter(version),
+            on_progress=restore.note_progress,
         )
         try:
-            found = read_into(restore.place, manifest, segment.data, restore.speak)
+            found = read_into(restore.place, manifest, segment.data, restore.note_progress)
             if found != restore.content_digest:
                 raise DigestMismatchError(
                     f"its tensors digest to {found.hex()}, not to {restore.content_digest.hex()}"

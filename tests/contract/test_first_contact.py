@@ -46,7 +46,7 @@ async def test_check_replica(pool: Pool) -> None:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "_MORE_SECONDS", 0.0)
-    monkeypatch.setattr(registration, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(registration, "_CHECK_AGAIN_SECONDS", 0.02)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -81,7 +81,7 @@ async def test_a_former_process_that_has_died_is_waited_for(
     await pool.replica("r0")
     monkeypatch.setattr(registration, "_MORE_SECONDS", 10.0)
     await check_contact(AgentConfig(coordinator=pool.target, replica_id="r0"))
-    assert caplog.text.count("waiting for a former process") == 1
+    assert caplog.text.count("waiting until a former process") == 1
     await pool.stop()
 
 

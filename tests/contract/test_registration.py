@@ -142,7 +142,7 @@ def test_a_replica_outlives_a_coordinator_that_fails(
         registration.stop()
     assert not failed
     assert len(registry.requests) == 4
-    told = [record.message for record in caplog.records if "asks again" in record.message]
+    told = [record.message for record in caplog.records if "tries again" in record.message]
     assert len(told) == 2, "once for each reason"
     assert "the coordinator failed on this call" in told[0]
 

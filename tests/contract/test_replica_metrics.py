@@ -76,7 +76,7 @@ async def test_what_a_switch_cost(counted: Counted) -> None:
 async def test_stores_are_shown_beside_their_bounds(counted: Counted) -> None:
     served, capabilities = counted.served, counted.served.engine.capabilities
     await served.commit("math@1")
-    await served.agent.serving.look(())
+    await served.agent.serving.refresh(())
     assert counted.value("store_bytes", store="adapters") == MANIFEST.wire_bytes
     bound = counted.value("store_limit_bytes", store="adapters")
     assert bound == capabilities.adapter_capacity_bytes

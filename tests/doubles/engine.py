@@ -14,7 +14,6 @@ import torch
 from rollout_side.engine import (
     AbsentPolicy,
     AliasRefusals,
-    Asleep,
     EngineWork,
     GenerateOrder,
     JoinOrder,
@@ -50,6 +49,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.contract.replica_report import Asleep
 from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
@@ -133,6 +133,7 @@ class EngineDouble:
         self.dirty_reason = ""
         self.load: InPlaceLoad | None = None
         self.asleep: Asleep | None = None
+        self.lacks_base = False
         #: Whether it refuses requests, to sleep once those that run have ended.
         self.is_to_sleep = False
         #: What the engine's memory went through.
@@ -187,14 +188,14 @@ class EngineDouble:
 
     async def fall_asleep(self, order: SleepOrder) -> bool:
         self._check_can_sleep()
-        former, is_free = self.asleep, not self.num_requests()
+        is_free = not self.num_requests()
         if not is_free or not self.store.fall_asleep(keep_newest=order.level == 2):
             if order.timeout_seconds <= 0:
                 self.take_requests()
                 raise TransferTimeoutError("the weights are being read, or requests run")
             return False
-        is_gone = order.level == 2 or (former is not None and former.base_discarded)
-        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_gone)
+        self.lacks_base = self.lacks_base or order.level == 2
+        self.asleep = Asleep(order.trainer_id, level=order.level)
         self.is_to_sleep = False
         self.sleeps.append("sleep" if order.level == 1 else "sleep 2")
         if order.level == 2:
@@ -207,7 +208,8 @@ class EngineDouble:
         if former is None:
             return
         self.sleeps.append("kv_cache")
-        if former.base_discarded:
+        lacks_base, self.lacks_base = self.lacks_base, False
+        if lacks_base:
             self.dirty_reason = "its weights were discarded as it slept"
             with contextlib.suppress(NotFoundError):
                 await self.apply_retained(PolicyVersion("base", self.base_version))
@@ -251,8 +253,7 @@ class EngineDouble:
         self._wake_weights()
         times = self._apply_base(transfer_id, content_digest)
         self.base_version = version.version
-        if self.asleep is not None:
-            self.asleep = dataclasses.replace(self.asleep, base_discarded=False)
+        self.lacks_base = False
         return times
 
     def _apply_base(self, transfer_id: str, content_digest: bytes) -> SwitchTimes:

@@ -47,7 +47,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.ipc.arrivals import Arrivals
 from weft_rl.ipc.sockets import close_in_children
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.progress import SPEAK_SECONDS
+from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
 _M = TypeVar("_M")
@@ -178,12 +178,12 @@ def _give(channel: Channel, handoff: HandoffQueue, rank: int) -> None:
 def _wait_for(kind: type[Loaded] | type[Complete], channel: Channel, handoff: HandoffQueue) -> None:
     """Wait for a rank's message of this kind; meanwhile pass on its reports that it works."""
     while True:
-        while not channel.poll(SPEAK_SECONDS):
+        while not channel.poll(PROGRESS_SECONDS):
             if (error := handoff.error) is not None:
                 raise copy_error(error)
         if isinstance(channel.receive(kind, Working), kind):
             return
-        handoff.speak()
+        handoff.report_progress()
 
 
 # -- the other ranks -----------------------------------------------------------------
@@ -210,7 +210,7 @@ class RankHandoff:
         self._error: WeftError | None = None
         self._digests: list[Sequence[int]] = []
         self._is_complete = False
-        self._spoke_at = 0.0
+        self._progress_at = 0.0
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -278,13 +278,13 @@ class RankHandoff:
                         return
                     assert self._channel is not None, "buckets were loaded"
                     self._channel.send(Working())
-                time.sleep(SPEAK_SECONDS)
+                time.sleep(PROGRESS_SECONDS)
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """See ``Handoff``."""
         now = time.monotonic()
-        if now - self._spoke_at >= SPEAK_SECONDS:
-            self._spoke_at = now
+        if now - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = now
             self._send(Working())
 
     def complete(self) -> None:

@@ -219,15 +219,15 @@ class CopyPlan:
             pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
         return CopyPlan(manifest, pieces)
 
-    def load(self, data: torch.Tensor, speak: Callable[[], None] = lambda: None) -> None:
+    def load(self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
 
         Args:
             data: uint8, the segment; on this device, or on one that it can read.
-            speak: Called at each bucket.
+            on_progress: Called at each bucket.
         """
         with torch.no_grad():
-            _launch(self._segment_pairs(data, speak))
+            _launch(self._segment_pairs(data, on_progress))
         wait_for_copies(self.device)
 
     def load_bucket(self, index: int, wire: torch.Tensor) -> None:
@@ -340,10 +340,10 @@ class CopyPlan:
         return ((piece.target, piece.source(wire)) for piece in self._pieces[index])
 
     def _segment_pairs(
-        self, data: torch.Tensor, speak: Callable[[], None] = lambda: None
+        self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
     ) -> Iterator[_Pair]:
         for index, start in enumerate(self._starts):
-            speak()
+            on_progress()
             yield from self._pairs(index, self._payload(index, data[start:]))
 
     def _equal(self, pairs: Iterable[_Pair]) -> bool:

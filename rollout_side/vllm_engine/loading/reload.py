@@ -41,7 +41,7 @@ def apply_base(
     staged: StagedVersion,
     reference: Reference,
     plan: CopyPlan | None = None,
-    speak: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> CopyPlan | None:
     """Replace the model's weights by a staged version. Call it while paused.
 
@@ -50,7 +50,7 @@ def apply_base(
 
     Args:
         plan: The copies that loading amounts to, of whatever layout, where they are known.
-        speak: Called at each tensor, or bucket, that is loaded.
+        on_progress: Called at each tensor, or bucket, that is loaded.
 
     Returns:
         The plan for the next one, if there is any.
@@ -65,39 +65,39 @@ def apply_base(
     plan = plan and plan.for_layout(staged.manifest)
     if plan is not None:
         with mixing(staged.version, "copying"):
-            plan.load(staged.segment.data, speak)
+            plan.load(staged.segment.data, on_progress)
         return plan
     model = worker.model_runner.get_model()
     with bridges.vllm_config_context(worker.vllm_config):
-        tensors = _spoken(staged.tensors(), speak)
+        tensors = _reporting(staged.tensors(), on_progress)
         reload_layers(worker, staged.version, tensors, len(staged.manifest.tensors))
         if not can_learn(worker):
             return None
         return learn(model, staged, bridges.base_names(model))
 
 
-def reload_files(worker: Any, speak: Callable[[], None] = lambda: None) -> None:
+def reload_files(worker: Any, on_progress: Callable[[], None] = lambda: None) -> None:
     """Load what the engine was started with, from its files. Call it while paused.
 
     Args:
-        speak: Called with each tensor.
+        on_progress: Called with each tensor.
 
     Raises:
         UnsupportedError: They cannot be read again.
         LoadFailedError: As ``apply_base``.
     """
-    tensors = _spoken(bridges.checkpoint_tensors(worker), speak)
+    tensors = _reporting(bridges.checkpoint_tensors(worker), on_progress)
     with bridges.vllm_config_context(worker.vllm_config):
         reload_layers(worker, STARTED_WITH, tensors, None)
 
 
-def _spoken(
-    tensors: Iterable[tuple[str, torch.Tensor]], speak: Callable[[], None]
+def _reporting(
+    tensors: Iterable[tuple[str, torch.Tensor]], on_progress: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors; call ``speak`` once the model has taken each."""
+    """Yield the tensors; call ``on_progress`` once the model has taken each."""
     for named in tensors:
         yield named
-        speak()
+        on_progress()
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ class IncomingBase(Protocol):
             WeftError: The transfer ended early.
         """
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """Report that the calling thread makes progress."""
 
 
@@ -337,7 +337,7 @@ def load_in_place(
                 model = worker.model_runner.get_model()
                 proof = PlanProof(model, manifest, bridges.base_names(model))
                 arrived = _passing(proof, arrived)
-            tensors = _tensors(manifest, arrived, arriving.speak, worker.device)
+            tensors = _tensors(manifest, arrived, arriving.report_progress, worker.device)
             reload_layers(worker, arriving.version, tensors, len(manifest.tensors))
             return proof.plan() if proof is not None else None
 
@@ -372,10 +372,10 @@ def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
 def _tensors(
     manifest: Manifest,
     arrived: Iterator[_Bucket],
-    speak: Callable[[], None],
+    on_progress: Callable[[], None],
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and copy of every tensor, by bucket; call ``speak`` once the model has taken each.
+    """Yield name and copy of every tensor, by bucket; report each that the model has taken.
 
     They are copies since vLLM keeps what it is given until a layer is complete. A layer may
     continue in the next bucket, which comes into the memory of this one. Each copy is freed with
@@ -386,5 +386,5 @@ def _tensors(
         place = device if wire.is_cuda else wire.device
         for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
             yield slot.meta.name, tensor_in(slot, wire).to(place, copy=True)
-            speak()
+            on_progress()
         wait_for_copies(wire.device)

@@ -1,4 +1,4 @@
-"""Switch of an engine to another base, in an order in which nobody is served mixed weights."""
+"""Switch of an engine to another base, without a request that gets mixed weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BaseSwitch:
         engine: vLLM's ``AsyncLLM``.
         workers: Calls to its workers.
         gate: Pauses generation.
-        in_place: Loads of bases as they arrive.
-        sleeper: Wakes the weights, where they sleep.
-        requests: Requests that run, and what becomes of them.
-        answers: Note which base samples their tokens.
+        in_place: In-place load, which a commit confirms.
+        sleeper: Wakes the weights if they sleep.
+        requests: Running requests, and their handling at a switch.
+        answers: Generations, which record the base of their tokens.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BaseSwitch:
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
     ) -> SwitchTimes:
-        """Load what a transfer has brought, or confirm what was loaded as it arrived.
+        """Load a staged base, or confirm a base that was loaded in place.
 
         Errors are those of ``VllmReplica.apply_base``.
         """
@@ -79,8 +79,8 @@ class BaseSwitch:
         self._gate.mark_clean()
         self._sleeper.base_loaded()
         try:
-            # Still paused: later it would wait for the engine's next step, the long one
-            # that computes anew what the cache has lost.
+            # Done while paused: later it would wait for the engine's next step, which is long
+            # since it recomputes what the cache has lost.
             await self._workers.keep_base(transfer_id)
         finally:
             await self._gate.resume()
@@ -99,19 +99,19 @@ class BaseSwitch:
         )
 
     async def _forget_old_base(self, version: PolicyVersion) -> int:
-        """Name the loaded version, and keep new work from using what the old weights have computed.
+        """Name the loaded version, and forget what the old weights have computed.
 
         Returns:
             Number of requests that had tokens.
         """
         bounded, requests = self._workers.bounded, self.requests
-        await bounded(bridges.set_weight_version(self._engine, str(version)), "naming")
-        begun = await bounded(requests.begun(), "asking what runs")
+        await bounded(bridges.set_weight_version(self._engine, str(version)), "naming the base")
+        begun = await bounded(requests.begun(), "listing running requests")
         if requests.choice == "abort":
             self._answers.expect_aborts(version, begun)
-        await bounded(requests.switch(version, begun), "forgetting what the old base has computed")
+        await bounded(requests.switch(version, begun), "emptying the caches of the old base")
         switched = self._answers.switch_base(version, kept=requests.choice == "keep")
-        await bounded(switched, "noting the switch")
+        await bounded(switched, "recording the switch")
         await bounded(requests.note_base(begun), "ending requests for the former base")
         return len(begun)
 
@@ -124,11 +124,11 @@ async def learn_copies(
 ) -> None:
     """Have the workers learn a copy plan from the engine's files, once these are read.
 
-    The engine's step then waits for one reading of its weights. Never raises: what is not learnt so
-    is learnt from the first push.
+    The engine's step then waits until its weights are read once. Never raises: without this plan,
+    one is learnt from the first push.
 
     Args:
-        is_served: Returns whether the engine has what these files hold, awake and whole.
+        is_served: Returns whether the engine holds the weights of these files, awake and whole.
     """
     stored = await started_with.read_tensors()
     if not stored:
@@ -139,4 +139,4 @@ async def learn_copies(
             if is_served():
                 await workers.call("weft_learn_copies", tensors, is_quiet=True)
     except WeftError as error:
-        _log.info("how bases are loaded is learnt from the first push: %s", error)
+        _log.info("the copy plan is learnt from the first push: %s", error)

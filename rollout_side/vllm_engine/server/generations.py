@@ -1,4 +1,4 @@
-"""Generations to GenerateService, made by vLLM, with the versions behind their tokens."""
+"""Generations for GenerateService, by vLLM, with the versions behind their tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class Generations:
-    """Generations that one engine is making; used on its event loop.
+    """Running generations of one engine; used on its event loop.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        generate: Its method, which raises nothing where an answer is aborted.
+        generate: Its method; raises nothing if a generation is aborted.
         tracker: Refuses new requests, and counts those that run, as over HTTP.
-        models: Models that can be asked.
+        models: Models that can be requested.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Generations:
         self._aborts: set[asyncio.Future[None]] = set()
 
     def begin(self, order: GenerateOrder) -> VllmGeneration:
-        """Begin to answer an order, as ``Engine.generate``.
+        """Begin to complete a prompt, as ``Engine.generate``.
 
         Raises:
             InvalidRequestError: vLLM refuses the sampling settings.
@@ -74,10 +74,10 @@ class Generations:
     def _aborted(self, abort: asyncio.Future[None]) -> None:
         self._aborts.discard(abort)
         if not abort.cancelled():
-            abort.exception()  # of an engine that has died, which ends the process elsewhere
+            abort.exception()  # an engine that has died ends the process elsewhere
 
     def expect_aborts(self, version: PolicyVersion, aborted: Set[str]) -> None:
-        """Mark the answers that are about to be ended because the base changes.
+        """Mark the generations that are about to be ended because the base changes.
 
         Args:
             version: The base that it changes to.
@@ -88,13 +88,13 @@ class Generations:
                 answer.changed_to = version.version
 
     async def switch_base(self, version: PolicyVersion, *, kept: bool) -> None:
-        """Note that tokens are of another base from now on; call it while generation is paused.
+        """Record that tokens are of another base from now on; call it while paused.
 
-        Generations that insist on the base before are ended.
+        Generations that need the former base are ended.
 
         Args:
             version: The new base.
-            kept: Whether the other answers go on over the cache that they have.
+            kept: Whether the other generations keep their cache.
         """
         before = await requests.tokens_before(self._engine)
         is_other = version != self._models.base
@@ -105,7 +105,7 @@ class Generations:
             if answer.note_base(version.version, before, kept=kept)
         ]
         if ended and is_other:
-            # What they have sampled by now still comes, behind it that they were ended.
+            # Their last tokens still arrive, then their end.
             await self._engine.abort(ended)
 
 
@@ -113,8 +113,8 @@ class VllmGeneration:
     """Answer of a vLLM engine, as ``rollout_side.engine.Answer``.
 
     Args:
-        outputs: vLLM's ``RequestOutput``s, each with what is new.
-        ended: Stack that is closed when the answer ends.
+        outputs: vLLM's ``RequestOutput``s, each with the new tokens only.
+        ended: Stack that is closed when the generation ends.
     """
 
     def __init__(
@@ -128,24 +128,24 @@ class VllmGeneration:
         self.request_id, self.base = request_id, base
         self._strict, self._is_exact = order.strict, order.exact_base
         self.prompt_token_ids: Sequence[int] = ()
-        #: Whether the engine has nothing more to do for it.
+        #: True if the engine is done with it.
         self.is_over = False
-        #: The base that it is ended for.
+        #: Base that it is ended for.
         self.changed_to: int | None = None
         self._is_text = isinstance(order.prompt, str)
         self._outputs, self._ended = outputs, ended
         self._num_tokens = [0] * order.sampling.num_samples
-        #: By sample, where a version of the base began, as long as vLLM does not say so.
+        #: By sample, the tokens at which a version of the base began, unless vLLM reports them.
         self._starts = [[(base, 0)] for _ in self._num_tokens]
         self._has_begun = False
         self._is_void = self._was_aborted = self._is_kept = False
 
     def note_base(self, version: int, before: Mapping[tuple[str, int], int], *, kept: bool) -> bool:
-        """Note that tokens are of another base from now on; return whether the answer must end.
+        """Record that tokens are of another base; return whether the generation must end.
 
         Args:
             before: See ``requests.tokens_before``.
-            kept: Whether samples that have tokens go on over their cache.
+            kept: Whether samples that have tokens keep their cache.
         """
         self._is_kept |= kept
         for index, starts in enumerate(self._starts):
@@ -155,13 +155,13 @@ class VllmGeneration:
         must_end = self._must_end
         if must_end and version != self.base and not self.is_over:
             self.changed_to = version
-            # vLLM may not have it yet: then its tokens would be of the new base.
+            # vLLM may not have the request yet: then its tokens would be of the new base.
             self._is_void = not self._has_begun
         return must_end
 
     @property
     def _must_end(self) -> bool:
-        """True if the answer must not have tokens of another base."""
+        """True if it must not have tokens of another base."""
         return self._strict or (self._is_exact and not self._has_begun)
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
@@ -184,8 +184,8 @@ class VllmGeneration:
             ]
         if self._is_void or (self.changed_to is not None and self._was_aborted):
             raise VersionChangedError(
-                f"the base was {BASE_POLICY}@{self.base} and is {BASE_POLICY}@{self.changed_to} "
-                "by now, and the answer was to be of that version"
+                f"the base changed from {BASE_POLICY}@{self.base} to "
+                f"{BASE_POLICY}@{self.changed_to}, and this request wanted one version only; ask again"
             )
 
     def _chunk(self, completion: Any) -> SampleChunk:
@@ -205,7 +205,7 @@ class VllmGeneration:
         )
 
     def _spans(self, completion: Any) -> tuple[BaseSpan, ...]:
-        """Return the base spans of an ended sample: from vLLM, or as noted at each switch."""
+        """Return the base spans of an ended sample, from vLLM or as recorded at each switch."""
         starts = [
             (version, start, end) for version, start, end in self._named(completion) if end > start
         ]

@@ -1,4 +1,4 @@
-"""Bases that are loaded as they arrive, while generation is paused."""
+"""In-place load of a base, which is loaded as it arrives while generation is paused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Pending:
     paused_at: float
     """Value of ``time.perf_counter()`` from which on requests wait."""
     expired: bool = False
-    """True if its time is up: it is kept only because it was loaded whole."""
+    """True if its time is over; it is kept only because it was loaded whole."""
     timer: asyncio.Task[None] | None = None
 
 
@@ -53,12 +53,12 @@ class InPlaceSession:
         return self._pending is not None and self._pending.transfer_id == transfer_id
 
     async def begin(self, transfer_id: str, version: PolicyVersion, timeout_seconds: float) -> None:
-        """Pause generation and let the workers load what arrives, as ``Engine.load_in_place``.
+        """Pause generation and let the workers load a base, as ``Engine.load_in_place``.
 
-        If it was begun before, it resumes, in another group. A load for another transfer is ended.
+        A load that was begun before resumes in another group. A load for another transfer is ended.
 
         Raises:
-            NotReadyError: Nothing of it was prepared, or it has ended.
+            NotReadyError: The transfer was not prepared, or has ended.
         """
         if not self.is_pending(transfer_id):
             await self.end()
@@ -76,7 +76,7 @@ class InPlaceSession:
         self._expect_end(self._pending, timeout_seconds)
 
     async def take(self, content_digest: bytes) -> tuple[float, float]:
-        """Confirm the pending load, which is to be served; generation stays paused.
+        """Confirm the pending load, for its commit; generation stays paused.
 
         Returns:
             ``time.perf_counter()`` from which on requests wait; seconds that loading took.
@@ -104,8 +104,8 @@ class InPlaceSession:
         if not left.kept:
             self._pending = None
         if left.changed:
-            what = "loaded, and not committed," if left.kept else "being loaded"
-            self._gate.mark_dirty(f"{pending.version} was {what} in place as its transfer ended")
+            what = "loaded in place, but not committed" if left.kept else "being loaded in place"
+            self._gate.mark_dirty(f"{pending.version} was {what} when its transfer ended")
         elif not self._gate.dirty_reason:
             await self._gate.resume()
 
@@ -122,10 +122,9 @@ class InPlaceSession:
         )
 
     async def _expire(self, pending: _Pending, timeout_seconds: float) -> None:
-        """End a load for which neither commit nor discard has come in time.
+        """End a load that was neither committed nor discarded in time.
 
-        What is loaded whole is kept: its commit may still come, from a coordinator that starts
-        anew.
+        A base that was loaded whole is kept: a restarted coordinator may still commit it.
         """
         await asyncio.sleep(timeout_seconds)
         try:
@@ -140,7 +139,7 @@ class InPlaceSession:
 
 
 def _stop(pending: _Pending) -> None:
-    """Stop the timer of a load, unless that timer itself is what calls this."""
+    """Stop the timer of a load, unless the timer itself is the caller."""
     timer, pending.timer = pending.timer, None
     if timer is not None and timer is not asyncio.current_task():
         timer.cancel()

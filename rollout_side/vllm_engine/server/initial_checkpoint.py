@@ -20,7 +20,7 @@ from weft_rl.contract.checkpoint import (
 )
 from weft_rl.contract.errors import NotReadyError, TransferTimeoutError, WeftError
 
-# vLLM's ways to load that read a model's safetensors files as they lie.
+# Load formats of vLLM that read a model's safetensors files unchanged.
 _FORMATS = frozenset(
     {
         "auto",
@@ -35,12 +35,12 @@ _FORMATS = frozenset(
 
 
 _LOOK_SECONDS = 0.25
-# Of all files, whose digests are most often known.
+# Deadline of digesting all files; most digests are cached.
 _FILES_SECONDS = 600.0
 
 
 class InitialCheckpoint:
-    """Checkpoint of an engine, as far as it is known; never what is in the engine's memory.
+    """Checkpoint that an engine was started with, read from its files only.
 
     Args:
         load_format: vLLM's ``--load-format``.
@@ -65,12 +65,12 @@ class InitialCheckpoint:
         return self._reader.checkpoint if self._reader else READING
 
     def read(self, model: str, revision: str | None, *, is_loaded: bool = False) -> None:
-        """Begin to read a model's files, if they are there and are not read already.
+        """Begin to read a model's files, if they exist and were not read already.
 
         Args:
             model: Directory or name, as vLLM was told, or as it resolved it.
             revision: Revision, where the model is given by name.
-            is_loaded: Whether the engine has it: files that are not here now are nowhere.
+            is_loaded: Whether the engine has loaded it: files that are missing then stay missing.
         """
         if self._known is not None:
             return
@@ -81,15 +81,15 @@ class InitialCheckpoint:
                 self._known = not_compared(f"the files of {model} are not on this machine")
             return
         failed = self.checkpoint.state is CheckpointState.NOT_COMPARED
-        if found != self._dir or failed:  # it may not have been downloaded yet
+        if found != self._dir or failed:  # the download may not have been complete
             self.close()
             self._dir = found
             self._reader = CheckpointReader(lambda: _files(found), self._cache)
 
     def tensors(self) -> list[StoredTensor]:
-        """Return the tensors of its files, with remembered digests.
+        """Return the tensors of its files, with cached digests.
 
-        Blocks for the disk where digests are not remembered.
+        Blocks for the disk if digests are not cached.
 
         Raises:
             NotReadyError: ``NOT_RETAINED``: no files could be read, or they are being read for the
@@ -98,8 +98,8 @@ class InitialCheckpoint:
         known = self.checkpoint
         if known.state is not CheckpointState.DIGESTED or self._dir is None:
             why = {
-                CheckpointState.READING: "its files are being read; ask again",
-                CheckpointState.DUMMY: "it was started with weights that mean nothing",
+                CheckpointState.READING: "its files are being read; try again later",
+                CheckpointState.DUMMY: "the replica was started with dummy weights",
             }.get(known.state, known.reason)
             raise NotReadyError(f"base@0 cannot be compared here: {why}", reason="NOT_RETAINED")
         try:
@@ -113,17 +113,12 @@ class InitialCheckpoint:
 
     @property
     def known_tensors(self) -> tuple[StoredTensor, ...]:
-        """Tensors that its files held when they were read; none until then. Does not block.
-
-        There are none, either, where they cannot be compared.
-        """
+        """Tensors that its files held when they were read. Empty until then, and if they cannot be
+        compared. Does not block."""
         return self._reader.tensors if self._reader is not None else ()
 
     async def read_tensors(self) -> tuple[StoredTensor, ...]:
-        """Wait until its files are read; return the tensors that they held then.
-
-        There are none where they cannot be compared.
-        """
+        """Wait until its files are read; return their tensors, none if they cannot be compared."""
         while self.checkpoint.state is CheckpointState.READING:
             await asyncio.sleep(_LOOK_SECONDS)
         return self.known_tensors
@@ -140,12 +135,14 @@ class InitialCheckpoint:
         if known.state is not CheckpointState.DIGESTED:
             return
         try:
-            tensors = await answer_within(_FILES_SECONDS, f"what is in {self._dir}", self.tensors)
+            tensors = await answer_within(
+                _FILES_SECONDS, f"the checkpoint in {self._dir}", self.tensors
+            )
         except TransferTimeoutError as error:
             raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         if checkpoint_digest(tensors) != known.digest:
             raise NotReadyError(
-                f"the files in {self._dir} are not what the replica was started with",
+                f"the files in {self._dir} have changed since the replica was started",
                 reason="NOT_RETAINED",
             )
 

@@ -1,4 +1,4 @@
-"""Gate of an engine's requests: whether it generates, and whether it takes new ones."""
+"""Gate of an engine's requests: pauses generation and refuses new requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft_rl.contract.errors import TransferTimeoutError, WeftError
 
 _log = logging.getLogger(__name__)
 
-_ARRIVING_SECONDS = 30.0
+_BLOCKS_SECONDS = 30.0
 _LOOK_SECONDS = 0.02
 
 
@@ -31,7 +31,7 @@ class RequestGate:
         engine: vLLM's ``AsyncLLM``.
         workers: Calls to its workers.
         tracker: Refuses new requests.
-        caches: Caches that must hold no block of the KV cache that is on its way.
+        caches: Caches, emptied at a pause if there is a KV connector.
     """
 
     def __init__(
@@ -47,41 +47,41 @@ class RequestGate:
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Allow one switch at a time; note any failure in it that leaves mixed weights."""
+        """Allow one switch at a time; mark the engine dirty if a failure leaves mixed weights."""
         async with self._lock:
             try:
                 yield
             except WeftError as error:
-                self.note(error)
+                self.mark_if_dirty(error)
                 raise
 
     async def pause(self) -> None:
         """Pause generation, with running requests kept in their places; succeeds if it is paused.
 
-        Blocks of the KV cache may lie outside the engine's own. It then waits until none is on its
-        way: one that arrives after a load would be used under weights that have not computed it.
+        With a KV connector, wait until no block of the KV cache is on its way. A block that arrived
+        after a load would be used under weights that have not computed it.
 
         Raises:
-            TransferTimeoutError: Some blocks always were on their way; generation goes on.
+            TransferTimeoutError: Blocks were on their way until the deadline; generation goes on.
         """
         await self._pause()
-        # A dirty engine has been paused since, and nothing has moved.
+        # A dirty engine has stayed paused, so no block has moved.
         if self._caches.has_connector and not self.dirty_reason:
-            await self._let_blocks_arrive()
+            await self._wait_for_blocks()
 
     async def _pause(self) -> None:
         paused = bridges.pause_keeping(self._engine)
         await self._workers.bounded(paused, "pausing", changes_weights=False)
 
-    async def _let_blocks_arrive(self) -> None:
-        deadline = time.monotonic() + _ARRIVING_SECONDS
+    async def _wait_for_blocks(self) -> None:
+        deadline = time.monotonic() + _BLOCKS_SECONDS
         bounded, what = self._workers.bounded, "emptying the KV cache"
         while not await bounded(self._caches.try_to_empty(), what, changes_weights=False):
             await self.resume(changed=False)
             if time.monotonic() >= deadline:
                 raise TransferTimeoutError(
-                    "the engine's KV cache could not be emptied before the load: blocks were on "
-                    f"their way from or to its connector for {_ARRIVING_SECONDS:g} s"
+                    "the engine's KV cache could not be emptied before the load: blocks moved from "
+                    f"or to its connector for {_BLOCKS_SECONDS:g} s; push again"
                 )
             await asyncio.sleep(_LOOK_SECONDS)
             await self._pause()
@@ -90,7 +90,7 @@ class RequestGate:
         """Resume generation, unless the engine sleeps.
 
         Args:
-            changed: Whether the weights are other than before.
+            changed: Whether the weights have changed.
         """
         if self._is_asleep:
             return
@@ -100,14 +100,14 @@ class RequestGate:
     async def recover(self, error: BaseException, what: str) -> None:
         """Resume generation after a failure under ``pause``, if nothing has changed."""
         if isinstance(error, WeftError):
-            self.note(error)
+            self.mark_if_dirty(error)
         else:  # cancelled between two steps: the workers' state is unknown
             self.mark_dirty(f"{what} was interrupted: {error!r}")
         if not self.dirty_reason:
             await self.resume(changed=False)
 
-    def note(self, error: WeftError) -> bool:
-        """Mark the engine as dirty if a failure leaves mixed weights; return whether it does."""
+    def mark_if_dirty(self, error: WeftError) -> bool:
+        """Mark the engine dirty if an error leaves mixed weights; return whether it does."""
         if error.metadata.get("dirty") == "true":
             self.mark_dirty(error.message)
             return True

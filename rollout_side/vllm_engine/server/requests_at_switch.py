@@ -1,7 +1,7 @@
-"""Caches of an engine that hold what a base has computed, emptied at every switch.
+"""Running requests of an engine when its base changes, and the caches that a switch empties.
 
-This is the one place that says what is emptied. A cache belongs here if its keys are content
-(tokens, an image) and its values follow from weights; docs/architecture.md lists them all.
+Only this module decides what is emptied. A cache belongs here if its keys are content (tokens, an
+image) and its values follow from weights; docs/architecture.md lists them all.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class EngineCaches:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         model = engine.model_config
-        #: Whether it keeps what an encoder has made of images or sounds, or of queries.
+        #: True if it caches the outputs of an encoder of images, sounds or queries.
         self.has_encoder = bool(
             model.is_multimodal_model or model.is_encoder_decoder or model.runner_type == "pooling"
         )
-        #: Whether blocks of the KV cache are kept outside it, too.
+        #: True if blocks of the KV cache are also kept outside the engine.
         self.has_connector = engine.vllm_config.kv_transfer_config is not None
 
     async def try_to_empty(self) -> bool:
-        """Empty the caches of KV blocks; return False if some blocks are on their way.
+        """Empty the caches of KV blocks; return False if some blocks are being moved.
 
         Running requests are computed anew, under the weights of that time.
         """
@@ -53,27 +53,27 @@ class EngineCaches:
             return False  # vLLM raises where a request waits for blocks from outside
 
     async def forget(self, *, keep_running: bool) -> None:
-        """Prevent new work from using what the former base has computed.
+        """Empty the caches, so that new work uses nothing that the former base has computed.
 
         Args:
-            keep_running: Whether running requests go on over the blocks that they have.
+            keep_running: Whether running requests keep their blocks.
 
         Raises:
-            LoadFailedError: Old blocks could be used: dirty.
+            LoadFailedError: Metadata ``dirty``: old blocks could still be used.
         """
         if keep_running:
             await requests.keep_requests(self._engine)
         elif not await self._reset_blocks():
             raise LoadFailedError(
-                "the engine could not reset its KV cache; old blocks would be used under new "
-                "weights",
+                "the engine could not reset its KV cache, so old blocks would be used under new "
+                "weights; push a base again",
                 metadata={"dirty": "true"},
             )
         if self.has_encoder:
             await self._engine.reset_encoder_cache()
 
     async def _reset_blocks(self) -> bool:
-        # Where there is no connector, older versions answer that it could not be reset.
+        # Without a connector, older versions would answer that it could not be reset.
         outside = {"reset_connector": True} if self.has_connector else {}
         answer = await self._engine.reset_prefix_cache(reset_running_requests=True, **outside)
         return answer is True
@@ -100,19 +100,19 @@ class _RequestCall:
 class RequestsAtSwitch:
     """Requests of one engine, and their handling at a switch; used on its event loop.
 
-    vLLM's server looks a request's model up before the engine admits it. The weights may change in
-    between, and until its first token. So what its name stands for is checked at its admission, and
-    once more at a switch before it has tokens.
+    vLLM's server looks a request's model up before the engine admits it. The weights may change
+    before its admission, and before its first token. So its name is resolved again at its
+    admission, and at each switch until it has tokens.
 
-    To keep requests, each gets a salt of the KV cache: of the base that it is admitted under, and
-    of the number of switches until then. A base that comes back (by a rollback, by a repair) must
-    not find what running requests have cached meanwhile. Requests get a salt, too, where blocks are
-    kept outside the engine's own cache, whose reset the engine only reports. To abort requests,
-    ``generate`` raises what vLLM's server answers as something to be asked again.
+    To keep requests, each gets a salt of the KV cache, made of its base and of the number of
+    switches so far. A base that is served again, after a rollback or a repair, must not find what
+    running requests have cached meanwhile. Requests also get a salt if blocks are kept outside the
+    engine's own cache, whose reset cannot be verified. To abort requests, ``generate`` raises an
+    error that vLLM's server answers as retryable.
 
     Args:
         engine: vLLM's ``AsyncLLM``; methods of it are replaced.
-        choice: What becomes of running requests.
+        choice: Treatment of running requests.
     """
 
     def __init__(self, engine: Any, choice: RunningRequests) -> None:
@@ -126,7 +126,7 @@ class RequestsAtSwitch:
         requests.note_sent(engine, self._note_sent)
         if choice == "keep" or self.caches.has_connector:
             requests.salt_requests(engine, self._salt)
-        for name in ("generate", "encode"):  # the one answers with tokens, the other pools
+        for name in ("generate", "encode"):  # answers of tokens, and of pooling models
             if method := getattr(engine, name, None):
                 setattr(engine, name, functools.partial(self._admit, method))
 
@@ -136,18 +136,18 @@ class RequestsAtSwitch:
         return requests.begun_requests(self._engine)
 
     async def switch(self, version: PolicyVersion, begun: frozenset[str]) -> None:
-        """Note that the weights are of another base; call it while generation is paused.
+        """Record that another base is loaded, and empty the caches; call it while paused.
 
         Requests that have tokens are aborted, if that is the choice.
 
         Args:
             version: The base.
-            begun: The requests that have tokens; the others begin anew.
+            begun: Requests that have tokens; the others begin anew.
 
         Raises:
-            LoadFailedError: What the former base has computed could be used: dirty.
+            LoadFailedError: Metadata ``dirty``: caches of the former base could be used.
         """
-        # Who was given the old salt has been sent, and so is there before the caches are reset.
+        # Requests with the old salt were sent before, so they are there when the caches are reset.
         self._base, self._num_switches = version, self._num_switches + 1
         if self.choice == "abort" and begun:
             for call in self._all_calls():
@@ -156,11 +156,11 @@ class RequestsAtSwitch:
         await self.caches.forget(keep_running=self.choice == "keep")
 
     def _salt(self, given: str | None) -> str:
-        """Return the salt for a request that is admitted now, and came with a salt or none."""
+        """Return the salt of a request that is admitted now; ``given`` is its own, or None."""
         return f"{self._base} {self._num_switches} {given or ''}"
 
     async def note_base(self, begun: frozenset[str]) -> None:
-        """End requests that the new base may not answer; call it while generation is paused.
+        """End requests that the new base may not answer; call it while paused.
 
         Called as soon as the base has its name.
 
@@ -184,7 +184,7 @@ class RequestsAtSwitch:
         return itertools.chain.from_iterable(self._calls.values())
 
     def _note_sent(self, request_id: str) -> None:
-        for call in self._calls.get(request_id, ()):  # a client may give two of its own the same id
+        for call in self._calls.get(request_id, ()):  # a client may use an id twice
             call.is_sent = True
 
     async def _admit(
@@ -197,7 +197,7 @@ class RequestsAtSwitch:
         notes = middleware.current_notes()
         if (refusal := notes.admit()) is not None:
             raise requests.failure(refusal.message, refusal.status)
-        # Nothing is awaited since: a switch that comes now finds it among the calls.
+        # Nothing is awaited since the admission: a switch finds the request among the calls.
         call = _RequestCall(more["request_id"] if "request_id" in more else args[2], notes)
         self._calls.setdefault(call.request_id, []).append(call)
         outputs = method(*args, **more)

@@ -1,8 +1,8 @@
-"""Putting an engine to sleep, and waking it: vLLM's sleep mode.
+"""Sleep of an engine, by vLLM's sleep mode.
 
-Asleep, the accelerator's memory is free; the engine's weights lie in host memory (level 1), or
-are gone (level 2). A switch wakes the weights, to be loaded; the KV cache, and with it
-generation, only ``wake_up``.
+While the engine sleeps the accelerator's memory is free. Its weights lie in host memory (level 1)
+or are discarded (level 2). A switch wakes the weights, to load them. Only ``wake_up`` wakes the KV
+cache, and with it generation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout_side.engine import Asleep, SleepOrder
+from rollout_side.engine import SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
@@ -25,11 +25,12 @@ from weft_rl.contract.errors import (
     NotReadyError,
     TransferTimeoutError,
 )
+from weft_rl.contract.replica_report import Asleep
 from weft_rl.contract.sleep import DISCARDS
 
 _log = logging.getLogger(__name__)
 
-# Between two looks at whether requests, or readers of the weights, have ended.
+# Interval at which requests and readers of the weights are checked.
 _LOOK_SECONDS = 0.02
 
 
@@ -61,6 +62,8 @@ class Sleeper:
         self._tracker, self._in_place, self._enabled = tracker, in_place, enabled
         #: Set while the engine sleeps.
         self.asleep: Asleep | None = None
+        #: True while it sleeps without a base: discarded, and none was loaded since.
+        self.lacks_base = False
         self._lost = ""
         self._falls_asleep = False
 
@@ -74,14 +77,14 @@ class Sleeper:
         self._check_can_sleep()
         deadline = time.monotonic() + order.timeout_seconds
         self._gate.expect_sleep(
-            f"the replica sleeps by order {_whose(order)}: ask another one, or again once it is "
-            "awake"
+            f"the replica sleeps by order {_whose(order)}; ask another replica, or again "
+            "once it is awake"
         )
         try:
             while self._tracker.num_running and is_wanted():
                 if time.monotonic() >= deadline:
                     raise self._late()
-                if order.aborts:  # again and again: some are between the server and the engine
+                if order.aborts:  # repeatedly: some are still between the server and the engine
                     await self._abort_requests(is_wanted)
                 await asyncio.sleep(_LOOK_SECONDS)
         except BaseException:
@@ -101,25 +104,26 @@ class Sleeper:
             self._check_can_sleep()
             aborted = bridges.abort_requests(self._engine)
             await self._workers.bounded(aborted, "aborting requests", changes_weights=False)
-            if not self._gate.dirty_reason:  # which it has paused for
+            if not self._gate.dirty_reason:  # a dirty engine stays paused
                 await self._gate.resume(changed=False)
 
     def _check_can_sleep(self) -> None:
         if not self._enabled:
             raise NotReadyError(
-                "this replica's engine cannot sleep: start it with --enable-sleep",
+                "this replica's engine cannot sleep; start it with --enable-sleep",
                 reason="SLEEP_DISABLED",
             )
         if self._in_place.loading:
             raise NotReadyError(
-                "a base is being loaded in place: the replica can sleep after it",
+                "the replica cannot sleep while a base is being loaded in place; try again after "
+                "it",
                 reason="TRANSFER_UNDER_WAY",
             )
 
     def _late(self) -> TransferTimeoutError:
         return TransferTimeoutError(
-            f"{self._tracker.num_running} requests have not ended in time: the replica "
-            "does not sleep, and takes requests again"
+            f"{self._tracker.num_running} requests have not ended in time: the replica stays awake "
+            "and takes requests again"
         )
 
     async def fall_asleep(self, order: SleepOrder) -> bool:
@@ -155,19 +159,19 @@ class Sleeper:
             await self._stay_awake()
             raise
         # From here on memory may be gone, whatever fails: only waking brings it back.
-        is_discarded = order.level == DISCARDS or (former is not None and former.base_discarded)
-        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_discarded)
+        self.lacks_base = self.lacks_base or order.level == DISCARDS
+        self.asleep = Asleep(order.trainer_id, level=order.level)
         self._gate.sleep()
         await self._workers.bounded(self._let_sleep(order.level), "falling asleep", is_quiet=True)
-        _log.info("asleep at level %d, by order %s", order.level, _whose(order))
+        _log.info("the engine sleeps at level %d, by order %s", order.level, _whose(order))
         return True
 
     async def _let_sleep(self, level: int) -> None:
         try:
             await bridges.fall_asleep(self._engine, level)
         except Exception as error:
-            # A worker that fails after it has given memory back leaves vLLM in the belief that
-            # it is awake, and waking it would do nothing.
+            # If a worker fails after it has given memory back, vLLM takes it to be awake, and
+            # waking it would do nothing.
             self._lost = (
                 f"the engine failed as it fell asleep ({type(error).__name__}: {error}), and its "
                 "memory may be gone: restart the replica"
@@ -175,26 +179,27 @@ class Sleeper:
             raise self._loss() from error
 
     async def _let_go(self, order: SleepOrder) -> bool:
-        """Have the workers free all that is Weft's; return False while weights are being read."""
+        """Have the workers free Weft's memory; return False while weights are being read."""
         values = await self._workers.call("weft_sleep", order.level, is_quiet=True)
         if all(value["is_free"] for value in values):
             return True
         if order.timeout_seconds <= 0:
             raise TransferTimeoutError(
-                "the base is being read (cloned, digested or spilled) and did not end in time"
+                "the base is being cloned, digested or spilled, which did not end in time: the "
+                "replica stays awake"
             )
         await self._undo()
         return False
 
     async def _undo(self) -> None:
-        """Have the workers take back what they let go of, as far as it is there."""
+        """Have the workers take back what they have freed, as far as it still exists."""
         await self._workers.call("weft_wake", False)
         if self.asleep is None:
             await self._workers.call("weft_awake")
 
     async def _stay_awake(self) -> None:
         await self._undo()
-        if self.asleep is None:  # else it was put to sleep before, and its KV cache still is
+        if self.asleep is None:  # else its KV cache has slept since before
             self._gate.wake()
 
     def _loss(self) -> LoadFailedError:
@@ -216,13 +221,12 @@ class Sleeper:
 
     def base_loaded(self) -> None:
         """Note that a base has loaded whole."""
-        if self.asleep is not None:
-            self.asleep = dataclasses.replace(self.asleep, base_discarded=False)
+        self.lacks_base = False
 
     async def wake_up(self) -> bool:
-        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether there is one.
+        """Wake the engine, as ``Engine.wake_up``, but load no base; return whether it has one.
 
-        Where the base was discarded, and none has loaded since, there is none: the engine is dirty.
+        An engine without a base is dirty.
         """
         if self.asleep is None:
             self._gate.wake()  # it may have been about to sleep
@@ -230,16 +234,16 @@ class Sleeper:
         await self.wake_weights()
         await self._wake("kv_cache")
         await self._workers.call("weft_awake")
-        has_base = not self.asleep.base_discarded
+        has_base, self.lacks_base = not self.lacks_base, False
         if not has_base:
             self._gate.mark_dirty("its weights were discarded as it slept")
         self.asleep = None
         self._gate.wake()
-        if self._gate.dirty_reason:  # which vLLM does not know of
+        if self._gate.dirty_reason:  # vLLM does not know that it is to stay paused
             await self._gate.pause()
         else:
             await self._gate.resume(changed=False)
-        _log.info("awake")
+        _log.info("the engine is awake")
         return has_base
 
     async def _wake(self, tag: str) -> None:

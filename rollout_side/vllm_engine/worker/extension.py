@@ -145,7 +145,7 @@ class WeftWorker:
         begin = time.perf_counter()
         if transfer_id == FROM_FILES:
             state.store.served.set(None)
-            reload_files(self, state.speak)
+            reload_files(self, state.report_progress)
             return {"load_seconds": time.perf_counter() - begin}
         if state.store.served.is_of(transfer_id, content_digest):
             return {"load_seconds": 0.0}
@@ -153,7 +153,7 @@ class WeftWorker:
         state.store.served.set(None)
         # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
         plan, state.copy_plan = state.copy_plan, None
-        state.copy_plan = apply_base(self, staged, state.reference, plan, state.speak)
+        state.copy_plan = apply_base(self, staged, state.reference, plan, state.report_progress)
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded

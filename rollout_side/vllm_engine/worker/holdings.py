@@ -84,7 +84,7 @@ class HoldingsPage:
         self.read()
         return self._ended_restore == transfer_id
 
-    def spoken_at(self) -> float:
+    def progress_at(self) -> float:
         """Return when a rank last made progress, as ``time.monotonic()``; 0 if none has yet."""
         with self._lock:
             if self._fd < 0:
@@ -149,7 +149,7 @@ class ProgressWriter:
         self._map = _opened(path)
         self._at = _TIMES_AT + rank % _MAX_RANKS * _TIME.size
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """Report that the calling thread makes progress; as often as one likes."""
         _TIME.pack_into(self._map, self._at, time.monotonic())
 

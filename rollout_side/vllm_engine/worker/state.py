@@ -78,10 +78,10 @@ class WorkerState:
         if self.report is not None:
             self.report.notify()
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """Report that the calling thread makes progress with what was asked of this worker."""
         if self.progress is not None:
-            self.progress.speak()
+            self.progress.report_progress()
 
     def end_reading(self) -> None:
         """Stop the digesting that is under way."""

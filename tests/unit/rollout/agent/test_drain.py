@@ -57,7 +57,7 @@ async def test_an_order_begins_it_and_hurries_one_heartbeat(
 
 async def test_it_waits_for_the_word_of_a_coordinator_that_knows_of_it(agent: Agent) -> None:
     agent.drain(60.0, "told to stop")
-    over = asyncio.create_task(agent.drained())
+    over = asyncio.create_task(agent.wait_drained())
     _told(agent, in_transfer=False)  # the answer to a heartbeat from before
     _told(agent, is_draining=True, in_transfer=True)
     with pytest.raises(TimeoutError):
@@ -71,13 +71,13 @@ async def test_nobody_is_asked_while_the_coordinator_is_away(
 ) -> None:
     agent.drain(60.0, "told to stop")
     registered.is_known = False
-    assert await asyncio.wait_for(agent.drained(), 10) == "drained: told to stop"
+    assert await asyncio.wait_for(agent.wait_drained(), 10) == "drained: told to stop"
 
 
 async def test_what_was_left_is_said(agent: Agent) -> None:
     agent.engine.running = 3  # type: ignore[attr-defined]
     agent.drain(0.2, "told to stop")
-    why = await asyncio.wait_for(agent.drained(), 10)
+    why = await asyncio.wait_for(agent.wait_drained(), 10)
     assert why.endswith("; the time was over, 3 requests were cut, a transfer was left")
 
 

@@ -35,7 +35,7 @@ from weft_rl.transport.wire.buckets import whole_parts
 def test_memory_is_made_in_slices_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SLICE_BYTES", 4096)
     told: list[tuple[int, int]] = []
-    made = HostSegment.allocate(10_000, speak=lambda done, total: told.append((done, total)))
+    made = HostSegment.allocate(10_000, on_progress=lambda done, total: told.append((done, total)))
     assert told == [(4096, 10_000), (8192, 10_000), (10_000, 10_000)]
     assert made.data.numel() == 10_000
     assert not made.data.any()

@@ -86,7 +86,7 @@ class Loader:
                     assert self.gate.wait(WAIT_SECONDS)
                 size = MANIFEST.buckets[index].payload_bytes
                 assert (wire[:size] == index + 1).all()
-                handoff.speak()
+                handoff.report_progress()
                 self.seen.append(index)
         except WeftError as error:
             if not handoff.is_begun:

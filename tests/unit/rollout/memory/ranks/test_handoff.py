@@ -196,9 +196,9 @@ def test_nobody_listens() -> None:
 
 
 def test_a_rank_that_works_is_heard(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_handoff, "SPEAK_SECONDS", 0.0)
+    monkeypatch.setattr(rank_handoff, "PROGRESS_SECONDS", 0.0)
     said: list[str] = []
-    replica.queue.tell(lambda bucket: said.append(threading.current_thread().name))
+    replica.queue.report_to(lambda bucket: said.append(threading.current_thread().name))
     InPlaceLoad(replica.queue, Loader())
     InPlaceLoad(replica.rank(), Loader())
     for index in range(COUNT):
@@ -222,8 +222,8 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process may be stopped there: then it says nothing, and the push goes on without."""
-    monkeypatch.setattr(rank_handoff, "SPEAK_SECONDS", 0.01)
-    monkeypatch.setattr(queue_module, "SPEAK_SECONDS", 0.01)
+    monkeypatch.setattr(rank_handoff, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(queue_module, "PROGRESS_SECONDS", 0.01)
     InPlaceLoad(replica.queue, Loader())
     handoff = replica.rank()
     buckets = handoff.buckets()
@@ -233,7 +233,7 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
         given.result(WAIT_SECONDS)
     waiting = in_thread(replica.queue.wait_complete, nothing)
     said = threading.Event()
-    replica.queue.tell(lambda bucket: said.set())
+    replica.queue.report_to(lambda bucket: said.set())
     assert not said.wait(0.2), "it has the last bucket, and is silent"
     assert next(buckets, None) is None
     assert said.wait(WAIT_SECONDS), "its engine finishes its layers"

@@ -138,7 +138,7 @@ async def test_a_salt_changes_before_the_engine_keeps_its_requests(
 async def test_an_engine_that_cannot_keep_them_is_dirty(engine: GeneratingEngine) -> None:
     replica = make_replica(engine, running_requests="keep", call_seconds=0.02)
     engine.hang[KEEP_REQUESTS] = asyncio.Event()
-    with pytest.raises(LoadFailedError, match="forgetting what the old base"):
+    with pytest.raises(LoadFailedError, match="emptying the caches"):
         await replica.apply_base("t", BASE, b"")
     assert replica.dirty_reason
     assert "resume" not in engine.calls
@@ -237,7 +237,7 @@ async def test_an_encoder_that_cannot_be_reset_is_not_asked_again() -> None:
     engine = FakeEngine(sees=True)
     engine.failures["reset encoder"] = RuntimeError("no")
     replica = make_replica(engine)
-    with pytest.raises(LoadFailedError, match="forgetting"):
+    with pytest.raises(LoadFailedError, match="emptying the caches"):
         await replica.apply_base("t", BASE, b"")
     assert replica.dirty_reason
     assert replica.tracker.refuse_reason
@@ -271,7 +271,7 @@ async def test_blocks_are_awaited_before_a_load_in_place_too() -> None:
 async def test_blocks_that_never_arrive_end_the_push_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_gate, "_ARRIVING_SECONDS", 0.0)
+    monkeypatch.setattr(request_gate, "_BLOCKS_SECONDS", 0.0)
     engine = FakeEngine(connector=True)
     engine.reset_works = False
     replica = make_replica(engine)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rollout_side.agent.orders import OrderQueue, SleepOrders
-from rollout_side.engine import Asleep, SleepOrder
+from rollout_side.engine import SleepOrder
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.replica import VllmReplica
 from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
@@ -18,6 +18,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
 )
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import Asleep
 
 SLEPT = ["weft_sleep", "sleep 1"]
 LOADED = ["pause", "weft_apply_base", "base@3", "reset", "weft_keep_base"]
@@ -49,7 +50,8 @@ async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
     assert engine.calls == SLEPT
     assert replica.asleep == Asleep("t1")
     assert _refused(replica) == (
-        "the replica sleeps by order of trainer 't1': ask another one, or again once it is awake"
+        "the replica sleeps by order of trainer 't1'; ask another replica, or again once it is "
+        "awake"
     )
     await replica.wake_up()
     assert engine.calls == [
@@ -176,16 +178,16 @@ async def test_a_commit_does_not_wait_for_requests_that_a_sleep_waits_for() -> N
 async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, turns := OrderQueue())
+    orders = SleepOrders(replica, queue := OrderQueue())
     loading = asyncio.Event()
     with replica.tracker.running():
         sleeping = asyncio.create_task(orders.fall_asleep(_order()))
         await asyncio.sleep(0.05)
         assert _refused(replica)
         assert orders.to_sleep == Asleep("t1")
-        switch = asyncio.create_task(turns.take(loading.wait(), "loading"))
+        switch = asyncio.create_task(queue.run(loading.wait(), "loading"))
         waking = asyncio.create_task(orders.wake_up())
-        with pytest.raises(StaleEpochError, match="told to wake"):
+        with pytest.raises(StaleEpochError, match="ordered to wake"):
             await sleeping
         assert not _refused(replica)
         assert not waking.done()  # it is not its turn
@@ -208,7 +210,8 @@ async def test_a_newer_order_takes_the_place_of_one_that_waits() -> None:
         await asyncio.sleep(0.15)
         assert "by order of an operator" in _refused(replica)
     await asyncio.gather(first, second)
-    assert replica.asleep == Asleep("", level=2, base_discarded=True)
+    assert replica.asleep == Asleep("", level=2)
+    assert replica.lacks_base
 
 
 async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
@@ -232,16 +235,16 @@ async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
 async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn() -> None:
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, turns := OrderQueue())
+    orders = SleepOrders(replica, queue := OrderQueue())
     loading = asyncio.Event()
-    switch = asyncio.create_task(turns.take(loading.wait(), "loading"))
+    switch = asyncio.create_task(queue.run(loading.wait(), "loading"))
     await asyncio.sleep(0)
     waking = asyncio.create_task(orders.wake_up())
     await asyncio.sleep(0)
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
     await asyncio.sleep(0)
     loading.set()
-    with pytest.raises(StaleEpochError, match="told to sleep"):
+    with pytest.raises(StaleEpochError, match="ordered to sleep"):
         await waking
     await asyncio.gather(switch, sleeping)
     assert replica.asleep == Asleep("t1")
@@ -266,7 +269,7 @@ async def test_who_reads_the_weights_is_waited_for() -> None:
     engine = FakeEngine(num_ranks=2)
     engine.answers["weft_sleep"] = lambda: [ok(is_free=False), ok(1, is_free=True)]
     replica = make_replica(engine, can_sleep=True)
-    with pytest.raises(TransferTimeoutError, match="is being read"):
+    with pytest.raises(TransferTimeoutError, match="is being cloned"):
         await fall_asleep(replica, _order(seconds=0.05))
     assert engine.calls[-2:] == ["weft_wake", "weft_awake"]
     assert (replica.asleep, _refused(replica)) == (None, "")
@@ -277,11 +280,11 @@ async def test_who_reads_the_weights_keeps_no_commit_waiting() -> None:
     free = [False]
     engine.answers["weft_sleep"] = lambda: [ok(is_free=free[0])]
     replica = make_replica(engine, can_sleep=True)
-    orders = SleepOrders(replica, turns := OrderQueue())
+    orders = SleepOrders(replica, queue := OrderQueue())
     sleeping = asyncio.create_task(orders.fall_asleep(_order()))
     while engine.calls.count("weft_sleep") < 2:
         await asyncio.sleep(0.005)
-    await asyncio.wait_for(turns.take(replica.apply_base("t", BASE, b""), "it"), 2.0)
+    await asyncio.wait_for(queue.run(replica.apply_base("t", BASE, b""), "it"), 2.0)
     assert _refused(replica)
     free[0] = True
     await sleeping
@@ -335,7 +338,8 @@ async def test_without_its_weights_it_wakes_with_those_that_were_pushed() -> Non
     engine = FakeEngine()
     replica = make_replica(engine, can_sleep=True)
     await fall_asleep(replica, _order(level=2))
-    assert replica.asleep == Asleep("t1", level=2, base_discarded=True)
+    assert replica.asleep == Asleep("t1", level=2)
+    assert replica.lacks_base
     await replica.apply_base("t", BASE, b"")
     assert replica.asleep == Asleep("t1", weights_awake=True, level=2)
     await replica.wake_up()
@@ -351,7 +355,8 @@ async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
     await replica.apply_base("t0", BASE, b"")
     await fall_asleep(replica, _order(level=2))
     await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
-    assert replica.asleep == Asleep("t1", weights_awake=True, level=2, base_discarded=True)
+    assert replica.asleep == Asleep("t1", weights_awake=True, level=2)
+    assert replica.lacks_base
     engine.calls.clear()
     await replica.wake_up()
     assert engine.calls == ["wake kv_cache", "weft_awake", "pause", "weft_held", *LOADED, "resume"]
@@ -389,11 +394,13 @@ async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
     replica = make_replica(engine, can_sleep=True)
     await fall_asleep(replica, _order(level=2))
     await fall_asleep(replica, _order(level=1))
-    assert replica.asleep == Asleep("t1", level=2, base_discarded=True)
+    assert replica.asleep == Asleep("t1", level=2)
+    assert replica.lacks_base
     await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
     await fall_asleep(replica, _order(level=1))
     assert engine.calls[-2:] == SLEPT
-    assert replica.asleep == Asleep("t1", level=1, base_discarded=True)
+    assert replica.asleep == Asleep("t1", level=1)
+    assert replica.lacks_base
 
 
 async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(

@@ -61,13 +61,13 @@ def test_what_was_written_last_is_read(page: HoldingsPage) -> None:
 
 
 def test_the_last_word_of_any_rank_that_it_gets_on_is_read(page: HoldingsPage) -> None:
-    assert page.spoken_at() == 0.0
+    assert page.progress_at() == 0.0
     before = time.monotonic()
-    ProgressWriter(page.path, 0).speak()
-    first = page.spoken_at()
+    ProgressWriter(page.path, 0).report_progress()
+    first = page.progress_at()
     assert before <= first <= time.monotonic()
-    ProgressWriter(page.path, 7).speak()
-    assert page.spoken_at() > first
+    ProgressWriter(page.path, 7).report_progress()
+    assert page.progress_at() > first
     assert page.read().adapter_bytes == 0, "what is held is not touched"
 
 
