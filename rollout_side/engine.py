@@ -176,7 +176,7 @@ class AbsentPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchTimes:
-    """Cost of a switch."""
+    """Times and interrupted requests of a switch."""
 
     pause_seconds: float = 0.0
     """Seconds that generation was paused."""
@@ -195,8 +195,8 @@ class SpillOrder:
     """Adapter versions to remove."""
     served_base: int = 0
     serves_all: bool = False
-    """True if the replica serves what the pool does. Only then can bases that nobody needs be told
-    from those that others need, and be removed."""
+    """True if the replica serves what the pool does. Only then it is known which bases nobody
+    needs, and these are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ class Engine(Protocol):
 
     @property
     def loading(self) -> str:
-        """Transfer that ``load_in_place`` has paused generation for; else empty."""
+        """Transfer for which ``load_in_place`` has paused generation; else empty."""
 
     @property
     def asleep(self) -> Asleep | None:
@@ -286,7 +286,7 @@ class Engine(Protocol):
 
         Args:
             order: Its ``timeout_seconds`` bounds this call.
-            is_wanted: Asked often; the call returns early if it is False.
+            is_wanted: Called often; the call returns early if it is False.
 
         Raises:
             NotReadyError: ``SLEEP_DISABLED``: the engine cannot sleep; or ``TRANSFER_UNDER_WAY``: a
@@ -344,7 +344,7 @@ class Engine(Protocol):
     ) -> SwitchTimes:
         """Load a staged base while generation is paused.
 
-        ``Capabilities.running_requests`` says what becomes of running requests. No request that
+        ``Capabilities.running_requests`` is the treatment of running requests. No request that
         begins uses an older block of the KV cache; every adapter stays served. The copy is
         retained, as far as retention allows. A base that was loaded in place is only made to be
         served. A load in place for another transfer is given up before.
@@ -391,7 +391,7 @@ class Engine(Protocol):
         """Let an adapter's bare name stand for nothing; succeeds if it already does."""
 
     def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
-        """Set the policies that are not served any more, with the reasons to tell clients."""
+        """Set the policies that are not served any more, with reasons for clients."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """Return the manifest of a held adapter or of a retained base.
@@ -477,8 +477,8 @@ class Engine(Protocol):
         """
 
     async def memory(self) -> MemoryUse:
-        """Return the memory held now, or a moment ago. The effects of calls to this engine that
-        have returned are included. Asks no worker: it may be called at any rate."""
+        """Return the memory held now, or a moment ago, with the effects of all calls that have
+        returned. Asks no worker, so it may be called at any rate."""
 
     def generate(self, order: GenerateOrder) -> Generation:
         """Begin to complete a prompt. It is admitted when this returns; the caller calls

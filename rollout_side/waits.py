@@ -1,4 +1,10 @@
-"""Waits of a replica's process: for a disk, for its engine, for the next second."""
+"""Waits of a replica's process: for a disk, for its engine, for the next second.
+
+Reads of a disk that may hang each have their own thread, which is abandoned at the deadline. With
+asyncio's own threads a few such reads would take all of them, and the process could not end. All
+periodic work of the process wakes at whole seconds of the monotonic clock, since each wake-up of an
+idle process costs more than its work.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +54,14 @@ async def answer_within(seconds: float, what: str, read: Callable[[], _T]) -> _T
 def _begin(what: str, read: Callable[[], _T]) -> Future[_T]:
     if not _free.acquire(blocking=False):
         raise TransferTimeoutError(
-            f"{what} is not read: {MAX_HANGING} reads hang already, the disk does not answer"
+            f"{what} is not read: the disk does not answer, and {MAX_HANGING} reads hang already"
         )
     outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
             found = read()
-        except BaseException as error:  # noqa: BLE001 (handed to who asks)
+        except BaseException as error:  # noqa: BLE001 (raised by the caller)
             _settle(outcome.set_exception, error)
         else:
             _settle(outcome.set_result, found)
@@ -67,7 +73,7 @@ def _begin(what: str, read: Callable[[], _T]) -> Future[_T]:
 
 
 def _settle(settle: Callable[[Any], None], outcome: Any) -> None:
-    """Set the outcome, unless nobody waits for it any more."""
+    """Set the outcome, unless its waiter has gone."""
     try:
         settle(outcome)
     except InvalidStateError:
@@ -104,24 +110,24 @@ class UnansweredCalls:
         self._num_elsewhere = 0
 
     def begin(self, key: Hashable, what: str, quiet_seconds: float = 0.0) -> None:
-        """Note a call.
+        """Record a call.
 
         Args:
             key: Any value that identifies the call, for ``end``.
             what: Description of the call, for messages.
-            quiet_seconds: Seconds that the engine may say nothing during the call.
+            quiet_seconds: Seconds without progress that the engine may take for the call.
         """
         self._calls[key] = _UnansweredCall(what, time.monotonic(), quiet_seconds)
 
     def end(self, key: Hashable) -> None:
-        """Note the answer to a call, of whatever kind."""
+        """Record the answer to a call, of whatever kind."""
         self._calls.pop(key, None)
         self._answered_at = time.monotonic()
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Count every wait inside the ``with`` as progress. Such a wait is for a disk, say, which
-        has a deadline of its own and tells nothing about the engine."""
+        """Count every wait inside the ``with`` as progress: it is for a disk, for example, and has
+        its own deadline."""
         self._num_elsewhere += 1
         try:
             yield

@@ -1,9 +1,9 @@
 """Hand-off queue from the thread that receives a base to the threads that load it.
 
-Each rank of the replica has one loader (``ranks`` reaches those of the others). Where a base is
-loaded in place there is no copy that waits for a commit. Each bucket is loaded from the memory it
-was received in, which is then received into again. Nothing here knows where buckets come from, or
-what a loader does with them.
+Each rank of the replica has one loader (``ranks`` reaches those of the other ranks). A base that is
+loaded in place has no copy that waits for a commit: each bucket is loaded from the memory that it
+was received in, and that memory is then used again. Nothing here knows where buckets come from, or
+how they are loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
-#: How long an engine may take, without a word, to finish its layers after the last bucket.
+#: Seconds without progress in which an engine may finish its layers after the last bucket.
 FINISHING_SECONDS = 60.0
 
 
@@ -68,7 +68,7 @@ class Handoff(Protocol):
 
     @property
     def error(self) -> WeftError | None:
-        """Error that has ended it before it was loaded whole; None if there is none."""
+        """Error that ended it before it was loaded whole; None if there is none."""
 
     @property
     def is_begun(self) -> bool:
@@ -76,11 +76,11 @@ class Handoff(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """True if all was loaded here, and on the ranks that this one waits for."""
+        """True if all is loaded here, and on the ranks that this one waits for."""
 
     def fail(self, error: WeftError) -> None:
         """End the transfer on all ranks: every wait, now and later, raises ``error``. The first
-        error stays, and what was loaded whole is not undone."""
+        error counts, and a complete load is not undone."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield every bucket with its index, in order; block for each. Once only, on the loader's
@@ -148,7 +148,7 @@ class HandoffQueue:
         self._changed = threading.Condition()
         self._deadline = deadline
         self._digests: list[Sequence[int]] = []
-        #: By index, until every loader is done with it.
+        #: Buckets by index, until every loader is done with them.
         self._waiting: dict[int, _QueuedBucket] = {}
         self._loaders = [_Loader() for _ in range(num_loaders)]
         self._error: WeftError | None = None
@@ -224,7 +224,7 @@ class HandoffQueue:
         digests: Sequence[int],
         shared: SharedBucket | None = None,
     ) -> None:
-        """Hand over a verified bucket; one that was put before has come again, and is dropped.
+        """Hand over a verified bucket; a bucket that was put before is dropped.
 
         Args:
             wire: uint8, the bucket's payload and trailer. Loaders read it until
@@ -233,7 +233,7 @@ class HandoffQueue:
             shared: Place where other ranks find the bucket, if there are any.
 
         Raises:
-            DigestMismatchError: Other bytes came than the first time, which may be loaded.
+            DigestMismatchError: It has other bytes than the first time, which may be loaded.
             WeftError: The error that has ended the transfer.
         """
         with self._changed:
@@ -241,8 +241,8 @@ class HandoffQueue:
             if index < len(self._digests):
                 if self._digests[index] != digests:
                     raise DigestMismatchError(
-                        f"bucket {index} of {self.version} came again with other bytes, and is "
-                        "loaded in place: push again"
+                        f"bucket {index} of {self.version} came again with other bytes, after it "
+                        "was loaded in place; push again"
                     )
                 return
             assert index == len(self._digests), "buckets are put in order"
@@ -324,7 +324,7 @@ class HandoffQueue:
             NotReadyError: There is no such loader, or it was given buckets before.
         """
         if not 0 < loader < len(self._loaders) or self._loaders[loader].num_taken:
-            raise NotReadyError(f"{self.version} is not to be loaded by rank {loader} anew")
+            raise NotReadyError(f"rank {loader} has no load of {self.version} to begin; push again")
         for index in range(len(self.manifest.buckets)):
             with self._taken(loader) as waiting:
                 assert waiting.shared is not None, "buckets are shared where there are more ranks"
@@ -426,7 +426,7 @@ class HandoffSlot:
         with self._lock:
             former, self._handoff = self._handoff, handoff
         if former is not None:
-            former.fail(TransferAbortedError(f"{handoff.version} is loaded in place instead"))
+            former.fail(TransferAbortedError(f"{handoff.version} is loaded in place in its stead"))
 
     def of(self, transfer_id: str) -> HandoffQueue | None:
         """Return a transfer's queue; None if it is not, or no longer, loaded in place."""
@@ -449,7 +449,7 @@ class HandoffSlot:
 
 _log = logging.getLogger(__name__)
 
-# A loader ends when it asks for the next bucket: as long as one may take to load.
+# A loader ends at its next bucket, so this bounds the load of one bucket.
 _END_SECONDS = 20.0
 
 
@@ -496,7 +496,7 @@ class InPlaceLoad:
 
     @property
     def is_void(self) -> bool:
-        """True if the load has ended before it was given anything."""
+        """True if the load ended before its first bucket."""
         return self.handoff.error is not None and not self.handoff.is_begun
 
     def check(self) -> None:
@@ -506,36 +506,40 @@ class InPlaceLoad:
             NotReadyError: The load has ended; says why.
         """
         if (error := self.handoff.error) is not None:
-            raise NotReadyError(f"transfer {self.transfer_id} has ended here: {error.message}")
+            raise NotReadyError(
+                f"transfer {self.transfer_id} has ended on this replica: {error.message}"
+            )
 
     def end(self, timeout_seconds: float = _END_SECONDS) -> bool:
         """End the load, unless it is complete; block until the thread has ended.
 
         Returns:
-            Whether the weights are no longer what they were: loaded whole, or mixed.
+            Whether the weights have changed: loaded whole, or mixed.
         """
-        self.handoff.fail(TransferAbortedError("loading in place was given up"))
+        self.handoff.fail(TransferAbortedError("the load in place was ended"))
         self._thread.join(timeout_seconds)
         return self._changed or self._thread.is_alive()
 
     def confirm(self, expected_digest: bytes) -> float:
-        """Check that what is to be committed was loaded; return the seconds that it took.
+        """Check that the version to be committed was loaded; return the seconds that it took.
 
         Raises:
-            LoadFailedError: With metadata ``dirty``: other bytes, or not all, are loaded.
-            NotReadyError: The load is not complete, and nothing was changed. It is ended.
+            LoadFailedError: Metadata ``dirty``: other bytes, or not all, are loaded.
+            NotReadyError: The load is not complete and has changed nothing; it is ended.
         """
         if not self.is_complete:
             changed = self.end()
-            what = f"{self.handoff.version} was to be committed, but was not loaded whole"
+            what = f"{self.handoff.version} cannot be committed: it was not loaded whole"
             if changed:
-                raise LoadFailedError(f"{what}: the weights are mixed", metadata={"dirty": "true"})
+                raise LoadFailedError(
+                    f"{what}, and the weights are mixed", metadata={"dirty": "true"}
+                )
             raise NotReadyError(what)
         digest = self.handoff.content_digest
         if digest != expected_digest:
             error = DigestMismatchError(
-                f"{self.handoff.version} was loaded with digest {digest.hex()}, the commit is for "
-                f"{expected_digest.hex()}"
+                f"{self.handoff.version} was loaded with digest {digest.hex()}, but the commit is "
+                f"for {expected_digest.hex()}"
             )
             raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
         self._thread.join(_END_SECONDS)
@@ -561,5 +565,5 @@ class InPlaceLoad:
             )
 
     def _fail(self, error: WeftError) -> None:
-        _log.warning("%s was not loaded in place: %s", self.handoff.version, error)
+        _log.warning("loading %s in place failed: %s", self.handoff.version, error)
         self.handoff.fail(error)

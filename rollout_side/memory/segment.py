@@ -6,7 +6,7 @@ maps it ends, however it ends. Another worker of the same user attaches it by th
 descriptor. On an accelerator it is an allocation of torch's, which other processes map through
 CUDA's IPC.
 
-Segments that are free are kept for transfers of the same layouts.
+``Memory`` allocates them; free segments are kept for transfers of the same layouts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Segment(Protocol):
 
     num_bytes: int
     owned: bool
-    """True if this process allocated it; others' memory is not ours to reuse."""
+    """True if this process allocated it, and so may reuse it."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -65,7 +65,7 @@ class SegmentRef(Protocol):
         """Map the segment into this process.
 
         Raises:
-            NotReadyError: Its owner is gone.
+            NotReadyError: Its owner has ended.
         """
 
 
@@ -86,7 +86,7 @@ class HostRef:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise NotReadyError(
-                f"the worker (pid {self.pid}) that holds the staged copy is gone: {error}"
+                f"the worker (pid {self.pid}) that holds the staged copy has ended: {error}"
             ) from error
         return HostSegment(fd, self.num_bytes, os.getpid(), owned=False)
 
@@ -119,7 +119,7 @@ class HostSegment:
         self._filled: torch.cuda.Event | None = None
         self._pinned_at = 0
         if pinned:
-            # One call, however long it takes: a copy may not span two locked ranges.
+            # One call for all of it: a copy may not span two locked ranges.
             device = torch.cuda.current_device()
             self._pinned_at = report_while(
                 lambda: _pin(self._data, device), lambda: on_progress(num_bytes, num_bytes)
@@ -181,10 +181,10 @@ class HostSegment:
             self._filled = None
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the process, or half made
+        with contextlib.suppress(Exception):  # the process ends, or __init__ has failed
             self._settle()
         if at := getattr(self, "_pinned_at", 0):
-            with contextlib.suppress(Exception):  # at the end of the process
+            with contextlib.suppress(Exception):  # the process ends
                 _cudart().cudaHostUnregister(at)
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
@@ -329,7 +329,7 @@ class SegmentPool:
     def __init__(self, keeps: Callable[[Segment], bool] = lambda segment: True) -> None:
         self._keeps = keeps
         self._free: list[Segment] = []
-        # By id, while they are sent.
+        # Number of senders of each segment, by its id.
         self._lent: Counter[int] = Counter()
 
     def __iter__(self) -> Iterator[Segment]:
@@ -384,9 +384,9 @@ class SegmentPool:
         self._lent -= Counter([id(segment)])
 
 
-#: Left to the engine as it runs: activations, NCCL's buffers.
+#: Memory left to the running engine, for activations and NCCL's buffers.
 MARGIN_BYTES = 2 * 2**30
-# Twice the largest bucket: a layer's tensors and what it becomes.
+# Buffers left for the largest layer: its tensors, and the layer made of them.
 _SPARE_BUFFERS = 2
 
 
@@ -394,15 +394,15 @@ _SPARE_BUFFERS = 2
 class Memory:
     """Allocator of segments, one per worker.
 
-    While the engine sleeps, the memory that it gave back is not Weft's to take. It belongs to
-    another process, and what the weights need to wake must be free when a base is to be loaded.
+    While the engine sleeps, Weft does not take the memory that it gave back: another process uses
+    it, and the weights need it free to wake when a base is loaded.
 
     Args:
         device: Device of the engine, on which NCCL receives.
         base_on_device: Whether bases are staged there. Adapters never are: their store is host
-            memory, which the engine loads from again after it evicted one.
-        in_place: Whether bases that come over a side group are not staged at all, but loaded from
-            the few buffers that they are received in.
+            memory, from which the engine loads evicted adapters again.
+        in_place: Whether bases from a side group are not staged, but loaded from the buffers that
+            they are received in.
     """
 
     device: torch.device = CPU
@@ -414,21 +414,21 @@ class Memory:
 
     @property
     def is_asleep(self) -> bool:
-        """True if the engine has given memory back, and not all of it is there again."""
+        """True while the engine has not got back all memory that it gave back."""
         return self.sleeping_bytes is not None
 
     def fall_asleep(self, weights_bytes: int) -> None:
-        """Note that the engine is about to give its memory back, ``weights_bytes`` of it
+        """Record that the engine is about to give its memory back, ``weights_bytes`` of it
         weights."""
         self.sleeping_bytes = weights_bytes
 
     def wake_weights(self) -> None:
-        """Note that the weights are there again, but not the KV cache; does nothing if awake."""
+        """Record that the weights are awake, but not the KV cache; does nothing if awake."""
         if self.is_asleep:
             self.sleeping_bytes = 0
 
     def wake_up(self) -> None:
-        """Note that all of the engine's memory is there again."""
+        """Record that the engine has all of its memory again."""
         self.sleeping_bytes = None
 
     def keeps_free(self, segment: Segment) -> bool:
@@ -454,7 +454,7 @@ class Memory:
             on_progress: Called often meanwhile.
 
         Raises:
-            CapacityError: The accelerator has no room, or none beside weights that sleep.
+            CapacityError: The accelerator has no room, or none beside sleeping weights.
         """
         place = self.place(adapter=adapter)
         if place.type != "cpu":
@@ -470,16 +470,15 @@ class Memory:
         """Return how many buffers of that size fit beside those that a transfer needs; 0 on the
         host.
 
-        Leaves free what the engine needs as it runs, and what its largest layer takes while it is
-        loaded. 0 while the engine sleeps: it generates nothing whose pause more buffers could
-        delay.
+        Leaves free the memory that the running engine needs, and that of its largest layer while it
+        is loaded. 0 while the engine sleeps: more buffers serve to pause generation later.
 
         Args:
             bound_bytes: Bound of all of a transfer's buffers, if it needs no more.
             num_needed: Buffers that the transfer needs anyhow.
 
         Raises:
-            CapacityError: Not even the needed buffers fit beside weights that sleep.
+            CapacityError: The needed buffers do not fit beside sleeping weights.
         """
         if device.type != "cuda":
             return 0
@@ -495,14 +494,14 @@ class Memory:
         """Refuse to take memory that the engine's weights need to wake: they would be lost."""
         if not self.sleeping_bytes:
             return
-        self.give_back()  # vLLM's allocator cannot use what torch keeps
+        self.give_back()  # vLLM's allocator cannot use torch's cached memory
         free_bytes, _ = torch.cuda.mem_get_info(device)
         if free_bytes < self.sleeping_bytes + num_bytes:
             raise CapacityError(
                 f"{device} has {free_bytes / _GIB:.1f} GiB free: no room for the "
-                f"{self.sleeping_bytes / _GIB:.1f} GiB of weights that sleep and "
-                f"{num_bytes / _GIB:.1f} GiB to receive the push in; free some (the trainer on "
-                "this GPU, say), or wake the replica before"
+                f"{self.sleeping_bytes / _GIB:.1f} GiB of sleeping weights and "
+                f"{num_bytes / _GIB:.1f} GiB to receive the push in; free memory (of the trainer "
+                "on this GPU, for example), or wake the replica first"
             )
 
     def device_of(self, backend: str) -> torch.device:

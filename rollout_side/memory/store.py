@@ -39,7 +39,7 @@ from weft_rl.transport.progress import OnProgress, ignore_progress
 
 @dataclass
 class Usage:
-    """Bytes that a worker holds for Weft: on the host, except bases staged on a device."""
+    """Bytes that a worker holds for Weft, on the host except bases staged on a device."""
 
     adapter_bytes: int = 0
     staging_bytes: int = 0
@@ -54,14 +54,14 @@ class Usage:
 def check_adapter_room(
     num_bytes: int, capacity: int, held: Mapping[PolicyVersion, int], waiting: int
 ) -> None:
-    """Refuse an adapter that the store has no room for.
+    """Refuse an adapter that does not fit in the store.
 
     Args:
         held: Bytes of each adapter that can be served.
         waiting: Bytes that wait for their commit.
 
     Raises:
-        CapacityError: Says what holds the memory.
+        CapacityError: The store is full; names the versions in it.
     """
     in_use = sum(held.values())
     if in_use + waiting + num_bytes > capacity:
@@ -69,7 +69,7 @@ def check_adapter_room(
         raise CapacityError(
             f"the adapter store holds {in_use:,} of {capacity:,} bytes "
             f"({names or 'nothing'}) and {waiting:,} wait for their commit: no room for "
-            f"{num_bytes:,} more; end what is done with (weft forget POLICY), keep fewer versions "
+            f"{num_bytes:,} more; forget a policy (weft forget POLICY), keep fewer versions "
             "(weft retain POLICY N), or start the replica with a larger --adapter-memory-gib"
         )
 
@@ -77,14 +77,14 @@ def check_adapter_room(
 def check_base_room(
     num_bytes: int, capacity: int, in_use: int, pinned: Sequence[PolicyVersion]
 ) -> None:
-    """Refuse a base that there is no room to stage.
+    """Refuse a base that does not fit beside what is staged and retained.
 
     Args:
         in_use: Bytes that are staged or retained.
         pinned: Versions among them that no push may take.
 
     Raises:
-        CapacityError: Says what holds the memory.
+        CapacityError: The store is full; names the versions in it.
     """
     if in_use + num_bytes > capacity:
         names = ", ".join(sorted(map(str, pinned)))
@@ -96,7 +96,7 @@ def check_base_room(
 
 
 class Reservations:
-    """Memory promised to each transfer until it is staged or over.
+    """Memory reserved for each transfer until it is staged or has ended.
 
     Args:
         lock: ``WorkerStore``'s lock, which guards the reservations.
@@ -109,17 +109,17 @@ class Reservations:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes promised to all transfers."""
+        """Bytes reserved for all transfers."""
         return sum(self._num_bytes.values())
 
     def add(self, transfer_id: str, num_bytes: int, *, clone: bool) -> None:
-        """Promise memory to a transfer."""
+        """Reserve memory for a transfer."""
         self._num_bytes[transfer_id] = num_bytes
         if clone:
             self._clones.add(transfer_id)
 
     def end(self, *transfer_ids: str) -> None:
-        """End the promises to transfers; succeeds for those that were promised nothing."""
+        """End the reservations of transfers; succeeds for those that have none."""
         for transfer_id in transfer_ids:
             self._num_bytes.pop(transfer_id, None)
             self._clones.discard(transfer_id)
@@ -128,12 +128,12 @@ class Reservations:
     def end_clones(
         self, fits: Callable[[], bool], drop: Callable[[], Sequence[str]], timeout_seconds: float
     ) -> None:
-        """End the promises to clones until there is room. Waits for clones that have still to hear
-        that they were ended.
+        """End the reservations of clones until there is room. Waits for clones that have not
+        noticed yet that they were ended.
 
         Args:
             fits: Returns whether there is room by now.
-            drop: Drops what was kept of clones; returns the transfers whose promises end with it.
+            drop: Drops partial clones; returns their transfers, whose reservations end.
         """
         end = time.monotonic() + timeout_seconds
         while self._clones and not fits():
@@ -144,10 +144,10 @@ class Reservations:
                 return
 
 
-#: How often a wait looks whether a thread has ended, which nothing tells.
+#: Interval at which a wait checks whether a thread has ended: nothing notifies it.
 _LOOK_SECONDS = 0.2
 
-#: Has a thread set the event when it comes to it; False if it cannot be asked.
+#: Has a thread set the event between two pieces of work; returns False if it cannot.
 Ask = Callable[[threading.Event], bool]
 
 
@@ -162,8 +162,8 @@ class WorkingThreads:
         """Add a thread that has been started.
 
         Args:
-            ask: Has a thread that lives on answer between two pieces of work. Threads without one
-                are waited for until they end.
+            ask: Has a thread that lives on answer between two pieces of work. A thread without it
+                is waited for until it ends.
         """
         with self._lock:
             self._threads = {t: a for t, a in self._threads.items() if t.is_alive()}
@@ -188,9 +188,9 @@ class WorkingThreads:
         return not given_up.is_set()
 
 
-#: Discarded transfers that are remembered: an order may overtake the last bucket.
+#: Number of discarded transfers to remember: the order may overtake the last bucket.
 _MAX_DISCARDED = 256
-# A thread that receives a clone wakes at once when it ends; it may be verifying a bucket.
+# A receiving thread notices at once that its clone has ended, unless it verifies a bucket.
 _CLONE_END_SECONDS = 5.0
 
 
@@ -243,12 +243,12 @@ class WorkerStore:
     ) -> Segment:
         """Reserve memory for a transfer, reused from a dropped version if one fits.
 
-        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and reports them. Also
-        blocks for a moment if a clone that was ended has still to let go of the room. What was
-        received of a clone gives way to all but a ``clone``.
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and reports progress. Blocks
+        for a moment, too, if a clone that was ended still holds the room. A partial clone gives way
+        to everything but a ``clone``.
 
         Raises:
-            CapacityError: The bound would be exceeded; says what holds the memory.
+            CapacityError: The bound would be exceeded; names what holds the memory.
         """
         with self._lock:
             if not clone:
@@ -268,8 +268,8 @@ class WorkerStore:
             raise
 
     def make_spare(self) -> None:
-        """Make memory for a further adapter of the size that was staged last; blocks for its page
-        faults. With these, making it during a push would take longer than receiving the adapter."""
+        """Make memory for another adapter of the size that was staged last; blocks for its page
+        faults. During a push they would take longer than receiving the adapter."""
         with self._lock:
             size = self._last_adapter_bytes
             if not size or self._segments.find(size, self.memory.place(adapter=True)):
@@ -298,14 +298,14 @@ class WorkerStore:
             self._reservations.end(staged.transfer_id)
             if staged.transfer_id in self._discarded:
                 self._segments.put(staged.segment)
-                raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
+                raise TransferAbortedError(f"transfer {staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
             if is_adapter(staged.version):
                 self._last_adapter_bytes = staged.segment.num_bytes
 
     def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
-        """Drop what was received of a clone if its room is needed. Waits for a clone that has still
-        to hear that it was ended."""
+        """Drop a partial clone if its room is needed. Waits for a clone that has not noticed yet
+        that it was ended."""
 
         def fits() -> bool:
             try:
@@ -342,12 +342,12 @@ class WorkerStore:
     def take_partial(
         self, transfer_id: str, trainer_id: str, on_progress: OnProgress = ignore_progress
     ) -> PartialTransfer | None:
-        """Take what was received of a transfer so far, in memory that is safe to write; None if
-        nothing was.
+        """Take the verified part of a transfer, in memory that is safe to write; None if there is
+        none.
 
-        A transfer that was staged whole is un-staged. Other interrupted ones of the same trainer
-        are dropped, since a trainer carries one out at a time. Blocks to copy what was verified if
-        an abandoned operation may still write to the old memory.
+        A transfer that was staged whole is un-staged. Other interrupted transfers of the trainer
+        are dropped, since it carries out one at a time. Blocks for a copy if an abandoned operation
+        may still write to the old memory.
         """
         with self._lock:
             self._reservations.end(*self._partial.drop_others(transfer_id, trainer_id))
@@ -367,17 +367,19 @@ class WorkerStore:
         return sum(staged, start=self._reservations.num_bytes)
 
     def put_handoff(self, handoff: HandoffQueue) -> None:
-        """Begin to load a base in place; one that was under way ends.
+        """Begin to load a base in place; a load that is under way ends.
 
         Raises:
             TransferAbortedError: Its transfer was discarded meanwhile.
         """
         with self._lock:
             if handoff.transfer_id in self._discarded:
-                raise TransferAbortedError(f"{handoff.transfer_id} was discarded meanwhile")
+                raise TransferAbortedError(
+                    f"transfer {handoff.transfer_id} was discarded meanwhile"
+                )
             self.handoff.put(handoff)
 
-    # -- retained bases, and what is sent from here ---------------------------
+    # -- retained bases, and versions to send ---------------------------------
 
     def keep_base(self, transfer_id: str) -> None:
         """Retain a base that was just loaded, staged or retained before; the least
@@ -428,8 +430,8 @@ class WorkerStore:
     @contextmanager
     def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
         """Lend what ``sendable`` returns. A copy's memory is not reused inside the ``with``, even
-        if the version is dropped meanwhile. A served base that is loaded anew meanwhile is found
-        out by its digest.
+        if the version is dropped meanwhile. If a served base is loaded anew meanwhile, its digest
+        shows it.
 
         Raises:
             NotFoundError: No copy is held.
@@ -475,7 +477,7 @@ class WorkerStore:
     def adopt(self, handle: StagedHandle) -> None:
         """Map a version that another worker of this machine has staged."""
         with self._lock:
-            # A retained copy is mapped anew after it was discarded here once.
+            # A retained copy that was discarded here before is mapped anew.
             if handle.transfer_id in self._discarded:
                 self._discarded.remove(handle.transfer_id)
         self.put_staged(handle.attach())
@@ -496,7 +498,7 @@ class WorkerStore:
         with self._lock:
             staged = self._staged.pop(transfer_id, None)
             if staged is None:
-                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+                raise NotReadyError(f"nothing is staged for transfer {transfer_id}; push again")
             entry = self._adapters[staged.version] = AdapterEntry(config_json, staged)
             return entry
 
@@ -512,8 +514,8 @@ class WorkerStore:
             self._segments.put(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
-        """Forget what was staged of a transfer, whole or in part, or is still to come; end
-        its loading in place."""
+        """Forget the bytes of a transfer, staged, partial or still to come; end its load in
+        place."""
         with self._lock:
             if transfer_id not in self._discarded:
                 self._discarded.append(transfer_id)
@@ -539,5 +541,5 @@ class WorkerStore:
         with self._lock:
             found = self._staged.get(transfer_id) or self._bases.of_transfer(transfer_id)
         if found is None:
-            raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+            raise NotReadyError(f"nothing is staged for transfer {transfer_id}; push again")
         return found

@@ -1,4 +1,4 @@
-"""Versions as they lie in a worker's memory, whole or in part; ``store`` holds them.
+"""Versions in a worker's memory: staged, partial, retained, served; ``store`` holds them.
 
 Nothing here knows vLLM.
 """
@@ -116,8 +116,8 @@ class StagedVersion:
         """
         if self.content_digest != content_digest:
             raise DigestMismatchError(
-                f"{self.version} was staged with digest {self.content_digest.hex()}, the commit "
-                f"is for {content_digest.hex()}"
+                f"{self.version} was staged with digest {self.content_digest.hex()}, but the "
+                f"commit is for {content_digest.hex()}; push again"
             )
 
     def handle(self) -> StagedHandle:
@@ -175,7 +175,7 @@ def bucket_starts(manifest: Manifest) -> list[int]:
 
 @dataclass(frozen=True)
 class PartialTransfer:
-    """Buckets of one version, verified from the first on; the rest is to come."""
+    """Buckets of one version, verified from the first on; the others are still to come."""
 
     transfer_id: str
     trainer_id: str
@@ -186,7 +186,7 @@ class PartialTransfer:
     lists_runs: bool = False
     """True if the buckets list their runs; else they are those of the manifest."""
     settled: bool = False
-    """True if no abandoned operation can write to the segment any more."""
+    """True once no abandoned operation can write to the segment."""
 
     @property
     def num_verified(self) -> int:
@@ -222,7 +222,7 @@ class PartialTransfer:
         fresh = memory.allocate(num_bytes, adapter=was_host, on_progress=on_progress)
         end = sum(b.wire_bytes for b in self.manifest.buckets[: self.num_verified])
         if self.lists_runs:
-            end = num_bytes  # they may lie anywhere
+            end = num_bytes  # runs may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))
             fresh.data[part].copy_(self.segment.data[part])
@@ -268,8 +268,8 @@ def is_adapter(version: PolicyVersion) -> bool:
 class PartialTransfers:
     """Interrupted transfers, with what was verified of each; ``WorkerStore``'s lock guards them.
 
-    A push resumes within moments or is discarded. A clone waits as long as pushes go before it.
-    There is at most one such clone, and it gives way where a push needs its room.
+    A push resumes within moments or is discarded. A clone waits while pushes go before it. There
+    is at most one partial clone, and it gives way if a push needs its room.
     """
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ class PartialTransfers:
 
     @property
     def transfer_ids(self) -> tuple[str, ...]:
-        """Transfers of which something is kept."""
+        """Transfers that are kept in part."""
         return tuple(self._partial)
 
     def put(self, partial: PartialTransfer) -> list[str]:
@@ -322,7 +322,8 @@ _log = logging.getLogger(__name__)
 
 
 class RetainedBases:
-    """Retained copies, last used first; ``WorkerStore``'s lock guards them.
+    """Copies of the base that are kept after they were loaded, last used first; ``WorkerStore``'s
+    lock guards them. Late replicas clone them, a rollback loads them, a push takes their room.
 
     Methods that drop copies return their memory, which is the caller's again.
 
@@ -333,7 +334,7 @@ class RetainedBases:
     def __init__(self, retain_base: int) -> None:
         self._retain_base = retain_base
         self._copies: list[StagedVersion] = []
-        # Kept beside the newest, where they are held.
+        # Versions whose copies stay beside the newest.
         self._pinned: frozenset[int] = frozenset()
 
     @property
@@ -386,7 +387,7 @@ class RetainedBases:
             droppable = (copy for copy in reversed(self._copies) if not is_lent(copy.segment))
             oldest = next((copy for copy in droppable if not self._is_pinned(copy)), None)
             if oldest is None:
-                break  # the push is told what holds the room
+                break  # the push is refused, with what holds the room
             self._copies.remove(oldest)
             dropped.append(oldest.segment)
         return dropped
@@ -430,8 +431,8 @@ def _is_on_host(copy: StagedVersion) -> bool:
 
 
 class ServedSlot:
-    """Base that the engine's own weights hold, if they can be read. They cannot before they were
-    loaded whole, nor while the engine sleeps.
+    """Slot of the base that the engine's own weights hold, if they can be read: not before they
+    were loaded whole, nor while the engine sleeps.
 
     Args:
         lock: ``WorkerStore``'s lock, which guards the slot.
@@ -440,7 +441,7 @@ class ServedSlot:
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._asleep: ServedBase | None = None
-        #: None where there is none.
+        #: None while there is none.
         self.base: ServedBase | None = None
 
     def set(self, base: ServedBase | None) -> ServedBase | None:
@@ -451,7 +452,7 @@ class ServedSlot:
             return former
 
     def is_of(self, transfer_id: str, content_digest: bytes) -> bool:
-        """Return whether the weights are what a transfer brought, whole."""
+        """Return whether the weights are those that a transfer brought, whole."""
         base = self.base
         return base is not None and (base.transfer_id, base.content_digest) == (
             transfer_id,

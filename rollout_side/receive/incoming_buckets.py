@@ -1,4 +1,4 @@
-"""Ring of buffers that a transfer's buckets arrive in, and the sink that each is verified into.
+"""Receiving of a transfer's buckets: ring of buffers, sink, verification, reports.
 
 A bucket that travels whole is verified where it arrives: in the sink's own memory if that lies on
 the side group's device, else in a buffer of the ring. A bucket that lists its runs arrives in a
@@ -63,13 +63,12 @@ class Sink(Protocol):
 
         Args:
             index: Place in the plan; called in its order.
-            wire: Memory that the bucket arrived in; its runs, if it lists them, are in their
-                places.
-            carried: Its runs, if it lists them, and digests.
+            wire: Memory that the bucket arrived in; listed runs are in their places already.
+            carried: Its digests, and its runs if it lists them.
         """
 
     def is_load_due(self) -> bool:
-        """Return whether to tell the replica to load now; never again after a True."""
+        """Return whether the replica is to load now; True only once."""
 
 
 class Ring:
@@ -277,8 +276,8 @@ def place_runs(
 
 _log = logging.getLogger(__name__)
 
-# Where senders hear from receivers themselves, a receiver that need not wait for bytes tells the
-# coordinator only as often as this: a report takes its process as long as half a bucket does.
+# If senders get receivers' reports directly, a receiver that need not wait for bytes reports to the
+# coordinator only this often: a report takes its process as long as half a bucket.
 _REPORT_SECONDS = 0.1
 
 
@@ -295,7 +294,7 @@ class IncomingTransfer(Protocol):
 
     @property
     def num_verified(self) -> int:
-        """Number of buckets that need not come again."""
+        """Number of buckets that were verified and kept."""
 
     def ring(
         self,
@@ -323,11 +322,11 @@ class IncomingTransfer(Protocol):
         """
 
     def keep(self) -> None:
-        """Keep what was verified as the side group ends: the transfer may resume in another. If it
-        does not, the coordinator orders it discarded."""
+        """Keep the verified buckets as the side group ends: the transfer may resume in another, or
+        the coordinator orders it discarded."""
 
     def drop(self) -> None:
-        """Give back the memory of a transfer that was never started."""
+        """Free the memory of a transfer that was never started."""
 
     def wake(self) -> None:
         """Have a waiting thread call its ``check``; from any thread."""
@@ -335,7 +334,7 @@ class IncomingTransfer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Transfer that a side group was told to receive, and its destination."""
+    """Transfer that a side group is to receive, and its destination."""
 
     transfer_id: str
     version: PolicyVersion
@@ -361,9 +360,9 @@ def receive_buckets(
 ) -> None:
     """Receive every bucket from ``first_bucket`` on; blocks until the last was verified.
 
-    Receives are posted in the order of all buckets, whoever sends them, as every other receiver
-    posts them: communicators of several senders on one device must be used in one order. While
-    a GPU verifies a bucket, the next is awaited.
+    Receives are posted in the order of all buckets, as every other receiver posts them:
+    communicators of several senders on one device must be used in one order. While a GPU verifies a
+    bucket, the next one is awaited.
 
     Raises:
         DigestMismatchError: Other bytes arrived than were sent.
@@ -393,7 +392,7 @@ def receive_buckets(
 
 
 class _ReceivePipeline:
-    """Progress of a transfer's buckets: posted, arrived and verified at the moment, reported."""
+    """Buckets of a transfer that are posted, arrived, being verified or to be reported."""
 
     def __init__(
         self,
@@ -406,10 +405,10 @@ class _ReceivePipeline:
         self._device = torch.device("cpu")  # of the buffers
         self._posted: deque[Operation] = deque()
         self._num_posted = self._num_reported = first_bucket
-        #: Receives that are posted, and buckets that are verified at the moment.
+        #: Receives that are posted, and buckets that are being verified, by sender.
         self._held = dict.fromkeys(membership.lanes, 0)
         self._verified: deque[tuple[int, Operation, Callable[[], None]]] = deque()
-        #: Verified, and not kept yet: what they belong to has not come whole.
+        #: Verified, but not kept yet: their bucket of the layout is not complete.
         self._unkept: deque[Operation] = deque()
         self._num_kept = first_bucket
         self._reported_at = time.monotonic()
@@ -422,12 +421,12 @@ class _ReceivePipeline:
         """Post receives, as many as may be."""
         prepared, ring = self._prepared, self._ring
         while self._num_posted < prepared.num_buckets:
-            # Never further: a receive that waits for its sender may hold up the device, and with
-            # it what the sender itself waits for.
+            # No more: a receive that waits for its sender may block the device, and with it the
+            # work that the sender waits for.
             sender = prepared.sender_of(self._num_posted)
             if self._held[sender] == ring.ahead:
                 break
-            # What is verified at the moment may be what room waits for.
+            # Room may depend on the buckets that are being verified.
             may_wait = not self._posted and not self._verified
             if may_wait:
                 self._report()
@@ -436,7 +435,7 @@ class _ReceivePipeline:
             seconds = max(1.0, prepared.deadline - time.monotonic())
             wire = ring.wire(self._num_posted)
             self._device, lane = wire.device, self._membership.lanes[sender]
-            # On the host a sender could change what is verified, and used after.
+            # On the host a sender could change a lent bucket after it was verified.
             borrows = wire.is_cuda or ring.copies_lent
             tail_bytes = wire.numel() - ring.payload_bytes(self._num_posted)
             options = BucketOptions(borrows, tail_bytes)
@@ -458,7 +457,7 @@ class _ReceivePipeline:
 
     def accept(self, index: int) -> None:
         """Begin to verify the bucket that has arrived, and settle the one before. On the host
-        nothing happens meanwhile, so settle this one too."""
+        verification is synchronous, so settle this one too."""
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
         nonce = self._prepared.nonce
@@ -469,14 +468,14 @@ class _ReceivePipeline:
             self._settle_one()
 
     def settle(self) -> None:
-        """Block until every bucket that is being verified is verified, and report it."""
+        """Block until all arrived buckets are verified, and report them."""
         while self._verified:
             self._settle_one()
         self._report()
 
     def abandon(self) -> None:
-        """Block until nothing touches the buffers, or lent memory, any more. Only what the group's
-        lanes receive may still be written."""
+        """Block until nothing reads the buffers or lent memory. Only the group's lanes may still
+        write."""
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):
                 torch.cuda.current_stream(self._device).synchronize()
@@ -494,13 +493,13 @@ class _ReceivePipeline:
         self._unkept.append(operation)
         while self._num_kept < min(self._ring.sink.num_kept, index + 1):
             self._num_kept += 1
-            # It packs its next bucket into the memory of this one.
+            # The sender packs its next bucket into the memory of this one.
             sender_knows = self._unkept.popleft().keep()
             if not sender_knows or time.monotonic() - self._reported_at > _REPORT_SECONDS:
                 self._report()
 
     def _report(self) -> None:
-        """Tell the coordinator how many buckets are kept, if it has not been told."""
+        """Report to the coordinator how many buckets are kept, unless it knows."""
         if self._num_reported == self._num_kept:
             return
         self._num_reported, self._reported_at = self._num_kept, time.monotonic()
@@ -514,8 +513,8 @@ def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
     """Return what ``read`` returns of a bucket that has arrived.
 
     Raises:
-        PeerUnavailableError: ``read`` finds other bytes in the memory of a sender that has left:
-            nobody has sent what lies there since then.
+        PeerUnavailableError: ``read`` finds other bytes, but the sender has left, and its memory
+            holds no bucket any more.
     """
     try:
         return read()

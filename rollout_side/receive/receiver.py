@@ -44,18 +44,17 @@ from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
 _log = logging.getLogger(__name__)
 
-# Directions wait here while a transfer is received; one trainer's transfers are
-# serial, so there are never more than a few.
+# Bound of the directions that wait while a transfer is received. A trainer carries out one
+# transfer at a time, so there are never more than a few.
 _MAX_DIRECTIONS = 100
-# Receives posted ahead from one sender: one arrives, one is verified, one more is ready. Where
-# they have buffers of their own, that is so many for each sender.
+# Receives posted ahead for each sender: one arrives, one is verified, one more is ready.
 _MAX_AHEAD = 3
-# How often a thread that waits for the one before it looks whether it must leave.
+# Interval at which a thread that waits for the former one checks whether it must leave.
 _LOOK_SECONDS = 0.2
-# A push that was received is committed by then: making memory may slow the engine down.
+# A received push is committed by then; making memory before could slow the engine down.
 _IDLE_SECONDS = 0.5
 
-#: A message of the coordinator; None is the end; an event is set by the thread that takes it.
+#: A message of the coordinator, None for the end, or an event that the thread sets.
 _Direction = pb.AttendResponse | threading.Event | None
 
 
@@ -93,7 +92,7 @@ class GroupReceiver:
             target=self._run, name=f"weft-receive-{trainer_id}", daemon=True
         )
         self._thread.start()
-        store.threads.add(self._thread, self._ask)
+        store.threads.add(self._thread, self._request_turn)
 
     def leave(self) -> None:
         """End the thread soon; a receive under way is abandoned."""
@@ -101,10 +100,10 @@ class GroupReceiver:
         if (membership := self._membership) is not None:
             membership.abort(TransferAbortedError("the replica left the side group"))
         self._wake()
-        with contextlib.suppress(queue.Full):  # it looks at ``_left`` after each
+        with contextlib.suppress(queue.Full):  # the thread checks ``_left`` after each
             self._directions.put_nowait(None)
 
-    def _ask(self, turn: threading.Event) -> bool:
+    def _request_turn(self, turn: threading.Event) -> bool:
         """Ask the thread to set ``turn`` between two directions; return False if it cannot be
         asked."""
         with contextlib.suppress(queue.Full):
@@ -129,7 +128,7 @@ class GroupReceiver:
         self._directions.put(None)
 
     def _wake(self) -> None:
-        """Let the group's thread see that the group was aborted, wherever it waits."""
+        """Wake the group's thread wherever it waits, since the group was aborted."""
         if (prepared := self._prepared) is not None:
             prepared.transfer.wake()
 
@@ -148,7 +147,7 @@ class GroupReceiver:
                 ticket, self._device, on_message=self._on_message, on_closed=self._on_closed
             )
         except WeftError as error:
-            # The coordinator sees that this rank never attends and gives up in time.
+            # The coordinator notices that this rank never attends.
             _log.warning("could not join group %s: %s", ticket.group_id, error)
             return
         except Exception:  # noqa: BLE001 (the edge of a thread)
@@ -163,15 +162,15 @@ class GroupReceiver:
                 self._store.settle_partial(self._trainer_id)
 
     def _wait_for_former(self) -> bool:
-        """Wait until the trainer's former group has handed over what it verified of a transfer that
-        resumes here. Returns False if this group was left meanwhile.
+        """Wait until the trainer's former group has handed over the verified part of a transfer
+        that resumes here. Returns False if this group was left meanwhile.
 
-        There is no timeout: a thread that hangs there would otherwise be passed by.
+        Without a timeout: a thread of the former group that hangs must not be overtaken.
         """
         while (former := self._former) is not None:
             former._thread.join(_LOOK_SECONDS)
             if not former._thread.is_alive():
-                self._former = former._former  # which it was left waiting for
+                self._former = former._former  # it may have ended while it waited for this one
             elif self._left.is_set():
                 return False
         return not self._left.is_set()
@@ -189,7 +188,7 @@ class GroupReceiver:
                 continue
             if not isinstance(direction, threading.Event):
                 return direction
-            direction.set()  # this thread answers
+            direction.set()  # shows that this thread is alive
         return None
 
     def _make_spare(self) -> None:
@@ -197,10 +196,10 @@ class GroupReceiver:
         try:
             self._store.make_spare()
         except (MemoryError, OSError, CapacityError) as error:
-            _log.warning("memory for the next adapter cannot be made ahead: %s", error)
+            _log.warning("memory for the next adapter cannot be made in advance: %s", error)
 
     def _follow(self, membership: Membership, direction: pb.AttendResponse) -> None:
-        """Carry out one direction; failures are reported, never raised."""
+        """Carry out one direction; report failures, never raise them."""
         kind = direction.WhichOneof("message")
         transfer_id = getattr(direction, kind).transfer_id if kind in _TRANSFER_KINDS else ""
         try:
@@ -218,7 +217,7 @@ class GroupReceiver:
             typed = error if isinstance(error, WeftError) else WeftError(repr(error))
             if not isinstance(error, WeftError):
                 _log.exception("transfer %s failed", transfer_id)
-            _log.info("transfer %s failed here: %s", transfer_id, typed)
+            _log.info("receiving transfer %s failed: %s", transfer_id, typed)
             if (prepared := self._prepared) is not None:
                 prepared.span.fail(typed)
             self._keep_prepared()
@@ -281,8 +280,11 @@ class GroupReceiver:
 
         transfer: IncomingTransfer
         if self._store.memory.in_place and not is_adapter(version):
-            if prepare.carries_runs:  # refused at begin
-                raise UnsupportedError("what is loaded in place comes in the manifest's order")
+            if prepare.carries_runs:  # the coordinator refuses it at begin
+                raise UnsupportedError(
+                    f"{version} lists runs, which cannot be loaded in place; push the whole model, "
+                    "or to replicas that stage bases"
+                )
             transfer = self._load_in_place(
                 membership, prepare.transfer_id, version, fetched, planned, deadline
             )
@@ -347,16 +349,16 @@ class GroupReceiver:
     def _receive(self, membership: Membership, transfer_id: str, first_bucket: int) -> None:
         prepared = self._prepared
         if prepared is None or prepared.transfer_id != transfer_id:
-            raise WeftError(f"transfer {transfer_id} was started but never prepared")
+            raise WeftError(f"transfer {transfer_id} was started, but was never prepared here")
         began = time.monotonic()
         check, manifest = membership.check, prepared.transfer.manifest
         ring = prepared.transfer.ring(first_bucket, self._device, prepared.num_in_flight, check)
         receive_buckets(membership, prepared, ring, first_bucket)
-        # Waits for the loader where it is loaded in place, so it may still be woken.
+        # It waits for the loader if it loads in place, so ``_wake`` must still find it.
         digest = prepared.transfer.finish(check)
         self._prepared = None
         prepared.span.set(bytes=manifest.total_bytes, buckets=prepared.num_buckets)
-        prepared.span.end()  # before the coordinator hears of it, and may end the transfer
+        prepared.span.end()  # before the coordinator is told, which may end the transfer
         content = content_to_proto(manifest, digest)
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
@@ -369,14 +371,14 @@ class GroupReceiver:
         )
 
     def _drop_prepared(self) -> None:
-        """Give back the memory of a transfer that was never started."""
+        """Free the memory of a transfer that was never started."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             prepared.span.end()
             prepared.transfer.drop()
 
     def _keep_prepared(self) -> None:
-        """Keep what was verified: the transfer may resume in another group."""
+        """Keep the verified buckets: the transfer may resume in another group."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             prepared.span.end()
@@ -386,7 +388,7 @@ class GroupReceiver:
 _TRANSFER_KINDS = frozenset({"prepare", "start", "abort"})
 
 
-#: Between two attempts to attend where the coordinator is away; doubled each time.
+#: First and longest wait between attempts to attend, which doubles, while the coordinator is away.
 FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 60.0
 
@@ -421,8 +423,8 @@ class Probe:
                 self._attend()
                 return
             except (PeerUnavailableError, TransferTimeoutError) as error:
-                _log.info("the coordinator is not told that this worker answers: %s", error)
-            except WeftError as error:  # the group was dropped: answered, or asked anew
+                _log.info("the coordinator cannot be told that this worker answers: %s", error)
+            except WeftError as error:  # the group was dropped: the probe is answered or replaced
                 _log.debug("probe %s has ended: %s", self.ticket.group_id, error)
                 return
             except Exception:  # noqa: BLE001 (the edge of a thread)
@@ -479,8 +481,8 @@ class Receiver:
     def join(self, order: JoinOrder) -> None:
         """Join a group in place of the trainer's former one.
 
-        Returns at once; success and failure are told on the group's stream. A probe takes
-        the place of a former one instead.
+        Returns at once; success and failure are reported on the group's stream. A probe replaces
+        a former probe instead.
         """
         with self._lock:
             ticket, trainer_id = order.ticket, order.trainer_id

@@ -67,7 +67,7 @@ class StagingTransfer:
         partial.forget(first_bucket)
         data = partial.segment.data
         if is_adapter(self._version) and device.type != "cpu":
-            # What the engine's slot is filled from, while it is copied to the host.
+            # The engine's slot is filled from this copy, while it is copied to the host.
             copy = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device=device)
             if partial.num_verified:
                 copy.copy_(data[: len(copy)])
@@ -102,7 +102,7 @@ class StagingTransfer:
         self._store.put_partial(self._partial)
 
     def _copy_to_segment(self) -> None:
-        """Begin to copy what was received on the device to the segment that keeps it."""
+        """Begin to copy the received bytes from the device to the segment that keeps them."""
         for copy in self._device_copy:
             self._partial.segment.fill(copy)
 
@@ -118,7 +118,7 @@ class StagingSink:
     """``Sink`` that is the version in one piece.
 
     Args:
-        partial: What is kept of the transfer; grows.
+        partial: Verified part of the transfer; grows.
         data: uint8, for all buckets of the layout, one after the other with their trailers.
         device: Device on which the side group receives.
     """
@@ -160,8 +160,8 @@ class StagingSink:
         return self._data[self._starts[bucket] : self._starts[bucket] + self._sizes[bucket]]
 
 
-#: What it takes until an engine that was to be told has paused generation: the order's way,
-#: and the steps under way (10 to 19 ms of an 8B model on an H200).
+#: Seconds from the report that a load is due until generation is paused: the order's way and
+#: the running steps (10 to 19 ms of an 8B model on an H200).
 PAUSE_SECONDS = 0.025
 
 
@@ -170,20 +170,19 @@ class LoadingSink:
     its buffers.
 
     The buffers are new: an operation that a former group abandoned may still write to the old ones.
-    Only old buffers whose buckets were put and not loaded had no operation under way.
 
-    A bucket of the layout is handed over once all that carry runs of it have come. What was
-    gathered of it before is gone with the group, so none of these is kept, and released at its
-    sender, before the last has come.
+    A bucket of the layout is handed over once all buckets that carry its runs have come. A part of
+    it is lost with the group, so none of these is kept, nor released at its sender, before the last
+    has come.
 
     Args:
         handoff: Queue that verified buckets are put in.
         plan: Plan of the transfer's buckets.
         device: Device on which the side group receives.
-        ahead: Receives that may be posted; a loader that is slow leaves fewer buffers free.
+        ahead: Receives that may be posted; a slow loader leaves fewer buffers free.
         check: Raises to end a wait for the loader, once ``handoff.wake`` was called.
-        num_more: Buffers to make beside the needed ones, if there is memory: the more, the later
-            generation is paused.
+        num_more: Further buffers to make if there is memory; with more of them, generation is
+            paused later.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class LoadingSink:
             self._buffers = [segment.data for segment in self._shared]
         else:
             self._buffers = make_buffers(sizes, ahead, device, more=num_more)
-        # With so few there is nothing to wait for; nor where it has begun, in another group.
+        # Due at once if there are no spare buffers, or the load has begun in another group.
         self._is_due = len(self._buffers) <= ahead or bool(handoff.digests)
         self._was_due = False
         self._began = time.monotonic()
@@ -282,8 +281,7 @@ def _shared_on(device: torch.device) -> Callable[[int], Segment]:
 def is_load_due(num_received: int, num_buffers: int, num_buckets: int, seconds: float) -> bool:
     """Return whether generation must pause soon, so that receiving need not wait for it.
 
-    It is to pause as late as possible: until then requests run, and a push that fails costs
-    nothing.
+    It pauses as late as possible: until then requests run, and a failed push costs nothing.
 
     Args:
         num_received: Buckets that wait to be loaded.
@@ -330,10 +328,10 @@ class InPlaceTransfer:
         num_in_flight: int,
         check: Callable[[], None],
     ) -> Ring:
-        """See ``IncomingTransfer``. What comes again, for a slower member, is verified and
+        """See ``IncomingTransfer``. Buckets that come again, for a slower member, are verified and
         dropped."""
         plan, manifest = self.plan, self.manifest
-        # Before what more there is memory for.
+        # Made before the further buffers take the memory.
         buffers = arrival_buffers(plan, num_in_flight, device) if plan.lists_runs else {}
         largest = max(bucket.wire_bytes for bucket in manifest.buckets)
         num_more = self._memory.room_for(largest, device, self._bound_bytes, num_in_flight)

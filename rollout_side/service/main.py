@@ -31,10 +31,10 @@ from weft_rl.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
 
-#: Health service name that says whether the replica serves all that the pool does.
+#: Health service that is SERVING while the replica serves all that the pool does.
 READY_SERVICE = "weft.ready"
 _STOP_SECONDS = 5.0
-# Between two lines that say why the replica waits.
+# Interval of the log lines while the replica waits.
 _LOG_SECONDS = 30.0
 #: How long running requests may take to end once the replica has failed; once it was
 #: told to stop.
@@ -44,8 +44,8 @@ Ready = Callable[[str, str, Ports], None]
 
 
 class _StopSignals:
-    """Handler of stop signals. The first SIGTERM begins a drain; a second one ends the process at
-    once. So does SIGINT: a terminal sends it to the engine's processes, too."""
+    """Handler of stop signals. The first SIGTERM begins a drain. A second one ends the process at
+    once, and so does SIGINT, which a terminal also sends to the engine's processes."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.told = asyncio.Event()
@@ -98,7 +98,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         access=AccessFile(config.access) if config.access else None,
         insecure=config.insecure,
     )
-    # What ends the start is said before a model is loaded for minutes.
+    # Checked before a model is loaded for minutes.
     check_listen(config.agent.listen, security)
     check_listen(config.telemetry.metrics)
     check_listen(config.telemetry.health)
@@ -122,7 +122,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     patience = _FAILURE_SECONDS
     try:
         why = await _serve_engine(config, engine, stop, ready, tracer, security)
-        patience = _CUT_SECONDS  # what could be finished is finished
+        patience = _CUT_SECONDS  # the drain has finished what it could
     finally:
         await engine.shutdown(patience)
         await asyncio.to_thread(tracer.close)
@@ -192,7 +192,7 @@ async def _run_until_told(
     stop: _StopSignals,
     metrics: ReplicaMetrics,
 ) -> str:
-    """Stay in the pool until a drain is over or a signal ends it; returns why it ended."""
+    """Stay in the pool until a drain has ended or a signal ends it; return the reason."""
     running = {
         asyncio.create_task(engine.serve_http(), name="http"),
         asyncio.create_task(agent.run(), name="agent"),
@@ -223,8 +223,8 @@ async def _run_until_told(
 
 
 async def _advertise(agent: Agent, port: int) -> None:
-    """Find out the address that others reach this replica by; waits, as registration does,
-    for a coordinator whose name is not known yet."""
+    """Find the address that others reach this replica by. Waits, as registration does, while the
+    coordinator's name cannot be resolved."""
     logged_at = float("-inf")
     while True:
         try:
@@ -234,7 +234,7 @@ async def _advertise(agent: Agent, port: int) -> None:
             if time.monotonic() - logged_at >= _LOG_SECONDS:
                 logged_at = time.monotonic()
                 _log.warning(
-                    "no route to the coordinator at %s yet: %s (or say --advertise-host)",
+                    "no route to the coordinator at %s yet: %s; waiting (or give --advertise-host)",
                     agent.config.coordinator,
                     error.strerror or error,
                 )

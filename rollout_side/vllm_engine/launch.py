@@ -40,15 +40,15 @@ from weft_rl.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 
-#: Mixed into vLLM's workers.
+#: Class that vLLM mixes into its workers.
 WORKER_EXTENSION = "rollout_side.vllm_engine.worker.extension.WeftWorker"
-#: Made on the receiving rank, with the worker's store and tracer.
+#: Factory of the receiver, called on the receiving rank.
 DEFAULT_RECEIVER = "rollout_side.receive.receiver:Receiver"
 _SHUTDOWN_SECONDS = 10
-# Of the spill directory, before the engine's workers look into it.
+# Deadline of opening the spill directory, before the workers use it.
 _OPEN_SECONDS = 30.0
-#: What RL trainers expect of sampling. They score what was sampled after temperature, and what
-#: a request leaves out must not be what the model's own generation_config.json says.
+#: Sampling defaults that RL trainers expect: log-probabilities after temperature, and no defaults
+#: from the model's own generation_config.json.
 RL_DEFAULTS: Final = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
@@ -80,20 +80,19 @@ async def open_engine(
         adapter_memory_bytes: Bound of the adapter store.
         staging_memory_bytes: Bound of staged base weights, retained ones included.
         staging: Where bases are staged on a GPU host, if they are.
-        backend: Which side groups to join.
+        backend: Backends of the side groups to join.
         retain_base: Number of base versions that a copy is kept of, the served one included. None
             is kept where bases are loaded in place.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` and a ``Tracer`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
-        spill: Where versions are spilled to, if they are.
-        running_requests: What becomes of running requests when the base changes.
+        spill: Spill directory; None to spill nothing.
+        running_requests: Treatment of running requests when the base changes.
         enable_sleep: Whether to give the engine the allocator that lets it sleep; on a GPU.
-        vllm_defaults: Whether to leave vLLM's defaults of sampling, where its arguments say
-            nothing.
+        vllm_defaults: Whether to keep vLLM's own defaults of sampling.
         allow_unversioned_changes: Whether to accept an environment that opens vLLM endpoints which
             change weights.
-        traced_as: Replica that the workers' spans are said to be of; empty where they make none.
+        traced_as: Replica to name in the workers' spans; empty if they make none.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
@@ -132,7 +131,7 @@ async def open_engine(
         started_with = InitialCheckpoint(str(getattr(args, "load_format", "auto")))
         stack.callback(started_with.close)
         started_with.read(args.model, args.revision)  # while the engine warms up
-        with refusals.sentences(args.model):
+        with refusals.plain_errors(args.model):
             engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
         at_switch = RequestsAtSwitch(engine, running_requests)
@@ -214,14 +213,15 @@ def _make_folder(spill: SpillSettings, described: Reference) -> None:
         read_within(_OPEN_SECONDS, spill.directory, folder.open)
     except (OSError, TransferTimeoutError) as error:
         raise InvalidRequestError(
-            f"--spill-dir {spill.directory} cannot be used: {error}"
+            f"--spill-dir {spill.directory} cannot be used: {error}; give a directory that this "
+            "process may write to"
         ) from error
 
 
 def parse_args(
     vllm_args: list[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
 ) -> Namespace:
-    """Read ``vllm serve``'s arguments and add what Weft needs.
+    """Parse ``vllm serve``'s arguments and add those that Weft needs.
 
     Args:
         defaults: Values of vLLM's options that the arguments do not give.
@@ -238,7 +238,7 @@ def parse_args(
         if stop.code in (0, None):
             raise  # --help
         raise InvalidRequestError(
-            f"vLLM refused its arguments {' '.join(vllm_args)!r}; it has printed why"
+            f"vLLM refused its arguments {' '.join(vllm_args)!r}; its message is above"
         ) from None
     used = [
         f"--{name.replace('_', '-')} {value}"
@@ -252,8 +252,8 @@ def parse_args(
     refusals.refuse_unsupported(args)
     if getattr(args, "worker_extension_cls", ""):
         raise UnsupportedError(
-            f"--worker-extension-cls {args.worker_extension_cls}: Weft needs this place for its "
-            f"own ({WORKER_EXTENSION}); derive yours from that class and import it there"
+            f"--worker-extension-cls {args.worker_extension_cls} cannot be used: Weft sets its "
+            f"own, {WORKER_EXTENSION}; start the replica without it"
         )
     args.worker_extension_cls = WORKER_EXTENSION
     parts.validate_args(args)

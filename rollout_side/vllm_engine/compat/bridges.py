@@ -49,7 +49,7 @@ def check_version(version: str) -> None:
     match = _VERSION.fullmatch(version)
     if match is None:
         raise UnsupportedError(
-            f"vLLM's version {version!r} cannot be read; Weft needs vllm{SUPPORTED_RANGE}"
+            f"vLLM's version {version!r} cannot be parsed; Weft needs vllm{SUPPORTED_RANGE}"
         )
     release = (*map(int, match["release"].split(".")), 0)[:2]
     if not OLDEST <= release < TOO_NEW:
@@ -318,7 +318,9 @@ def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     loaders = importlib.import_module("vllm.model_executor.model_loader")
     loader = loaders.get_model_loader(worker.vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
-        raise UnsupportedError(f"{type(loader).__name__} cannot read its files again")
+        raise UnsupportedError(
+            f"vLLM's {type(loader).__name__} cannot read its files again; push a base instead"
+        )
     tensors: Iterator[tuple[str, Any]] = loader.get_all_weights(
         worker.model_config, worker.model_runner.get_model()
     )

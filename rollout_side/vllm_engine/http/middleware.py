@@ -1,9 +1,19 @@
-"""Running HTTP requests, tracked so that no adapter is dropped while one uses it.
+"""Layers around vLLM's HTTP application: running requests, versions in headers, unknown models.
 
-A request looks its model up somewhere between its first byte and the engine, so
-"does the engine use it" is not enough. Instead every request gets a number. A name
-that was removed is unreachable once all requests that began before the removal
-have ended (as in read-copy-update).
+Running requests are tracked, so that no adapter is dropped while one uses it. A request looks its
+model up before the engine knows of it, so every request gets a number. A removed name is
+unreachable once all requests that began before its removal have ended (as in read-copy-update).
+
+Answers name the versions behind them in headers. ``weft-base`` and ``weft-adapter`` are those at
+the moment when the engine admitted the request. ``weft-last-base`` is set if the base has changed
+since, and ``weft-older-cache`` if the cache was kept over that. ``weft-reason`` is the reason code
+of a failure. An answer that is not streamed has the headers as of its end. The head of a
+stream is held until its first tokens; its last chunk has the final values, as fields of the same
+names. vLLM looks the model up by the name in a request's body, in one place, where the name and the
+result are noted: reading the body here would parse each request twice.
+
+vLLM's 404 for an unknown model names only the base model. Its text is replaced, its form stays. An
+alias that is refused, since the pool serves a version of it that is not here, gets a 503.
 """
 
 from __future__ import annotations
@@ -24,15 +34,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Paths that answer even while requests are refused: they say how the process is.
+#: Paths that answer even while requests are refused: they show the state of the process.
 ALWAYS_OPEN = frozenset({"/health", "/ping", "/metrics", "/version", "/load", "/v1/models"})
 
 
 class RequestTracker:
-    """Register of running HTTP requests, which refuses new ones while told to.
-
-    Used from one event loop only. Its memory is bounded by the requests that run.
-    """
+    """Register of running HTTP requests, which can refuse new ones; used from one event loop."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -94,7 +101,7 @@ async def refuse(
 
     Args:
         kind: Type of the error, as vLLM's server names it.
-        reason: Weft's word for it, for the header ``weft-reason``.
+        reason: Value of the header ``weft-reason``.
     """
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013, "reason": message[:120]})
@@ -111,8 +118,8 @@ async def refuse(
     await send({"type": "http.response.body", "body": body})
 
 
-#: A stream's last chunk for a sample, and those behind it, whatever API it is of. In a text of
-#: the model these would have backslashes.
+#: Pattern of a stream's last chunk for a sample, and of later ones, in any API. In text of the
+#: model the quotes would have backslashes.
 _LAST_CHUNK = re.compile(
     rb'"(finish_reason|stop_reason)": ?"|"choices": ?\[\]|'
     rb'"type": ?"(response\.(completed|incomplete|failed)|message_stop)"'
@@ -125,20 +132,20 @@ class RequestNotes:
     """RequestNotes on one request: the model that it asks for, the versions behind its answer."""
 
     models: ServedModels | None
-    """None outside a request: everything is admitted then."""
+    """None outside a request, which admits everything."""
     base: PolicyVersion
-    """Base of the first tokens; until there are any, the base that they would be of."""
+    """Base of the first tokens, or the current base until there are any."""
     asked: str = ""
     """Name of the model that it asks for; empty for none."""
     adapters: list[str] = field(default_factory=list)
     reason: str = ""
     refusal: Refusal | None = None
-    """Reason why it is not answered after all; None if it is."""
+    """Refusal of the request after its admission began; None if it is answered."""
     has_begun: bool = False
     """True if it has tokens."""
 
     def admit(self) -> Refusal | None:
-        """Note that the engine is about to admit the request; return why it must not."""
+        """Record that the engine is about to admit the request; or return its refusal."""
         if self.models is not None:
             self.refusal = self.models.refusal(self.asked)
             if not self.has_begun:
@@ -146,9 +153,9 @@ class RequestNotes:
         return self.refusal
 
     def switch(self) -> Refusal | None:
-        """Note that the base has changed; return why the request must end, None if it goes on.
+        """Record that the base has changed; return the refusal if the request must end.
 
-        It may have to end where it asks for an exact version and has no tokens.
+        A request for an exact version without tokens may have to end.
         """
         if self.models is not None and not self.has_begun:
             self.base = self.models.base
@@ -224,7 +231,7 @@ def name_versions(app: App, models: ServedModels, *, kept: bool = False) -> App:
 
 
 class _VersionedResponse:
-    """One answer on its way; its head is held until there is a body to it."""
+    """Answer on its way; its head is held until its body begins."""
 
     def __init__(self, scope: Scope, send: Send, notes: RequestNotes, *, kept: bool) -> None:
         self._scope, self._send, self._notes, self._kept = scope, send, notes, kept
@@ -274,11 +281,11 @@ class _VersionedResponse:
 
 #: vLLM's own words, 0.26 to 0.32.
 _UNKNOWN = re.compile(r"The model `(?P<name>[^`]+)` does not exist")
-#: Answers that are longer are left as they are; a 404 of vLLM has some 200 bytes.
+#: Longer answers are left unchanged; a 404 of vLLM has some 200 bytes.
 _MAX_BYTES = 16_384
 
 
-#: What is answered to a name that vLLM does not know; None: its own words.
+#: Returns the answer to a name that vLLM does not know; None keeps vLLM's own.
 Explain = Callable[[str], Refusal | None]
 
 
@@ -287,7 +294,7 @@ def explain_unknown_models(app: App, explain: Explain) -> App:
 
     Args:
         app: vLLM's application.
-        explain: Returns what is answered instead, and why; None keeps vLLM's answer.
+        explain: Returns the answer instead; None keeps vLLM's.
     """
 
     async def explaining(scope: Scope, receive: Receive, send: Send) -> None:
@@ -300,7 +307,7 @@ def explain_unknown_models(app: App, explain: Explain) -> App:
 
 
 class _ExplainedResponse:
-    """One answer on its way; a 404 is held until it is whole, or too long."""
+    """Answer on its way; a 404 is held until it is complete, or too long."""
 
     def __init__(self, send: Send, explain: Explain) -> None:
         self._send, self._explain = send, explain

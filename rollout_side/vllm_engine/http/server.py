@@ -1,4 +1,4 @@
-"""vLLM's OpenAI application on an event loop that is not its own."""
+"""Server of vLLM's OpenAI application, on the event loop of the replica."""
 
 from __future__ import annotations
 
@@ -37,18 +37,15 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         why = getattr(error, "strerror", None) or str(error)
         raise InvalidRequestError(
-            f"cannot listen on {host}:{port} for HTTP: {why}; give another --http-port, 0 takes "
-            "a free one"
+            f"cannot listen on {host}:{port} for HTTP: {why}; give another --http-port (0 takes a "
+            "free one)"
         ) from error
     return sock
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not read by mypy
-    """Uvicorn server without signal handlers, and without polling for its end.
-
-    Signal handlers belong to the process's composer. Uvicorn itself looks ten times a second
-    whether it is to end.
-    """
+    """Uvicorn server without signal handlers, which belong to the process, and without polling for
+    its end ten times a second."""
 
     def __init__(self, config: Any) -> None:
         self._ending = asyncio.Event()
@@ -84,8 +81,8 @@ class OpenAiServer:
     """An ASGI application on a socket.
 
     Args:
-        app: What to serve.
-        sock: Listens; owned and closed by this object.
+        app: ASGI application.
+        sock: Listening socket, owned and closed by this object.
         tls: uvicorn's ``ssl_*`` settings; empty for plain HTTP.
         settings: Further settings of ``uvicorn.Config``.
     """

@@ -1,8 +1,21 @@
-"""Watching a model's ``load_weights`` for the copies that it would make.
+"""Loading of a base by plain copies, if the engine holds weights as they travel.
 
-Every write to a parameter is held back, so nothing that the model computes with
-changes, and nothing of the tensors' contents is read. What is more than a copy is
-refused: such a model is loaded layer by layer.
+vLLM's layerwise reload costs Python and launches for every parameter, on every push. For
+unquantised weights it amounts to copies: from a tensor, or a slice of it, to a slice of a
+parameter. So the copies are learnt once, by tracing the model's own ``load_weights`` with every
+write held back. Then they are repeated for any layout of a base, over a whole segment or bucket by
+bucket as they arrive.
+
+A plan is used only once it is proven: the copies cover every parameter once, and each destination
+holds its source's bits after vLLM's own load. Three proofs exist:
+
+- ``learn`` compares a staged copy with the parameters;
+- ``PlanProof`` compares digests of what passes on the wire with digests of the parameters after the
+  reload, so that no copy is needed and each rank proves its own part;
+- ``learn_from_files`` compares the parameters with digests of the files that the engine was started
+  with, so that even the first push needs no reload.
+
+There is no plan for a model whose layers post-process their weights after loading.
 """
 
 from __future__ import annotations
@@ -58,7 +71,7 @@ def _row_major(shape: Sequence[int]) -> list[int]:
     return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def watch(
+def trace_copies(
     model: torch.nn.Module, manifest: Manifest, data: torch.Tensor, rename: Callable[[str], str]
 ) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
@@ -260,7 +273,9 @@ class CopyPlan:
             ValueError: Not ``is_readable``.
         """
         if not self.is_readable:
-            raise ValueError("what is held in part, or was expanded, cannot be read back")
+            raise ValueError(
+                "parameters that hold parts of tensors, or expanded ones, cannot be read back"
+            )
         payload = self._payload(index, out)
         with torch.no_grad():
             payload.zero_()
@@ -282,29 +297,29 @@ class CopyPlan:
         return [self._digest(piece.target) for piece in self._pieces[index]]
 
     def first_unlike(self, digests: Sequence[int]) -> str:
-        """Return the name of a tensor that the parameters do not hold as digested; empty if none.
+        """Return the name of a tensor whose digest the parameters do not have; empty if none.
 
         Every place that a tensor is copied to is compared. Blocks.
 
         Args:
             digests: Expected digests of the layout's tensors, in the manifest's order.
         """
-        lying: list[torch.Tensor] = []
+        resident: list[torch.Tensor] = []
         expected: list[tuple[str, int]] = []
         for (slot, pieces), digest in zip(self._by_tensor(), digests, strict=True):
             meta = slot.meta
             if all(piece.is_all_of(meta.shape) for piece in pieces):
-                lying += [piece.target.contiguous() for piece in pieces]
+                resident += [piece.target.contiguous() for piece in pieces]
                 expected += [(meta.name, digest)] * len(pieces)
             elif sum(p.target.nbytes for p in pieces) != meta.num_bytes or (
                 self._read_digest(slot, pieces) != digest
             ):
                 return meta.name
-        found = zip(digests_of(lying), expected, strict=True)
+        found = zip(digests_of(resident), expected, strict=True)
         return next((name for own, (name, digest) in found if own != digest), "")
 
     def _read_digest(self, slot: TensorSlot, pieces: Sequence[PlannedCopy]) -> int:
-        """Return the digest of a tensor that lies in pieces here, put together for it."""
+        """Return the digest of a tensor that the parameters hold in several pieces."""
         out = torch.empty(slot.meta.num_bytes, dtype=torch.uint8, device=self.device)
         for piece in pieces:
             piece.source(out).copy_(piece.target)
@@ -410,15 +425,15 @@ def make_plan(
     segment: torch.Tensor,
     rename: Callable[[str], str],
 ) -> tuple[CopyPlan | None, str]:
-    """Make a plan that is not proven yet; or say why there is none.
+    """Make a plan that is not proven yet, or return the reason why there is none.
 
     Args:
-        segment: Stands for the wire; see ``watch``.
+        segment: Stands for the wire; see ``trace_copies``.
     """
     if why := why_not_plain(model):
         return None, why
     try:
-        return CopyPlan(manifest, watch(model, manifest, segment, rename)), ""
+        return CopyPlan(manifest, trace_copies(model, manifest, segment, rename)), ""
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         return None, f"{type(error).__name__}: {error}"
 
@@ -426,7 +441,7 @@ def make_plan(
 def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
     """Return the plan, or None if there is a reason against it; log which."""
     if plan is None or why:
-        _log.info("bases are loaded layer by layer: %s", why)
+        _log.info("bases are loaded by vLLM's own reload, not by copies: %s", why)
         return None
     _log.debug("bases are loaded by %d plain copies", plan.num_copies)
     return plan
@@ -543,10 +558,10 @@ def learn_from_files(
                 unlike = plan.first_unlike(digests)
                 if not unlike:
                     return accepted(plan, "")
-                why = f"{unlike!r} is held otherwise than in the files"
+                why = f"{unlike!r} is held with other values than in the files"
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         why = f"{type(error).__name__}: {error}"
-    _log.info("the first base is loaded by vLLM's own reload: %s", why)
+    _log.info("the first base is loaded by vLLM's own reload, not by copies: %s", why)
     return None
 
 

@@ -1,9 +1,12 @@
-"""Loading of a staged base into a running model, in a worker.
+"""Loading of a base into a running model, in a worker: staged, or in place as it arrives.
 
-vLLM's layerwise reload moves parameters to the meta device. It rebuilds each layer
-when its last weight has come, and copies the values into the old storage (so
-captured graphs stay valid). Nothing of it is atomic: once it is open, a failure
-leaves mixed weights, which is reported as *dirty*.
+vLLM's layerwise reload moves parameters to the meta device. It rebuilds each layer once its last
+weight has come, and copies the values into the old storage, so that captured graphs stay valid. It
+is not atomic: a failure midway leaves mixed weights, which is reported as *dirty*.
+
+A base is loaded in place if a replica has no room for a second copy of its model. Each bucket is
+loaded as soon as it is verified, and its memory is used again for the next one. The old weights are
+lost from the first bucket on.
 """
 
 from __future__ import annotations
@@ -229,10 +232,10 @@ def is_attention(layer: torch.nn.Module) -> bool:
 
 
 def why_incomplete(model: torch.nn.Module, loaded: object, *, quantised: bool) -> str:
-    """Return which parameters were not reported as loaded, or stayed on meta; empty if none.
+    """Return the parameters that were not reported as loaded, or stayed on meta; empty if none.
 
-    As vLLM's own loader does: models that report nothing, and quantised ones (whose
-    processing adds parameters), are only checked for meta.
+    Like vLLM's own loader: models that report nothing, and quantised ones (whose processing adds
+    parameters), are only checked for meta.
     """
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if not missing and isinstance(loaded, set | frozenset | list | tuple) and not quantised:
@@ -266,7 +269,7 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
         bridges.reset_lora_state(worker.model_runner)
     with contextlib.suppress(Exception):  # what comes next may use another stream
         wait_for_copies(worker.device)
-    _log.error("a base update failed midway; the weights are mixed until the next one")
+    _log.error("a load of a base failed midway: the weights are mixed until another base is loaded")
 
 
 _Bucket = tuple[int, torch.Tensor]
@@ -349,24 +352,24 @@ def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
 
 
 def _begun(arriving: IncomingBase) -> Iterator[_Bucket]:
-    """Wait for the first bucket, and return all; until then a failure costs nothing."""
+    """Wait for the first bucket, and return all: until then a failure changes nothing."""
     buckets = arriving.buckets()
     first = next(buckets, None)
     if first is None:
-        raise LoadFailedError(f"no bucket of {arriving.version} came")
+        raise LoadFailedError(f"no bucket of {arriving.version} arrived")
     return _checked(itertools.chain([first], buckets), len(arriving.manifest.buckets))
 
 
 def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
-    """Yield the buckets; fail where one is missing, since old weights would pass for new ones."""
+    """Yield the buckets; fail if one is missing, since its old weights would stay."""
     due = 0
     for index, wire in buckets:
         if index != due:
-            raise LoadFailedError(f"bucket {index} came where {due} was due")
+            raise LoadFailedError(f"bucket {index} arrived in place of bucket {due}")
         yield index, wire
         due += 1
     if due != num_buckets:
-        raise LoadFailedError(f"{due} of {num_buckets} buckets came")
+        raise LoadFailedError(f"only {due} of {num_buckets} buckets arrived")
 
 
 def _tensors(

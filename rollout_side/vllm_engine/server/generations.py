@@ -185,7 +185,7 @@ class VllmGeneration:
         if self._is_void or (self.changed_to is not None and self._was_aborted):
             raise VersionChangedError(
                 f"the base changed from {BASE_POLICY}@{self.base} to "
-                f"{BASE_POLICY}@{self.changed_to}, and this request wanted one version only; ask again"
+                f"{BASE_POLICY}@{self.changed_to}, and this request wanted one only; ask again"
             )
 
     def _chunk(self, completion: Any) -> SampleChunk:

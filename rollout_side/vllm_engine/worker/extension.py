@@ -2,8 +2,8 @@
 
 vLLM mixes ``WeftWorker`` into its worker class; ``collective_rpc`` calls the
 methods on the engine's thread, between steps. They return at once (loading
-excepted) and never raise: see ``answers``. Arguments and values are plain, since
-they travel by msgpack.
+excepted) and never raise: see ``rank_results``. Arguments and values are plain,
+since they travel by msgpack.
 
 Importing this module installs the adapter loader and the CPU corrections, so no
 plugin entry point is needed.
@@ -85,7 +85,7 @@ class WeftWorker:
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
-        """Map what the receiving rank staged, unless this is that rank."""
+        """Map a version that the receiving rank staged, unless this is that rank."""
         state = state_of(self)
         staged = unpack_handle(handle)
         if state.receiver is None:
@@ -132,9 +132,8 @@ class WeftWorker:
     def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
         """Load a staged base, which stays staged; call it while paused.
 
-        A base that the engine has whole, since it was loaded in place, is left as it is.
-        ``FROM_FILES`` names no transfer: the base is loaded from the files that the engine was
-        started with.
+        A base that was loaded in place is already there. ``FROM_FILES`` loads the files that the
+        engine was started with.
 
         Ranks share the receiving rank's copy, so it must not be discarded before every rank has
         answered.
@@ -151,16 +150,16 @@ class WeftWorker:
             return {"load_seconds": 0.0}
         staged = state.store.staged(transfer_id, content_digest)
         state.store.served.set(None)
-        # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
+        # Forgotten until the load is done: one that fails leaves nothing to rely on.
         plan, state.copy_plan = state.copy_plan, None
         state.copy_plan = apply_base(self, staged, state.reference, plan, state.report_progress)
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded
     def weft_learn_copies(self: Any, stored: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Learn how bases are loaded by copies from base@0, which the engine must still have.
+        """Learn a copy plan from base@0, which the engine must still have.
 
-        Nothing changes; the engine's step waits for one reading of the parameters.
+        Changes nothing; the engine's step waits until the parameters are read once.
 
         Args:
             stored: Tensors of base@0's files, each a name, a dtype, a shape and a digest.
@@ -177,8 +176,8 @@ class WeftWorker:
     def weft_load_in_place(self: Any, transfer_id: str, version: str) -> None:
         """Begin to load a base as it arrives; call it while paused.
 
-        Returns at once, and succeeds if it has begun before. A rank that does not receive needs no
-        prepared transfer: it is given nothing unless the receiving one has begun.
+        Returns at once, and succeeds if it has begun before. Other ranks than the receiving one
+        need no prepared transfer: they get no bucket before it has begun.
         """
         state = state_of(self)
         load, receives = state.load, state.receiver is not None
@@ -192,15 +191,17 @@ class WeftWorker:
             parsed = PolicyVersion.parse(version)
             handoff = RankHandoff(state.ranks_secret, self.rank, transfer_id, parsed)
         if handoff is None:
-            raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
+            raise NotReadyError(
+                f"transfer {transfer_id} was not prepared here, or has ended; push again"
+            )
         state.load = InPlaceLoad(handoff, loader(self, state))
         state.store.threads.add(state.load.thread)
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Confirm, for its commit, that a base was loaded in place whole, as it was sent.
+        """Confirm for its commit that a base was loaded in place, whole and as it was sent.
 
-        Afterwards nothing of it is held here any more.
+        Forgets its transfer.
         """
         state = state_of(self)
         load = state.load
@@ -216,10 +217,7 @@ class WeftWorker:
 
     @guarded
     def weft_keep_base(self: Any, transfer_id: str) -> None:
-        """Retain, on the receiving rank, a base that every rank has loaded.
-
-        The other ranks let go of their mapping.
-        """
+        """Retain, on the receiving rank, a base that every rank has loaded; others unmap it."""
         state = state_of(self)
         if state.receiver is None:
             state.store.discard(transfer_id)
@@ -233,10 +231,8 @@ class WeftWorker:
 
     @guarded
     def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
-        """Return what is held of a version: what ``weft_apply_base`` takes, and its manifest.
-
-        Empty from ranks that do not receive.
-        """
+        """Return the transfer, digest and manifest of a held version; empty from other ranks than
+        the receiving one."""
         state = state_of(self)
         if state.receiver is None:
             return {"transfer_id": "", "content_digest": b"", "manifest": b""}
@@ -250,9 +246,7 @@ class WeftWorker:
     @guarded
     def weft_digest(self: Any, policy: str, version: int) -> None:
         """Begin to digest the tensors of a held version, on the receiving rank; returns at once.
-
-        It takes the place of what was digested before.
-        """
+        Ends the reading before."""
         state = state_of(self)
         if state.receiver is not None:
             state.end_reading()
@@ -260,10 +254,8 @@ class WeftWorker:
 
     @guarded
     def weft_digested(self: Any) -> dict[str, Any]:
-        """Return what was digested since the last call, and whether that is all.
-
-        None from ranks that do not receive.
-        """
+        """Return the digests since the last call, and whether they are all; None from other ranks
+        than the receiving one."""
         reading = state_of(self).reading
         if reading is None:
             return {"tensors": None, "is_all": False}
@@ -305,22 +297,24 @@ class WeftWorker:
 
     @guarded
     def weft_restored(self: Any, transfer_id: str) -> None:
-        """Confirm that a spilled version was read and is staged; fails as the reading did.
+        """Confirm that a spilled version is staged; call it once the holdings report its end.
 
-        To be called once the holdings say that the reading has ended.
+        Fails with the error of the read.
         """
         spiller = state_of(self).spiller
         if spiller is not None and not spiller.restored(transfer_id):
-            raise NotReadyError(f"{transfer_id} is still being read", reason="NOT_RETAINED")
+            raise NotReadyError(
+                f"transfer {transfer_id} is still being read", reason="NOT_RETAINED"
+            )
 
     @guarded
     def weft_discard(self: Any, transfer_id: str, keep_loaded: bool = False) -> dict[str, Any]:
-        """Forget a staged version; its memory may be reused at once.
+        """Forget a staged version, whose memory may be reused at once.
 
-        If it is being loaded in place, end that, and return whether it has changed the weights.
+        End its load in place, and return whether that has changed the weights.
 
         Args:
-            keep_loaded: Whether a base that was loaded in place whole waits on for its commit.
+            keep_loaded: Whether a complete load in place keeps waiting for its commit.
         """
         state = state_of(self)
         load = state.load
@@ -337,10 +331,10 @@ class WeftWorker:
 
     @guarded
     def weft_sleep(self: Any, level: int) -> dict[str, Any]:
-        """Free what lies on the accelerator for Weft, before the engine sleeps.
+        """Free Weft's memory on the accelerator, before the engine sleeps.
 
-        Returns whether nothing reads the engine's weights any more; call it until so. Where weights
-        are to be discarded, it keeps what no base brings.
+        Returns whether the engine's weights are not being read; call it until they are not. At
+        level 2, keeps the tensors that no base brings.
         """
         state = state_of(self)
         is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
@@ -352,13 +346,13 @@ class WeftWorker:
 
     @guarded
     def weft_wake(self: Any, discarded: bool) -> None:
-        """Note that the engine's weights are there again, or memory for them alone (``discarded``).
+        """Record that the weights are awake, or only their memory is (``discarded``).
 
-        In that case, what no base brings is restored.
+        In that case, restore the tensors that no base brings.
         """
         state = state_of(self)
         if discarded:
-            state.copy_plan = None  # which leaves be what was not in the last base
+            state.copy_plan = None  # a plan sets only what was in the last base
             if state.kept is not None:
                 state.kept.restore()
         state.kept = None
@@ -367,10 +361,10 @@ class WeftWorker:
 
     @guarded
     def weft_awake(self: Any) -> None:
-        """Note that the KV cache is there again, or that the engine did not sleep after all."""
+        """Record that the KV cache is awake, or that the engine did not sleep after all."""
         state_of(self).store.memory.wake_up()
 
     @guarded
     def weft_close(self: Any) -> None:
-        """End the receiver, and what is being sent or spilled."""
+        """End the receiver, clones, spilling and loads."""
         state_of(self).close()

@@ -1,16 +1,15 @@
-"""Page of memory in which a worker says what it holds, and the replica's process reads it.
+"""Page of memory in which a worker reports what it holds, for the replica's process to read.
 
-vLLM's workers spin for a second after each ``collective_rpc``: asked every second, an idle
-replica kept a core a worker busy. So nobody asks; the worker writes when something has
-changed, and who wants to know looks. Neither ever waits for the other, and what was written
-last outlives the worker.
+vLLM's workers spin for a second after each ``collective_rpc``: asking every second kept one core
+busy per worker of an idle replica. So the worker writes when something has changed, and the
+replica's process reads. Neither ever waits for the other, and the last report outlives the worker.
 
 The page is a ``memfd`` of the reader's, which the writer opens by path. It has two slots, written
-in turn: each a header (number, length, checksum) and JSON. The valid slot of the higher number is
-what holds; a slot that is being written, or was when its writer died, is not valid.
+in turn, each a header (number, length, checksum) and JSON. The valid slot of the higher number
+counts; a slot that is being written, or was when its writer died, is not valid.
 
-Behind the slots each rank writes when its thread last got on with what it was asked: the time of
-the machine's monotonic clock, which all processes share.
+Behind the slots each rank writes the time of its last progress, by the machine's monotonic clock,
+which all processes share.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from typing import Any
 from rollout_side.engine import MemoryUse
 from weft_rl.contract.names import PolicyVersion
 
-#: Of one value as JSON: some thousand spilled versions. Untouched memory is not taken.
+#: Bytes of one value as JSON: some thousand spilled versions. Untouched memory takes none.
 SLOT_BYTES = 4 * 2**20
 _HEADER = struct.Struct("<QII")
 _MOST_BYTES = SLOT_BYTES - _HEADER.size
 _TIME = struct.Struct("<d")
-#: Ranks that have a place of their own; further ones share them.
+#: Ranks that have a time of their own; further ranks share them.
 _MAX_RANKS = 64
 _TIMES = struct.Struct(f"<{_MAX_RANKS}d")
 _TIMES_AT = 2 * SLOT_BYTES
@@ -61,10 +60,7 @@ class HoldingsPage:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def read(self) -> MemoryUse:
-        """Return what was written last; nothing is held before anything was written.
-
-        Costs next to nothing where nothing has changed.
-        """
+        """Return the last report; empty before the first. Cheap if nothing has changed."""
         with self._lock:
             if self._fd < 0:
                 return self._held
@@ -80,7 +76,7 @@ class HoldingsPage:
             return self._held
 
     def has_ended(self, transfer_id: str) -> bool:
-        """Return whether the last restore was of this transfer, and has ended, well or not."""
+        """Return whether the last restore was of this transfer and has ended, in whatever way."""
         self.read()
         return self._ended_restore == transfer_id
 
@@ -114,10 +110,7 @@ class HoldingsPage:
 
 
 def memory_use(value: Mapping[str, Any]) -> MemoryUse:
-    """Make a ``MemoryUse`` of what a worker has written, which ``state.memory_of`` made.
-
-    A page that nobody has written to holds nothing.
-    """
+    """Decode what ``state.memory_of`` made; empty for a page that was never written."""
     if not value:
         return MemoryUse(adapter_bytes=0, staging_bytes=0)
     return MemoryUse(
@@ -150,7 +143,7 @@ class ProgressWriter:
         self._at = _TIMES_AT + rank % _MAX_RANKS * _TIME.size
 
     def report_progress(self) -> None:
-        """Report that the calling thread makes progress; as often as one likes."""
+        """Report that the calling thread makes progress; at any rate."""
         _TIME.pack_into(self._map, self._at, time.monotonic())
 
 
@@ -176,7 +169,7 @@ class HoldingsWriter:
         """
         text = json.dumps(value, separators=(",", ":"), default=_plain).encode()
         if len(text) > _MOST_BYTES:
-            raise ValueError(f"{len(text)} bytes do not fit into a page of {_MOST_BYTES}")
+            raise ValueError(f"a report of {len(text)} bytes does not fit into {_MOST_BYTES}")
         self._number += 1
         begin = self._number % 2 * SLOT_BYTES
         header, end = begin + _HEADER.size, begin + _HEADER.size + len(text)
@@ -199,7 +192,7 @@ def _checksum(number: int, text: bytes) -> int:
 
 def _plain(value: object) -> dict[str, str]:
     if not isinstance(value, bytes):
-        raise TypeError(f"{type(value).__name__} cannot be written into a page")
+        raise TypeError(f"a report cannot hold a {type(value).__name__}")
     return {_HEX: value.hex()}
 
 
@@ -209,22 +202,22 @@ def _revived(value: dict[str, Any]) -> Any:
 
 _log = logging.getLogger(__name__)
 
-# How soon a change by another thread than the engine's (a version that was staged, or spilled)
-# is written: soon where something was done of late, else as often as it was once asked for.
+# Interval at which changes by other threads than the engine's (staging, spilling) are noticed:
+# short after recent activity.
 _LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
 _ACTIVE_SECONDS = 5.0
 _STOP_SECONDS = 2.0
 
 
 class HoldingsReport:
-    """Reporter of what is held, whenever that has changed; usable from any thread.
+    """Reporter of what a worker holds, whenever that has changed; usable from any thread.
 
-    It writes at once where ``notify`` is called, else by a thread that looks.
+    Writes at once when ``notify`` is called; its thread notices other changes.
 
     Args:
         writer: Writer of the page, used by this object alone.
         look: Returns what is held, in a form that is cheap to make and compare.
-        describe: Returns what is held as plain values; called where ``look`` has changed.
+        describe: Returns what is held as plain values; called when ``look`` has changed.
     """
 
     def __init__(
@@ -234,7 +227,7 @@ class HoldingsReport:
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._writer, self._look, self._describe = writer, look, describe
-        self._told: object = None
+        self._reported: object = None
         self._active_at = time.monotonic()
         self._lock = threading.Lock()
         self._closed = False
@@ -247,10 +240,8 @@ class HoldingsReport:
         self._thread.start()
 
     def notify(self) -> None:
-        """Write what is held if it has changed, and look often for a while. Never raises.
-
-        What calls this may have begun something.
-        """
+        """Write what is held if it has changed, and check often for a while, since the caller may
+        have begun something. Never raises."""
         self._write_change()
         self._active_at = time.monotonic()
         self._wake.set()
@@ -265,12 +256,12 @@ class HoldingsReport:
         try:
             with self._lock:
                 seen = self._look()
-                if seen != self._told:
-                    # Seen before it is described: what changes between is told again.
+                if seen != self._reported:
+                    # Compared before it is described: a change in between is written again.
                     self._writer.write(self._describe())
-                    self._told, self._active_at = seen, time.monotonic()
+                    self._reported, self._active_at = seen, time.monotonic()
         except Exception:  # noqa: BLE001 (the edge of a thread, and of each worker method)
-            _log.exception("what this worker holds cannot be told; it is tried again")
+            _log.exception("the report of what this worker holds failed, and is tried again")
 
     def _run(self) -> None:
         while not self._closed:

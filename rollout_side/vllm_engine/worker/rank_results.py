@@ -1,4 +1,4 @@
-"""Answers of worker methods, so that none ever raises.
+"""Results of worker methods, none of which ever raises.
 
 vLLM's ``collective_rpc`` raises on the first rank that fails and leaves the other
 ranks' replies queued: at a tensor-parallel size above 1 the next call then gets
@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypedDict
 
 from weft_rl.contract.errors import LoadFailedError, WeftError, error_from_reason
 
-#: The local rank that receives; the others of its machine map what it has received.
+#: Local rank that receives; the other ranks map what it has received.
 RECEIVER_RANK = 0
 
 P = ParamSpec("P")
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class RankResult(TypedDict):
-    """One rank's answer. Plain values only: it travels by msgpack."""
+    """Result of a worker method on one rank. Plain values only: it travels by msgpack."""
 
     ok: bool
     rank: int
@@ -51,7 +51,7 @@ def guarded(
             value = dict(method(self, *args, **kwargs) or {})
         except BaseException as caught:  # noqa: BLE001 - nothing may pass, see the module
             error = caught
-        # Before the answer: who has it may look at once.
+        # Before the result is returned: its receiver may read the holdings at once.
         if (state := getattr(self, "weft_state", None)) is not None:
             state.notify_holdings()
         seconds = time.perf_counter() - begin
@@ -124,5 +124,5 @@ def check_results(
     raise error_from_reason(first["error_reason"], message, metadata)
 
 
-#: Stands for a transfer where a base is loaded from the files that the engine was started with.
+#: Transfer id of a base that is loaded from the files that the engine was started with.
 FROM_FILES: Final = ""

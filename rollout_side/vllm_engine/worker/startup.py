@@ -55,17 +55,14 @@ class OpenConfig:
     holdings_path: str
     """Path at which that process reads what the receiving rank holds: ``HoldingsPage.path``."""
     ranks_secret: str
-    """Secret by which the replica's ranks find the receiving one, and know each other.
-
-    Used where they load in place.
-    """
+    """Secret by which the replica's ranks find and recognise each other to load in place."""
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""
     spill: Mapping[str, Any] | None = None
     """``SpillSettings`` of the replica's spill directory, which exists."""
     traced_as: str = ""
-    """Replica that this worker's spans are said to be of; empty where it makes none."""
+    """Replica to name in this worker's spans; empty if it makes none."""
 
     def reference(self) -> Reference:
         """Return the tensors as contract values."""
@@ -99,8 +96,8 @@ def usable_backends(device: torch.device, choice: BackendChoice) -> tuple[str, .
     offered = tuple(name for name in have if choice in ("auto", name))
     if not offered:
         raise UnsupportedError(
-            f"--backend {choice}: a worker on {device.type} has {', '.join(have)} here; leave it "
-            "out, or name one of these"
+            f"--backend {choice} cannot be used: a worker on {device.type} has {', '.join(have)}; "
+            "leave it out, or choose one of these"
         )
     return offered
 
@@ -116,7 +113,7 @@ def end_with(replica_pid: int) -> None:
     """
     replica = os.pidfd_open(replica_pid)
     parent = os.getppid()
-    # With one worker and no executor's processes, the parent is the replica itself.
+    # With one worker in the engine's process, the parent is the replica itself.
     engine = os.pidfd_open(parent) if parent_of(parent) == replica_pid else None
     threading.Thread(
         target=_watch, args=(replica, engine), name="weft-watch-replica", daemon=True
@@ -140,7 +137,7 @@ def _watch(replica: int, engine: int | None) -> None:
     if engine is not None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(engine, signal.SIGKILL)
-    os._exit(1)  # nothing is left to tell, and nobody to tell it to
+    os._exit(1)  # nothing is left to clean up, and nobody to report to
 
 
 def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[str, Any]]:

@@ -79,7 +79,7 @@ class WorkerState:
             self.report.notify()
 
     def report_progress(self) -> None:
-        """Report that the calling thread makes progress with what was asked of this worker."""
+        """Report that the calling thread makes progress with a call to this worker."""
         if self.progress is not None:
             self.progress.report_progress()
 
@@ -89,7 +89,7 @@ class WorkerState:
             self.reading.close()
 
     def close(self) -> None:
-        """End what was started; blocks for what is under way, at most some seconds."""
+        """End all threads; blocks some seconds at most."""
         for server in (self.trials, self.ranks):
             if server is not None:
                 server.close()
@@ -101,16 +101,16 @@ class WorkerState:
         self.tracer.close()
 
     def check_takes_bases(self) -> None:
-        """Refuse to begin with a base that would leave mixed weights.
+        """Refuse a base that would leave mixed weights.
 
         Raises:
             LoadFailedError: Nothing has changed.
         """
         if self.base_refusal:
-            raise LoadFailedError(f"no base can be loaded here: {self.base_refusal}")
+            raise LoadFailedError(f"this replica can load no base: {self.base_refusal}")
 
     def check_idle(self) -> None:
-        """Refuse to touch weights beside a loader that did not end when it was told to.
+        """Refuse to touch weights while a loader that was ended still runs.
 
         Raises:
             LoadFailedError: Metadata ``dirty`` "true".
@@ -125,12 +125,12 @@ class WorkerState:
 def state_of(worker: Any) -> WorkerState:
     state: WorkerState | None = getattr(worker, "weft_state", None)
     if state is None:
-        raise NotReadyError("weft_open has not been called on this worker")
+        raise NotReadyError("weft_open was not called on this worker")
     return state
 
 
 def look_at(state: WorkerState) -> tuple[object, ...]:
-    """Return what ``memory_of`` would tell, in a form that is cheap to compare."""
+    """Return what ``memory_of`` would report, in a form that is cheap to compare."""
     loading = state.load.transfer_id if state.load is not None else ""
     spiller = state.spiller
     spilled = (spiller.listed, spiller.digests, spiller.ended_restore) if spiller else ()
@@ -164,7 +164,7 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
     given = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def load(handoff: Handoff) -> None:
-        # Forgotten meanwhile: a load that fails midway leaves nothing to rely on.
+        # Forgotten until the load is done: one that fails midway leaves nothing to rely on.
         plan, state.copy_plan = state.copy_plan, None
         served = state.store.served.set(None)
         try:
@@ -182,10 +182,8 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
 
 
 def served_base(state: WorkerState, handoff: Handoff, content_digest: bytes) -> ServedBase | None:
-    """Return a base that was loaded in place, for others to clone from the engine's parameters.
-
-    None where these do not hold the bytes as they came, or not all of them.
-    """
+    """Return a base that was loaded in place, for clones from the engine's parameters; None if
+    they do not hold all its bytes unchanged."""
     plan, manifest = state.copy_plan, handoff.manifest
     if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
         return None

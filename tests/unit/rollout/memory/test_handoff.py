@@ -185,7 +185,7 @@ def test_the_end_tells_whether_the_weights_have_changed(num_put: int) -> None:
             assert_soon(lambda: handoff.is_begun)
     assert load.end() == (num_put > 0)
     assert not load.is_running
-    with pytest.raises(NotReadyError, match="given up"):
+    with pytest.raises(NotReadyError, match="was ended"):
         load.check()
 
 

@@ -189,7 +189,7 @@ def test_a_push_without_room_beside_the_sleeping_weights_is_refused(
     gpu = _Gpu(monkeypatch, 42)
     memory = Memory(GPU, in_place=True)
     memory.fall_asleep(40 * GIB)
-    with pytest.raises(CapacityError, match=r"42.0 GiB free.* 40.0 GiB of weights that sleep"):
+    with pytest.raises(CapacityError, match=r"42.0 GiB free.* 40.0 GiB of sleeping weights"):
         memory.room_for(GIB, GPU, 64 * GIB, 3)
     gpu.kept_bytes = GIB  # by torch, of a push before
     assert memory.room_for(GIB, GPU, 64 * GIB, 3) == 0
@@ -206,7 +206,7 @@ def test_a_copy_is_staged_on_the_device_beside_the_sleeping_weights_alone(
     gpu = _Gpu(monkeypatch, 50)
     store = WorkerStore(99 * GIB, 99 * GIB, memory=Memory(GPU, base_on_device=True))
     store.memory.fall_asleep(40 * GIB)
-    with pytest.raises(CapacityError, match="weights that sleep"):
+    with pytest.raises(CapacityError, match="sleeping weights"):
         store.reserve("t1", 11 * GIB, adapter=False)
     assert store.usage().staging_bytes == 0
     store.reserve("t1", 10 * GIB, adapter=False)

@@ -199,7 +199,7 @@ def test_what_a_rank_holds_in_part_cannot_be_read_back() -> None:
     version = staged(1)
     plan = learnt(load_own_way(Model(), version), version)
     assert not plan.is_readable
-    with pytest.raises(ValueError, match="held in part"):
+    with pytest.raises(ValueError, match="hold parts of tensors"):
         plan.read_bucket(0, torch.empty(MANIFEST.buckets[0].wire_bytes, dtype=torch.uint8))
 
 
@@ -347,6 +347,6 @@ def test_a_bucket_out_of_order_is_refused() -> None:
     arriving = ReusedMemory(second)
     both = list(enumerate(wires(second)))[:2]
     arriving.buckets = lambda: iter([both[0], both[0]])  # type: ignore[method-assign]
-    with pytest.raises(LoadFailedError, match="bucket 0 came where 1 was due"):
+    with pytest.raises(LoadFailedError, match="bucket 0 arrived in place of bucket 1"):
         load_in_place(worker(model), arriving, REFERENCE, learnt(model, first))
     assert arriving.version == PolicyVersion("base", 2)

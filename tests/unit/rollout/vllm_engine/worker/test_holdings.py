@@ -91,7 +91,7 @@ def test_a_slot_that_is_being_written_is_not_read(page: HoldingsPage) -> None:
 def test_what_does_not_fit_leaves_what_was_there(page: HoldingsPage) -> None:
     writer = HoldingsWriter(page.path)
     writer.write({**EMPTY, "adapter_bytes": 3})
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="does not fit"):
         writer.write({**EMPTY, "spilled": ["x" * SLOT_BYTES]})
     assert page.read().adapter_bytes == 3
 
