@@ -62,7 +62,7 @@ def connector(name: str, **extra: object) -> str:
     [
         (
             ("--kv-transfer-config", connector("ExampleConnector")),
-            "ExampleConnector: a switch cannot",
+            "ExampleConnector: a switch",
         ),
         (("--kv-transfer-config", connector("MooncakeStoreConnector")), "other replicas included"),
         (("--kv-transfer-config", connector("NixlConnector")), "--kv-offloading-size GIB"),

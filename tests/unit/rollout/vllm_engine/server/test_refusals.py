@@ -60,7 +60,7 @@ def _transfer(name: str | None, module: str | None = None, **extra: object) -> S
         (
             {"kv_transfer_config": _transfer("ExampleConnector")},
             {},
-            "ExampleConnector: a switch cannot",
+            "ExampleConnector: a switch",
         ),
         ({"kv_transfer_config": _transfer("MultiConnector")}, {}, "MultiConnector"),
         (
@@ -192,7 +192,7 @@ def test_a_backend_that_the_machine_cannot_use_is_refused(
     for always in ("auto", "gloo"):
         refusals.refuse_backend(always)
     with pytest.raises(
-        UnsupportedError, match="--backend one-sided cannot be used: no directory for sockets; "
+        UnsupportedError, match="one-sided cannot be used: no directory for sockets; "
     ):
         refusals.refuse_backend("one-sided")
     monkeypatch.setattr(refusals, "why_unavailable", lambda: "")
