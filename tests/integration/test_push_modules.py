@@ -20,7 +20,7 @@ from tests.unit.docs.walk import stops
 #: speaks while it waits, the buckets of one push, apart from the groups that they are sent in;
 #: digests' way from an accelerator to the host; and two for what a pool must notice: that the
 #: catalog's file is still there as it is written, and which bare names a switch lets answer).
-MAX_MODULES = 91
+MAX_MODULES = 88
 #: Where vLLM's own process begins: an engine double stands in its place here.
 _IN_VLLM = "rollout_side/vllm_engine/"
 

@@ -28,9 +28,10 @@ from rollout_side.vllm_engine.loading.copy_plan import learn_from
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
 from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, guarded
-from rollout_side.vllm_engine.worker.startup import OpenConfig, open_worker
 from rollout_side.vllm_engine.worker.state import (
+    OpenConfig,
     loader,
+    open_worker,
     served_base,
     state_of,
 )
