@@ -390,7 +390,7 @@ class Engine(Protocol):
     async def drop_alias(self, policy: str) -> None:
         """Let an adapter's bare name stand for nothing; succeeds if it already does."""
 
-    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         """Set the policies that are not served any more, with reasons for clients."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:

@@ -124,7 +124,7 @@ class Agent:
         self.config = config
         self.engine = engine
         #: Versions, which the coordinator's orders change through the servicer.
-        self.serving = Serving(engine, self._note_switch)
+        self.serving = Serving(engine, self._after_switch)
         #: Address of the ReplicaService; see ``advertise``.
         self.address = ""
         self.registration: Registration | None = None
@@ -199,7 +199,7 @@ class Agent:
     def _served(self) -> VersionVector:
         return self.serving.vector.with_base(self.engine.base_version)
 
-    def _note_switch(self) -> None:
+    def _after_switch(self) -> None:
         """Decide anew which aliases to refuse, if any may be: most switches change none."""
         answer = self._answer
         may_be_refused = answer is None or bool(
@@ -219,7 +219,7 @@ class Agent:
         self._aliases = refused
         self.engine.refuse_aliases(refused)
         if refused.is_away is not was.is_away:
-            self.hurry()  # the report says so
+            self.hurry()  # the report shows it
         if refused.is_away:
             _log.warning("%s", self.refusing)
         elif (refused.every, refused.named.keys()) != (was.every, was.named.keys()):
@@ -257,8 +257,8 @@ class Agent:
 
     @property
     def refusing(self) -> str:
-        """Reason why new requests are refused now, as the engine was told; empty while they are
-        taken. Refusals for mixed weights are not included."""
+        """Reason why the engine refuses new requests now; empty while it takes them.
+        Refusals for mixed weights are not included."""
         if self._closed or self._ordered or not self._aliases.is_away:
             return self._closed or self._ordered
         why = self.registration.trouble if self.registration else ""
@@ -343,7 +343,7 @@ class Agent:
         begins = not self._drain.is_draining
         self._drain.begin(seconds, reason)
         if begins:
-            self._in_transfer = True  # until the coordinator says otherwise
+            self._in_transfer = True  # until the coordinator answers
             if self.registration is not None:
                 self.registration.hurry()
 
@@ -375,7 +375,7 @@ class Agent:
         self._pins_ordered = answer.pins
         if answer.absent != self._absent:
             self._absent = answer.absent
-            self.engine.note_absent(answer.absent)
+            self.engine.set_absent(answer.absent)
 
     def _close(self, reason: str) -> None:
         self._closed = reason

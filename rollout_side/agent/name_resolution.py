@@ -131,18 +131,18 @@ def _alias(served: VersionVector, policy: str) -> int:
     return served.adapters.get(policy, AdapterVersions()).alias
 
 
-def _is_behind(pool: PolicyVersion, told: int, now: int) -> bool:
+def _is_behind(pool: PolicyVersion, reported: int, now: int) -> bool:
     """Return whether a policy's name still stands for another version than in the pool.
 
-    The replica may have switched since it was told so. Such an order is younger than that answer,
+    The replica may have switched since that answer. Such an order is younger than the answer,
     except those of a clone, which brings older versions first.
 
     Args:
         pool: The version in the pool.
-        told: The number that the heartbeat reported.
+        reported: The number that the heartbeat reported.
         now: The number by now.
     """
-    return now == told or now < pool.version
+    return now == reported or now < pool.version
 
 
 def _versions(policy: str, served: VersionVector) -> list[str]:

@@ -74,7 +74,7 @@ class Holdings:
     held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
     """Held versions, each with its digest, and True if it is spilled."""
     last_epoch: int = 0
-    """Highest epoch of a side group that it was told."""
+    """Highest epoch of its side groups."""
     to_sleep: Asleep | None = None
     """Set while it waits to sleep, refusing new requests."""
 
@@ -210,7 +210,6 @@ def _patience(config: AgentConfig, error: RequestConflictError) -> float:
 
 
 async def _log_trouble(config: AgentConfig, error: WeftError) -> None:
-    """Log why the coordinator cannot be reached, or refuses."""
     if not isinstance(error, PeerUnavailableError | TransferTimeoutError):
         what = f"the coordinator at {config.coordinator} refuses this replica: {error}"
     else:
@@ -223,7 +222,7 @@ async def _log_trouble(config: AgentConfig, error: WeftError) -> None:
 _CALL_SECONDS = 10.0
 _REFERENCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
-#: Between heartbeats of a replica that drains: it waits to hear that no transfer needs it.
+#: Between heartbeats of a replica that drains: it waits until no transfer needs it.
 _DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
 #: Between two attempts to find out why there is no contact.
@@ -279,7 +278,7 @@ class Registration:
         self.trouble = ""
         self._was_registered = False
         self._coordinator_id = ""
-        # Last operator's order that it was told of, for a coordinator that does not know it.
+        # Last operator's order that it knows, for a coordinator that does not.
         self._out_of_service: pb.OutOfService | None = None
         self._epoch = 0
         self._conflict_since: float | None = None
@@ -339,11 +338,13 @@ class Registration:
                     if not self._stopping:
                         self._on_failed(error)
                     return
-                self._note(error)
+                self._record_failure(error)
             except WeftError as error:  # from a file of its own credentials
-                self._note_trouble(f"the replica could not ask the coordinator: {error.message}")
+                self._record_trouble(f"the replica could not ask the coordinator: {error.message}")
             except Exception as error:  # noqa: BLE001 (it would end the thread in silence)
-                self._note_trouble(f"the replica could not report what it serves: {error!r}", error)
+                self._record_trouble(
+                    f"the replica could not report what it serves: {error!r}", error
+                )
             wait = _RETRY_SECONDS
 
     def _contact(self) -> float:
@@ -391,16 +392,16 @@ class Registration:
             return now - self._conflict_since >= self._config.conflict_patience_seconds
         return isinstance(error, InvalidRequestError) or error.reason in _FINAL_REASONS
 
-    def _note(self, error: WeftError) -> None:
+    def _record_failure(self, error: WeftError) -> None:
         """Record that a call was not answered, or was refused."""
         if isinstance(error, PeerUnavailableError | TransferTimeoutError):
-            self._note_trouble(self._why_away(error))
+            self._record_trouble(self._why_away(error))
         elif type(error) is WeftError or isinstance(error, CapacityError):
-            self._note_trouble(f"the coordinator could not answer: {error}")
+            self._record_trouble(f"the coordinator could not answer: {error}")
         else:
-            self._note_trouble(f"the coordinator refuses this replica: {error}")
+            self._record_trouble(f"the coordinator refuses this replica: {error}")
 
-    def _note_trouble(self, trouble: str, cause: Exception | None = None) -> None:
+    def _record_trouble(self, trouble: str, cause: Exception | None = None) -> None:
         """Record why there is no contact, and log each cause once. A refusal is no contact
         either: a replica that is refused for long is not ready (``in_contact``)."""
         if trouble != self.trouble and not self._stopping:
@@ -452,7 +453,7 @@ class Registration:
         )
         self._interval_seconds = duration_from_proto(response.heartbeat_interval)
         self._coordinator_id = response.coordinator_id
-        self._note_order(response)
+        self._record_orders(response)
         if response.reference_wanted:
             self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
         _log.info(
@@ -483,7 +484,7 @@ class Registration:
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
         self._held_reported, self._held_wanted = now.held, response.held_versions_wanted
-        self._note_order(response)
+        self._record_orders(response)
         # It grows if another replica was registered by a later coordinator.
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
@@ -505,7 +506,7 @@ class Registration:
             )
         return is_draining
 
-    def _note_order(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
+    def _record_orders(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
         is_ordered = response.HasField("out_of_service")
         self._out_of_service = response.out_of_service if is_ordered else None
         self._epoch = max(self._epoch, response.epoch)
@@ -529,4 +530,4 @@ class Registration:
             self._stub.Leave(request, timeout=2.0)
         except (grpc.RpcError, WeftError) as error:
             why = error if isinstance(error, WeftError) else error_from_rpc(error)
-            _log.info("the coordinator could not be told that this replica leaves: %s", why)
+            _log.info("this replica could not leave the pool in good order: %s", why)

@@ -54,7 +54,7 @@ class Serving:
         self.retiring: set[PolicyVersion] = set()
         # As of the last refresh: heartbeats are made on another thread.
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
-        #: Versions of the base whose copies the engine was told to keep.
+        #: Versions of the base whose copies the engine keeps.
         self.pins: tuple[int, ...] = ()
         self.known = KnownVersions()
         self._as_started, self._compared = 0, (0, b"")
@@ -184,7 +184,7 @@ class Serving:
         self._failed.check(transfer_id, version, "; push it again")
         with self._failed.noting_failure(transfer_id):
             await self._engine.load_in_place(transfer_id, version, timeout_seconds)
-        # A coordinator that starts anew must be told of it, to end it.
+        # A restarted coordinator must know of the load to end it.
         await self._refresh_memory()
         _log.info("loading %s in place; requests wait", version)
 
@@ -206,7 +206,7 @@ class Serving:
         self, version: PolicyVersion, spilled: SpilledCopy | None = None
     ) -> SwitchTimes:
         """Switch to a version that is held: flip an alias, load a retained base, or
-        read it from the spill directory as ``spilled`` says.
+        read it from the spill directory as ``spilled`` describes.
 
         Raises:
             NotReadyError: ``NOT_RETAINED``; nothing changed.
@@ -311,7 +311,7 @@ class Serving:
             if await self._engine.holds_started_with(PolicyVersion(BASE_POLICY, of[0])):
                 self._as_started = of[0]
                 _log.info("base@%d has the bytes that this replica was started with", of[0])
-        except WeftError as error:  # it keeps no copy, say
+        except WeftError as error:  # it keeps no copy, for example
             _log.debug("base@%d is not compared with base@0: %s", of[0], error)
         self._compared = of
 

@@ -503,7 +503,7 @@ class InPlaceLoad:
         """Check that the load has not ended with an error.
 
         Raises:
-            NotReadyError: The load has ended; says why.
+            NotReadyError: The load has ended with an error.
         """
         if (error := self.handoff.error) is not None:
             raise NotReadyError(

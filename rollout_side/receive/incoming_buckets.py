@@ -413,9 +413,9 @@ class _ReceivePipeline:
         self._num_kept = first_bucket
         self._reported_at = time.monotonic()
         self._arrived: Operation | None = None
-        say, transfer_id = membership.progress.report, prepared.transfer_id
-        self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
-        self._waiting = partial(say, pb.ACTIVITY_WAITING, transfer_id)
+        report, transfer_id = membership.progress.report, prepared.transfer_id
+        self._forming = partial(report, pb.ACTIVITY_FORMING, transfer_id)
+        self._waiting = partial(report, pb.ACTIVITY_WAITING, transfer_id)
 
     def post(self) -> None:
         """Post receives, as many as may be."""

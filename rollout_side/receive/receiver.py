@@ -358,7 +358,7 @@ class GroupReceiver:
         digest = prepared.transfer.finish(check)
         self._prepared = None
         prepared.span.set(bytes=manifest.total_bytes, buckets=prepared.num_buckets)
-        prepared.span.end()  # before the coordinator is told, which may end the transfer
+        prepared.span.end()  # before the report to the coordinator, which may end the transfer
         content = content_to_proto(manifest, digest)
         staged = pb.Staged(transfer_id=transfer_id, content_digest=content)
         membership.attendance.send(pb.AttendRequest(staged=staged))
@@ -423,7 +423,7 @@ class Probe:
                 self._attend()
                 return
             except (PeerUnavailableError, TransferTimeoutError) as error:
-                _log.info("the coordinator cannot be told that this worker answers: %s", error)
+                _log.info("the answer of this worker does not reach the coordinator: %s", error)
             except WeftError as error:  # the group was dropped: the probe is answered or replaced
                 _log.debug("probe %s has ended: %s", self.ticket.group_id, error)
                 return

@@ -48,7 +48,7 @@ class _StopSignals:
     once, and so does SIGINT, which a terminal also sends to the engine's processes."""
 
     def __init__(self, drain_seconds: float) -> None:
-        self.told = asyncio.Event()
+        self.received = asyncio.Event()
         self.agent: Agent | None = None
         self._drain_seconds = drain_seconds
         self._signalled = False
@@ -57,14 +57,14 @@ class _StopSignals:
         """Handle a signal."""
         at_once = self._signalled or number == signal.SIGINT or not self._drain_seconds
         if at_once or self.agent is None:
-            self.told.set()
+            self.received.set()
         else:
             self.agent.drain(self._drain_seconds, "its process was told to stop")
         self._signalled = True
 
     async def wait(self) -> str:
         """Wait until the process is to end at once; returns why."""
-        await self.told.wait()
+        await self.received.wait()
         return "told to stop at once"
 
 
@@ -130,7 +130,6 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
 
 
 def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
-    """Return the settings of the spill directory; None if versions are not spilled."""
     if not config.spill_dir:
         return None
     return SpillSettings(
@@ -180,12 +179,12 @@ async def _serve_engine(
         await engine.start_http()
         if ready is not None:
             ready(agent.address, http_url, ports)
-        return await _run_until_told(agent, engine, server, stop, metrics)
+        return await _run_until_stopped(agent, engine, server, stop, metrics)
     finally:
         await ports.close()
 
 
-async def _run_until_told(
+async def _run_until_stopped(
     agent: Agent,
     engine: VllmReplica,
     server: WeftServer,

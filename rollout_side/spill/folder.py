@@ -301,7 +301,6 @@ def _owner(partial: Path) -> str:
 
 
 def _idle_seconds(partial: Path) -> float:
-    """Return the seconds since anything was written to it."""
     newest = 0.0
     with contextlib.suppress(OSError):
         newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))

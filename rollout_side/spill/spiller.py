@@ -253,7 +253,7 @@ class Spiller:
             try:
                 self._read(restore, layout_digest)
                 restore.end(None)
-            except BaseException as error:  # noqa: BLE001 (handed to who asks)
+            except BaseException as error:  # noqa: BLE001 (raised by ``restored``)
                 restore.end(error)
 
         restore.thread = threading.Thread(

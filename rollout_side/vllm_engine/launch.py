@@ -227,7 +227,7 @@ def parse_args(
         defaults: Values of vLLM's options that the arguments do not give.
 
     Raises:
-        UnsupportedError: An argument that Weft cannot honour; says what to do.
+        UnsupportedError: An argument that Weft cannot honour.
         InvalidRequestError: vLLM refused them; its parser has printed why.
     """
     parser = parts.make_arg_parser(parts.argument_parser())
@@ -303,7 +303,7 @@ def _open_config(
     holdings: HoldingsPage,
     traced_as: str,
 ) -> dict[str, Any]:
-    """Return the fields of ``worker.config.OpenConfig`` as plain values."""
+    """Return the fields of ``worker.state.OpenConfig`` as plain values."""
     return {
         "staging_memory_bytes": staging_bytes,
         "adapter_memory_bytes": adapter_bytes,

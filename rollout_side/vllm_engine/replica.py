@@ -429,7 +429,7 @@ class VllmReplica:
         async with self._gate.exclusive():
             self.models.drop_alias(policy)
 
-    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         """See ``Engine``."""
         self.models.absent = policies
 

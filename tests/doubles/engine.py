@@ -339,7 +339,7 @@ class EngineDouble:
         self.store.held(version)
         self.aliases[version.policy] = version.version
 
-    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         self.absent = policies
 
     async def drop_alias(self, policy: str) -> None:

@@ -220,7 +220,7 @@ def typed_failures() -> Iterator[None]:
 
     Raises:
         InvalidRequestError: vLLM refuses the request, in its own words.
-        CapacityError: ``TOO_MANY_CALLS``: vLLM has as much to do as it was told to take.
+        CapacityError: ``TOO_MANY_CALLS``: vLLM has as many requests as it may take.
         PeerUnavailableError: vLLM's engine has died.
     """
     try:
@@ -235,7 +235,8 @@ def typed_failures() -> Iterator[None]:
             raise CapacityError(str(error), reason="TOO_MANY_CALLS") from error
         if "EngineDeadError" in kinds:
             raise PeerUnavailableError(
-                "vLLM's engine has died; the replica's log says why", metadata={"member": "engine"}
+                "vLLM's engine has died; the replica's log gives the cause",
+                metadata={"member": "engine"},
             ) from error
         raise
 

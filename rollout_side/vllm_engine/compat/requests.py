@@ -56,7 +56,7 @@ def keep_held_blocks(core: Any) -> None:
 
 def _reads_encoder(scheduler: Any, request: Any) -> bool:
     """Return whether a request that has tokens still refers to outputs of an encoder."""
-    if scheduler.is_encoder_decoder:  # its manager says so of every request, to its end
+    if scheduler.is_encoder_decoder:  # its cache manager lists every request until its end
         return False
     return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))
 
@@ -117,7 +117,7 @@ def unfinished_requests(engine: Any) -> frozenset[str]:
     return frozenset(state.external_req_id for state in states)
 
 
-def note_sent(engine: Any, note: Callable[[str], None]) -> None:
+def on_request_sent(engine: Any, note: Callable[[str], None]) -> None:
     """Call ``note`` with the caller's id of each request when it is sent to the engine.
 
     From then on it is among the unfinished requests, until it has finished.

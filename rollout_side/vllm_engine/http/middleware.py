@@ -195,7 +195,7 @@ def current_notes() -> RequestNotes:
     return _notes.get(None) or RequestNotes(None, PolicyVersion(BASE_POLICY, 0))
 
 
-def note_reason(reason: str) -> None:
+def set_reason(reason: str) -> None:
     """Note why the request that runs in this context fails."""
     if (notes := _notes.get(None)) is not None:
         notes.reason = reason
@@ -346,7 +346,7 @@ def _explained(
         return held
     error["message"], error["code"] = refusal.message, refusal.status
     error["type"] = refusal.type
-    note_reason(refusal.reason)
+    set_reason(refusal.reason)
     body = json.dumps(answer).encode()
     headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode()))

@@ -283,7 +283,7 @@ class ServedModels:
             self._serving.lora_requests.pop(policy, None)
 
     def refuse_aliases(self, refused: AliasRefusals) -> None:
-        """Refuse aliases as told, the base model's own name among them, and accept the others.
+        """Refuse these aliases, the base model's own name among them, and accept the others.
 
         Exact versions, and adapters from files, are answered throughout.
         """
@@ -321,7 +321,7 @@ class ServedModels:
     async def _show_available_models(self) -> Any:
         """Answer /v1/models: the base, each version once, each alias that is not refused.
 
-        vLLM would list an alias under its target's name. An alias's ``root`` says
+        vLLM would list an alias under its target's name. An alias's ``root`` names
         what it stands for.
         """
         models = await self._serving.registry.show_available_models()

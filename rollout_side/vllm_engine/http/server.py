@@ -25,7 +25,7 @@ def listen(host: str, port: int) -> socket.socket:
     bound could share its port with another process's, until one of the two listened.
 
     Raises:
-        InvalidRequestError: The address cannot be had; says why.
+        InvalidRequestError: The address is taken or invalid.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -118,7 +118,7 @@ class OpenAiServer:
         """Return the end of an error message: what has ended the server, if that is known."""
         task = self._task
         if task is None or not task.done() or task.cancelled() or task.exception() is None:
-            return "; its log says why"
+            return "; its log gives the cause"
         return f": {task.exception()!r}"
 
     async def stopped(self, timeout_seconds: float) -> bool:

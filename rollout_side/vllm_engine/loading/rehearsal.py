@@ -110,11 +110,11 @@ def _unprocessed(layerwise: Any) -> Iterator[None]:
     What vLLM has kept of the layer's weights until then is dropped.
     """
 
-    def let_go(_: torch.nn.Module, info: Any) -> None:
+    def drop_weights(_: torch.nn.Module, info: Any) -> None:
         info.loaded_weights[:] = [(name, None) for name, _ in info.loaded_weights]
 
     process = layerwise._layerwise_process
-    layerwise._layerwise_process = let_go
+    layerwise._layerwise_process = drop_weights
     try:
         yield
     finally:

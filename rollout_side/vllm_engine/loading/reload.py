@@ -182,7 +182,7 @@ def _reload(
 def quiet_about_idle_layers() -> Iterator[None]:
     """Keep vLLM's "Failed to load weights" out of the log.
 
-    vLLM says so of every layer without weights of its own. Layers that should have got weights are
+    vLLM logs it for every layer without weights of its own. Layers that should have got weights are
     refused before.
     """
 

@@ -30,7 +30,7 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
         casts it to.
 
     Raises:
-        UnsupportedError: Neither way works; says why.
+        UnsupportedError: Neither way works.
     """
     architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
     metas = _from_files(model_dir) if model_dir is not None else []

@@ -68,7 +68,7 @@ class InitialCheckpoint:
         """Begin to read a model's files, if they exist and were not read already.
 
         Args:
-            model: Directory or name, as vLLM was told, or as it resolved it.
+            model: Directory or name, as vLLM's argument, or as vLLM resolved it.
             revision: Revision, where the model is given by name.
             is_loaded: Whether the engine has loaded it: files that are missing then stay missing.
         """

@@ -169,7 +169,7 @@ def plain_errors(model: str) -> Iterator[None]:
 
 
 def _is_missing_model(error: BaseException) -> bool:
-    """Return whether an error says that a model is missing.
+    """Return whether an error means that a model is missing.
 
     Known are errors of the hub's client and of transformers.
     """
@@ -322,7 +322,7 @@ def _lacks_triton() -> bool:
 
 
 def _model_config(args: Namespace) -> Any:
-    """Return transformers' config of the model; None if it cannot be read: vLLM says why."""
+    """Return transformers' config of the model; None if it cannot be read, which vLLM reports."""
     get_config = importlib.import_module("vllm.transformers_utils.config").get_config
     try:
         return get_config(args.model, args.trust_remote_code, args.revision)

@@ -123,7 +123,7 @@ class RequestsAtSwitch:
         #: vLLM's own ``generate``.
         self.generate = engine.generate
         self._calls: dict[str, list[_RequestCall]] = {}
-        requests.note_sent(engine, self._note_sent)
+        requests.on_request_sent(engine, self._mark_sent)
         if choice == "keep" or self.caches.has_connector:
             requests.salt_requests(engine, self._salt)
         for name in ("generate", "encode"):  # answers of tokens, and of pooling models
@@ -183,7 +183,7 @@ class RequestsAtSwitch:
     def _all_calls(self) -> Iterator[_RequestCall]:
         return itertools.chain.from_iterable(self._calls.values())
 
-    def _note_sent(self, request_id: str) -> None:
+    def _mark_sent(self, request_id: str) -> None:
         for call in self._calls.get(request_id, ()):  # a client may use an id twice
             call.is_sent = True
 
@@ -215,5 +215,5 @@ class RequestsAtSwitch:
         if call.refusal is not None:
             raise requests.failure(call.refusal.message, call.refusal.status)
         if call.is_aborted:
-            middleware.note_reason(VersionChangedError.default_reason)
+            middleware.set_reason(VersionChangedError.default_reason)
             raise requests.failure(_ABORTED, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -77,7 +77,7 @@ class Sleeper:
         self._check_can_sleep()
         deadline = time.monotonic() + order.timeout_seconds
         self._gate.expect_sleep(
-            f"the replica sleeps by order {_whose(order)}; ask another replica, or again "
+            f"the replica sleeps by order {_ordered_by(order)}; ask another replica, or again "
             "once it is awake"
         )
         try:
@@ -144,14 +144,14 @@ class Sleeper:
             return False
         self._falls_asleep = True
         try:
-            return await self._give_memory_back(order)
+            return await self._put_to_sleep(order)
         finally:
             self._falls_asleep = False
 
-    async def _give_memory_back(self, order: SleepOrder) -> bool:
+    async def _put_to_sleep(self, order: SleepOrder) -> bool:
         former = self.asleep
         try:
-            if not await self._let_go(order):
+            if not await self._free_memory(order):
                 return False
             if former is not None and not bridges.can_sleep_in_part():
                 await self._wake("kv_cache")
@@ -162,11 +162,13 @@ class Sleeper:
         self.lacks_base = self.lacks_base or order.level == DISCARDS
         self.asleep = Asleep(order.trainer_id, level=order.level)
         self._gate.sleep()
-        await self._workers.bounded(self._let_sleep(order.level), "falling asleep", is_quiet=True)
-        _log.info("the engine sleeps at level %d, by order %s", order.level, _whose(order))
+        await self._workers.bounded(
+            self._sleep_in_engine(order.level), "falling asleep", is_quiet=True
+        )
+        _log.info("the engine sleeps at level %d, by order %s", order.level, _ordered_by(order))
         return True
 
-    async def _let_sleep(self, level: int) -> None:
+    async def _sleep_in_engine(self, level: int) -> None:
         try:
             await bridges.fall_asleep(self._engine, level)
         except Exception as error:
@@ -178,7 +180,7 @@ class Sleeper:
             )
             raise self._loss() from error
 
-    async def _let_go(self, order: SleepOrder) -> bool:
+    async def _free_memory(self, order: SleepOrder) -> bool:
         """Have the workers free Weft's memory; return False while weights are being read."""
         values = await self._workers.call("weft_sleep", order.level, is_quiet=True)
         if all(value["is_free"] for value in values):
@@ -251,5 +253,5 @@ class Sleeper:
         await self._workers.bounded(woken, f"waking its {tag}", is_quiet=True)
 
 
-def _whose(order: SleepOrder) -> str:
+def _ordered_by(order: SleepOrder) -> str:
     return f"of trainer {order.trainer_id!r}" if order.trainer_id else "of an operator"

@@ -61,10 +61,10 @@ class WeftWorker:
         """
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
-        state, told = open_worker(self, OpenConfig(**config))
+        state, declared = open_worker(self, OpenConfig(**config))
         self.weft_state = state
         lora_hook.set_store(state.store)
-        return told
+        return declared
 
     @guarded
     def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:

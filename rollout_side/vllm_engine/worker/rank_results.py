@@ -89,7 +89,7 @@ def guarded(
 
 
 def _text(error: BaseException) -> str:
-    """Return type and text of an error: vLLM raises bare AssertionErrors that say nothing alone."""
+    """Return type and text of an error: vLLM raises AssertionErrors without a text."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -106,7 +106,7 @@ def check_results(
 
     Raises:
         WeftError: Of the type of the first rank that failed. Metadata ``rank`` names
-            it; ``dirty`` is "true" if any rank says so, or by ``mixed_is_dirty``.
+            it; ``dirty`` is "true" if any rank reports it, or by ``mixed_is_dirty``.
     """
     failed = [answer for answer in answers if not answer["ok"]]
     if not failed:

@@ -223,7 +223,9 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
         folder = SpillFolder(SpillSettings(**settings.spill), state.reference.fingerprint)
         state.spiller = Spiller(store, folder, settings.retain_base)
     writer = HoldingsWriter(settings.holdings_path)
-    state.report = HoldingsReport(writer, partial(look_at, state), partial(memory_of, state))
+    state.report = HoldingsReport(
+        writer, partial(comparable_state, state), partial(memory_of, state)
+    )
     state.report.start()
 
 
@@ -328,7 +330,7 @@ def state_of(worker: Any) -> WorkerState:
     return state
 
 
-def look_at(state: WorkerState) -> tuple[object, ...]:
+def comparable_state(state: WorkerState) -> tuple[object, ...]:
     """Return what ``memory_of`` would report, in a form that is cheap to compare."""
     loading = state.load.transfer_id if state.load is not None else ""
     spiller = state.spiller

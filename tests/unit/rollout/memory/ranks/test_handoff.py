@@ -224,7 +224,7 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
     """Its process may be stopped there: then it says nothing, and the push goes on without."""
     monkeypatch.setattr(rank_handoff, "PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr(queue_module, "PROGRESS_SECONDS", 0.01)
-    InPlaceLoad(replica.queue, Loader())
+    own = InPlaceLoad(replica.queue, Loader())
     handoff = replica.rank()
     buckets = handoff.buckets()
     for index in range(COUNT):
@@ -232,6 +232,7 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
         replica.land(index)
         given.result(WAIT_SECONDS)
     waiting = in_thread(replica.queue.wait_complete, nothing)
+    own.thread.join(WAIT_SECONDS)  # until then it is reported for
     said = threading.Event()
     replica.queue.report_to(lambda bucket: said.set())
     assert not said.wait(0.2), "it has the last bucket, and is silent"

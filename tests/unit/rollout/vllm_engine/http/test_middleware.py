@@ -14,7 +14,7 @@ from rollout_side.vllm_engine.http.middleware import (
     current_notes,
     explain_unknown_models,
     name_versions,
-    note_reason,
+    set_reason,
 )
 from rollout_side.vllm_engine.http.served_models import Refusal, ServedModels
 from weft_rl.contract.names import PolicyVersion
@@ -132,7 +132,7 @@ class _App:
         if self.switches:  # meanwhile
             self.models.set_base(PolicyVersion("base", 9))
         if self.reason:
-            note_reason(self.reason)
+            set_reason(self.reason)
         head = {"type": "http.response.start", "status": scope["status"]}
         await send({**head, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
@@ -186,4 +186,4 @@ async def test_a_failure_has_its_reason_and_no_other() -> None:
     assert await app.ask("tiny", status=503) == {"weft-reason": "VERSION_CHANGED"}
     app.reason = ""
     assert await app.ask("tiny", status=503) == {}
-    note_reason("of no request")
+    set_reason("of no request")

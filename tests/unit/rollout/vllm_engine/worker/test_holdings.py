@@ -24,7 +24,7 @@ from rollout_side.vllm_engine.worker.holdings import (
     ProgressWriter,
 )
 from rollout_side.vllm_engine.worker.rank_results import guarded
-from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
+from rollout_side.vllm_engine.worker.state import WorkerState, comparable_state, memory_of
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
@@ -156,7 +156,7 @@ def _state(page: HoldingsPage) -> WorkerState:
     state = WorkerState(WorkerStore(2**20, 2**20, 1, Memory()), Reference("Model", ()))
     state.receiver = SimpleNamespace()  # type: ignore[assignment]
     state.report = HoldingsReport(
-        HoldingsWriter(page.path), lambda: look_at(state), lambda: memory_of(state)
+        HoldingsWriter(page.path), lambda: comparable_state(state), lambda: memory_of(state)
     )
     return state
 
