@@ -11,7 +11,7 @@ import grpc
 
 from rollout_side.agent.agent import Agent
 from rollout_side.agent.registration import OrderKey
-from rollout_side.agent.serving import SpilledCopy
+from rollout_side.agent.serving import VersionCopy
 from rollout_side.engine import (
     FinishReason,
     GenerateOrder,
@@ -158,14 +158,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self._check_generation(request.coordinator_generation)
         self._check_incarnation(request.incarnation)
         with self._signed(), self._traced("weft.switch", context, request.version) as span:
-            times = await agent.serving.commit(
-                _named(request.transfer_id),
-                _version(request.version),
-                request.adapter.config_json,
-                request.content_digest.value,
-                request.alias,
-                _facts(request, request.content_digest),
-            )
+            times = await agent.serving.commit(_copy(request, _version(request.version)))
             span.set(**_cost(times))
         self._on_switched(request.version.policy, times)
         return pb.CommitTransferResponse(
@@ -195,18 +188,10 @@ class ReplicaServicer(ReplicaServiceServicer):
         agent = self._agent
         self._check_generation(request.coordinator_generation)
         self._check_incarnation(request.incarnation)
-        spilled = None
-        if request.HasField("spilled"):
-            spilled = SpilledCopy(
-                transfer_id=_named(request.spilled.transfer_id),
-                config_json=request.spilled.adapter.config_json,
-                content_digest=request.spilled.content_digest.value,
-                layout_digest=request.spilled.layout_digest,
-                alias=request.spilled.alias,
-                facts=_facts(request.spilled, request.spilled.content_digest),
-            )
         with self._signed(), self._traced("weft.switch", context, request.version) as span:
-            times = await agent.serving.switch(_version(request.version), spilled)
+            version, has_copy = _version(request.version), request.HasField("spilled")
+            spilled = _copy(request.spilled, version) if has_copy else None
+            times = await agent.serving.switch(version, spilled)
             span.set(**_cost(times))
         self._on_switched(request.version.policy, times)
         return pb.SwitchVersionResponse(
@@ -374,19 +359,26 @@ def _cost(times: SwitchTimes) -> dict[str, float]:
     return {"pause_seconds": times.pause_seconds, "load_seconds": times.load_seconds}
 
 
-def _facts(
-    order: pb.CommitTransferRequest | pb.SpilledCopy, digest: types_pb2.ContentDigest
-) -> VersionFacts | None:
-    """Return the facts of a version that an order carries; None if the coordinator does not name
-    the layout."""
-    if not order.layout_digest:
-        return None
-    facts = types_pb2.VersionFacts(
-        content_digest=digest,
-        layout_digest=order.layout_digest,
-        adapter=order.adapter if order.HasField("adapter") else None,
+def _copy(order: pb.CommitTransferRequest | pb.SpilledCopy, version: PolicyVersion) -> VersionCopy:
+    """Decode the copy that an order names. It has no facts if the coordinator does not name the
+    layout."""
+    facts = None
+    if order.layout_digest:
+        message = types_pb2.VersionFacts(
+            content_digest=order.content_digest,
+            layout_digest=order.layout_digest,
+            adapter=order.adapter if order.HasField("adapter") else None,
+        )
+        facts = VersionFacts(order.content_digest.value, message.SerializeToString())
+    return VersionCopy(
+        _named(order.transfer_id),
+        version,
+        order.content_digest.value,
+        order.adapter.config_json,
+        order.alias,
+        order.layout_digest,
+        facts,
     )
-    return VersionFacts(digest.value, facts.SerializeToString())
 
 
 _FINISH_REASONS = {

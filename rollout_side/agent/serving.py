@@ -25,16 +25,19 @@ from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpilledCopy:
-    """Version to serve from the spill directory, with its digests; see
-    ``weft.v1.SpilledCopy``."""
+@dataclass(frozen=True)
+class VersionCopy:
+    """Copy of a version to serve, staged by a transfer or in the spill directory."""
 
     transfer_id: str
-    config_json: str
+    """Transfer that staged it, or that is to stage it from the spill directory."""
+    version: PolicyVersion
     content_digest: bytes
-    layout_digest: bytes
-    alias: int
+    config_json: str = ""
+    """PEFT's config of an adapter."""
+    alias: int = 0
+    """Version that an adapter's alias is to stand for, if it is served; else this one."""
+    layout_digest: bytes = b""
     facts: VersionFacts | None = None
     """Facts to record of it once it is served."""
 
@@ -100,53 +103,26 @@ class Serving:
 
     # -- orders to switch -----------------------------------------------------
 
-    async def commit(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        config_json: str,
-        content_digest: bytes,
-        alias: int = 0,
-        facts: VersionFacts | None = None,
-    ) -> SwitchTimes:
-        """Switch to a staged version; one switch at a time. An adapter's alias stands
-        for it afterwards, or for ``alias`` if that version is served.
-
-        Args:
-            facts: Facts to record of it once it is served.
+    async def commit(self, copy: VersionCopy) -> SwitchTimes:
+        """Switch to a staged version; one switch at a time.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: See ``Engine``.
         """
-        return await self.orders.run(
-            self._commit(transfer_id, version, config_json, content_digest, alias, facts),
-            f"switching to {version}",
-        )
+        return await self.orders.run(self._commit(copy), f"switching to {copy.version}")
 
-    async def _commit(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        config_json: str,
-        content_digest: bytes,
-        alias: int,
-        facts: VersionFacts | None,
-    ) -> SwitchTimes:
+    async def _commit(self, copy: VersionCopy) -> SwitchTimes:
+        transfer_id, version = copy.transfer_id, copy.version
         is_loading = self._engine.loading == transfer_id  # in place: only this makes it whole
-        if not is_loading and self._serves(version, content_digest):
+        if not is_loading and self._serves(version, copy.content_digest):
             await self._forget_staged(transfer_id)
             return SwitchTimes()
         self._failed.check(transfer_id, version, "; push it again")
         with self._failed.noting_refusal(transfer_id):
-            if version.policy == BASE_POLICY:
-                load = self._engine.apply_base(transfer_id, version, content_digest)
-                times = await self._load_base(version, load, transfer_id, facts)
-                await self._refresh_memory()
-            else:
-                times = await self._load_adapter(
-                    version, transfer_id, config_json, content_digest, alias, facts
-                )
+            times = await self._load(copy)
+        if version.policy == BASE_POLICY:
+            await self._refresh_memory()
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
             version,
@@ -203,10 +179,10 @@ class Serving:
             await self._refresh_memory()
 
     async def switch(
-        self, version: PolicyVersion, spilled: SpilledCopy | None = None
+        self, version: PolicyVersion, spilled: VersionCopy | None = None
     ) -> SwitchTimes:
-        """Switch to a version that is held: flip an alias, load a retained base, or
-        read it from the spill directory as ``spilled`` describes.
+        """Switch to a version that is held: flip an alias, load a retained base, or read the copy
+        ``spilled`` from the spill directory.
 
         Raises:
             NotReadyError: ``NOT_RETAINED``; nothing changed.
@@ -215,7 +191,7 @@ class Serving:
         """
         return await self.orders.run(self._switch(version, spilled), f"switching to {version}")
 
-    async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
+    async def _switch(self, version: PolicyVersion, spilled: VersionCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.
         digest = spilled.content_digest if spilled else None
         if self._serves(version, digest) and (version.policy == BASE_POLICY or spilled):
@@ -227,7 +203,7 @@ class Serving:
             except NotFoundError:
                 if spilled is None:
                     raise
-                times = await self._switch_spilled(version, spilled)
+                times = await self._switch_spilled(spilled)
         except (NotFoundError, NotReadyError) as error:
             raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         if version.policy == BASE_POLICY:
@@ -251,53 +227,47 @@ class Serving:
         self.vector = self.vector.with_adapter(version)
         return SwitchTimes()
 
-    async def _switch_spilled(self, version: PolicyVersion, copy: SpilledCopy) -> SwitchTimes:
-        transfer_id, digest = copy.transfer_id, copy.content_digest
+    async def _switch_spilled(self, copy: VersionCopy) -> SwitchTimes:
+        transfer_id, version = copy.transfer_id, copy.version
         self._failed.check(transfer_id, version)
-        await self._engine.restore(transfer_id, version, digest, copy.layout_digest)
-        if version.policy == BASE_POLICY:
-            load = self._engine.apply_base(transfer_id, version, digest)
-            return await self._load_base(version, load, transfer_id, copy.facts)
-        return await self._load_adapter(
-            version, transfer_id, copy.config_json, digest, copy.alias, copy.facts
-        )
+        await self._engine.restore(transfer_id, version, copy.content_digest, copy.layout_digest)
+        return await self._load(copy)
 
-    async def _load_adapter(
-        self,
-        version: PolicyVersion,
-        transfer_id: str,
-        config_json: str,
-        content_digest: bytes,
-        alias: int,
-        facts: VersionFacts | None,
-    ) -> SwitchTimes:
+    async def _load(self, copy: VersionCopy) -> SwitchTimes:
+        """Load a staged copy, and serve it."""
+        if copy.version.policy != BASE_POLICY:
+            return await self._load_adapter(copy)
+        load = self._engine.apply_base(copy.transfer_id, copy.version, copy.content_digest)
+        with self._failed.noting_failure(copy.transfer_id):
+            return await self._load_base(copy.version, load, copy)
+
+    async def _load_adapter(self, copy: VersionCopy) -> SwitchTimes:
+        version = copy.version
         if version in self.retiring:  # by its number it would be dropped with it
             raise NotReadyError(f"{version} is being dropped here; wait until it is gone")
         held = self.vector.adapters.get(version.policy, AdapterVersions())
-        alias = alias if alias in held.versions else 0
-        with self._failed.noting_failure(transfer_id):
+        alias = copy.alias if copy.alias in held.versions else 0
+        with self._failed.noting_failure(copy.transfer_id):
             times = await self._engine.load_adapter(
-                transfer_id, version, config_json, content_digest, alias
+                copy.transfer_id, version, copy.config_json, copy.content_digest, alias
             )
         self.vector = self.vector.with_adapter(version, alias)
         self.known.record_served(version)
-        self.known.record_facts(version, facts, self._has)
+        self.known.record_facts(version, copy.facts, self._has)
         return times
 
     async def _load_base(
         self,
         version: PolicyVersion,
         load: Coroutine[Any, Any, SwitchTimes],
-        transfer_id: str = "",
-        facts: VersionFacts | None = None,
+        copy: VersionCopy | None = None,
     ) -> SwitchTimes:
-        with self._failed.noting_failure(transfer_id):
-            times = await load
+        times = await load
         self._as_started, self._compared = 0, (0, b"")
         self.vector = self.vector.with_base(version.version)
         self.known.record_served(version)
-        if transfer_id:  # else it is a copy that was known before
-            self.known.record_facts(version, facts, self._has)
+        if copy is not None:  # else it is a copy that was known before
+            self.known.record_facts(version, copy.facts, self._has)
         await self._compare_base()
         return times
 

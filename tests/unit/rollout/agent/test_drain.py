@@ -106,4 +106,7 @@ async def test_signals(
     stop.agent = agent
     for number in signals:
         stop.signal(number)
-    assert ((agent._holdings().report.drain is not None), stop.received.is_set()) == (drains, at_once)
+    assert ((agent._holdings().report.drain is not None), stop.received.is_set()) == (
+        drains,
+        at_once,
+    )
