@@ -1,20 +1,118 @@
-"""Interface that the agent needs of an inference engine; vLLM's is in ``vllm_engine``."""
+"""Interface that the agent needs of an inference engine, and the values that it takes and returns.
+
+vLLM's engine is in ``vllm_engine``.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rollout_side.generation import Answer, GenerateOrder
-from rollout_side.version_facts import VersionFacts
-from weft_rl.contract import replica_report
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import Sleep
+from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import Reference
+from weft_rl.v1 import types_pb2
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """Recorded facts of one version, as plain values that can be kept and compared."""
+
+    digest: bytes
+    """Content digest: ``weft.v1.ContentDigest.value``."""
+    message: bytes
+    """Serialized ``weft.v1.VersionFacts``."""
+
+    def to_proto(self) -> types_pb2.VersionFacts:
+        """Return the facts as the message that the coordinator takes."""
+        return types_pb2.VersionFacts.FromString(self.message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOrder:
+    """Prompt to complete, with the adapter and the sampling to complete it with."""
+
+    prompt: str | list[int]
+    """Prompt as text, or as tokens."""
+    adapter: PolicyVersion | None
+    """Adapter version to complete it with; None for the base model itself."""
+    num_samples: int = 1
+    """Number of samples of the prompt."""
+    sampling: Sampling = field(default_factory=Sampling)
+    strict: bool = False
+    """True if the answer ends when the base changes before its last token."""
+    exact_base: bool = False
+    """True if the answer ends when the base changes before its first token: the request named a
+    version of the base."""
+    chunk_tokens: int = 0
+    """Least number of tokens in a chunk, except a sample's first and last; 0 sends tokens as they
+    come."""
+
+
+class FinishReason(enum.Enum):
+    """Reason why a sample has ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class BaseSpan:
+    """Span of a sample's tokens, ``[start, end)``, that were sampled under one version of the
+    base."""
+
+    version: int
+    start: int
+    end: int
+    older_cache: bool = False
+    """True if the sample's cache was kept from an earlier version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleChunk:
+    """Further tokens of one sample."""
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason | None = None
+    """Reason of the end; set on the last chunk only."""
+    base_spans: tuple[BaseSpan, ...] = ()
+    """Spans of all the sample's tokens, without gaps; set on the last chunk only."""
+
+
+class Generation(Protocol):
+    """Generation that an engine is making. It counts as a running request from its creation until
+    ``end``."""
+
+    base: int
+    """Version of the base when the answer was requested."""
+    prompt_token_ids: Sequence[int]
+    """Tokens of a text prompt, known with the first chunks; empty before, and for a prompt of
+    tokens."""
+
+    def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
+        """Yield the chunks sampled since the last iteration; to be iterated once. Ends when every
+        sample has had its last chunk.
+
+        Raises:
+            InvalidRequestError: The engine refuses the prompt; nothing was sampled.
+            CapacityError: ``TOO_MANY_CALLS``: the engine's own bounds are met.
+            VersionChangedError: The base has changed, and the order is strict. The tokens that came
+                are of the version before.
+            PeerUnavailableError: The engine has died.
+        """
+
+    def end(self) -> None:
+        """End the answer in the engine, wherever it is; idempotent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +178,7 @@ class AbsentPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchTimes:
-    """Cost of a switch."""
+    """Times and interrupted requests of a switch."""
 
     pause_seconds: float = 0.0
     """Seconds that generation was paused."""
@@ -99,8 +197,8 @@ class SpillOrder:
     """Adapter versions to remove."""
     served_base: int = 0
     serves_all: bool = False
-    """True if the replica serves what the pool does. Only then can bases that nobody needs be told
-    from those that others need, and be removed."""
+    """True if the replica serves what the pool does. Only then it is known which bases nobody
+    needs, and these are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +225,6 @@ class SleepOrder:
     """True to abort running requests, False to let them finish."""
     timeout_seconds: float
     """Seconds that running requests may take to end."""
-
-
-@dataclass(frozen=True)
-class Asleep(replica_report.Sleep):
-    """Sleep of an engine, with what it needs to wake."""
-
-    base_discarded: bool = False
-    """True if it must load a base before it can serve."""
 
 
 class EngineWork(NamedTuple):
@@ -180,12 +270,16 @@ class Engine(Protocol):
 
     @property
     def loading(self) -> str:
-        """Transfer that ``load_in_place`` has paused generation for; else empty."""
+        """Transfer for which ``load_in_place`` has paused generation; else empty."""
 
     @property
-    def asleep(self) -> Asleep | None:
+    def asleep(self) -> Sleep | None:
         """Sleep state; None if it is awake. It answers no requests while it sleeps. A switch wakes
         the weights only; adapters stay until the weights are awake."""
+
+    @property
+    def lacks_base(self) -> bool:
+        """True while it sleeps without a base, which was discarded and not loaded since."""
 
     async def end_requests(self, order: SleepOrder, is_wanted: Callable[[], bool]) -> None:
         """Refuse new requests and let running ones end, before ``fall_asleep``. Switches may come
@@ -194,7 +288,7 @@ class Engine(Protocol):
 
         Args:
             order: Its ``timeout_seconds`` bounds this call.
-            is_wanted: Asked often; the call returns early if it is False.
+            is_wanted: Called often; the call returns early if it is False.
 
         Raises:
             NotReadyError: ``SLEEP_DISABLED``: the engine cannot sleep; or ``TRANSFER_UNDER_WAY``: a
@@ -252,7 +346,7 @@ class Engine(Protocol):
     ) -> SwitchTimes:
         """Load a staged base while generation is paused.
 
-        ``Capabilities.running_requests`` says what becomes of running requests. No request that
+        ``Capabilities.running_requests`` is the treatment of running requests. No request that
         begins uses an older block of the KV cache; every adapter stays served. The copy is
         retained, as far as retention allows. A base that was loaded in place is only made to be
         served. A load in place for another transfer is given up before.
@@ -298,8 +392,8 @@ class Engine(Protocol):
     async def drop_alias(self, policy: str) -> None:
         """Let an adapter's bare name stand for nothing; succeeds if it already does."""
 
-    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
-        """Set the policies that are not served any more, with the reasons to tell clients."""
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+        """Set the policies that are not served any more, with reasons for clients."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
         """Return the manifest of a held adapter or of a retained base.
@@ -385,12 +479,12 @@ class Engine(Protocol):
         """
 
     async def memory(self) -> MemoryUse:
-        """Return the memory held now, or a moment ago. The effects of calls to this engine that
-        have returned are included. Asks no worker: it may be called at any rate."""
+        """Return the memory held now, or a moment ago, with the effects of all calls that have
+        returned. Asks no worker, so it may be called at any rate."""
 
-    def generate(self, order: GenerateOrder) -> Answer:
+    def generate(self, order: GenerateOrder) -> Generation:
         """Begin to complete a prompt. It is admitted when this returns; the caller calls
-        ``Answer.end`` in the end.
+        ``Generation.end`` in the end.
 
         Raises:
             NotFoundError: The adapter cannot be requested.

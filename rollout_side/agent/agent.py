@@ -10,16 +10,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout_side.agent.drain import Drain
-from rollout_side.agent.heartbeat import HeartbeatAnswer, Holdings, Identity, OrderKey
-from rollout_side.agent.orders import ProbeOrders
-from rollout_side.agent.registration import Registration
-from rollout_side.agent.requested import OUT_OF_CONTACT, refused_aliases, resolve
+from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
+from rollout_side.agent.orders import ProbeOrders, SleepOrders
+from rollout_side.agent.registration import (
+    HeartbeatAnswer,
+    Holdings,
+    OrderKey,
+    Registration,
+    ReplicaDeclaration,
+)
 from rollout_side.agent.serving import Serving
-from rollout_side.agent.sleeping import SleepOrders
 from rollout_side.config import AgentConfig
 from rollout_side.engine import (
     AbsentPolicy,
@@ -29,15 +32,84 @@ from rollout_side.engine import (
     SendOrder,
     SleepOrder,
 )
-from rollout_side.ticks import seconds_to_tick
+from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion, VersionVector
-from weft_rl.contract.replica_report import ReplicaReport, ReplicaWork
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork
 from weft_rl.rpc.channel import local_address_towards, split_target
 
 _log = logging.getLogger(__name__)
 
-#: How long the event loop may be held by one thing without a word of it.
+#: New requests are still taken for so long: routers and balancers need a moment to
+#: notice that this replica is not ready.
+NOTICE_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+
+
+class Drainer:
+    """Drainer of one replica. Used on the event loop, except ``report``.
+
+    Args:
+        num_requests: Returns the number of requests that run now.
+        refuse: Called once with the reason to refuse new requests from now on.
+        is_needed: Returns whether a transfer needs the replica.
+    """
+
+    def __init__(
+        self,
+        num_requests: Callable[[], int],
+        refuse: Callable[[str], None],
+        is_needed: Callable[[], bool],
+    ) -> None:
+        self._num_requests, self._refuse, self._is_needed = num_requests, refuse, is_needed
+        self._began = asyncio.Event()
+        self._refuse_at = self._deadline = float("inf")
+        self._reason = ""
+
+    @property
+    def is_draining(self) -> bool:
+        """True once the drain has begun; it ends only with the process."""
+        return self._began.is_set()
+
+    def report(self) -> DrainNote | None:
+        """Return the drain to report to the coordinator; None before it begins. Quick and
+        thread-safe."""
+        if not self.is_draining:
+            return None
+        return DrainNote(max(0.0, self._deadline - time.monotonic()), self._reason)
+
+    def begin(self, seconds: float, reason: str) -> None:
+        """Begin the drain, or shorten the time of the one under way."""
+        now = time.monotonic()
+        self._deadline = min(self._deadline, now + seconds)
+        if self.is_draining:
+            return
+        self._reason = reason
+        self._refuse_at = now + NOTICE_SECONDS
+        _log.info("draining for at most %.1f s: %s", seconds, reason)
+        self._began.set()
+
+    async def wait_drained(self) -> str:
+        """Wait until nothing runs and no transfer needs the replica, or the time is over.
+
+        Returns:
+            Description of how it ended, for messages.
+        """
+        await self._began.wait()
+        refusing = False
+        while (now := time.monotonic()) < self._deadline:
+            if now >= self._refuse_at and not refusing:
+                refusing = True
+                self._refuse(f"this replica is leaving ({self._reason}): ask another")
+            if refusing and not self._num_requests() and not self._is_needed():
+                return f"drained: {self._reason}"
+            await asyncio.sleep(_POLL_SECONDS)
+        left = [f"{self._num_requests()} requests were cut"] if self._num_requests() else []
+        left += ["a transfer was left"] if self._is_needed() else []
+        return f"drained: {self._reason}; the time was over" + "".join(f", {what}" for what in left)
+
+
+#: How long one thing may hold the event loop before it is reported as work.
 _LOOP_SECONDS = 2.0
 _WILDCARDS = {"0.0.0.0", "::", ""}
 
@@ -51,26 +123,26 @@ class Agent:
     def __init__(self, config: AgentConfig, engine: Engine) -> None:
         self.config = config
         self.engine = engine
-        #: What the coordinator's orders change; the servicer carries them out there.
-        self.serving = Serving(engine, self._note_switch)
-        #: Where the ReplicaService answers; see ``advertise``.
+        #: Versions, which the coordinator's orders change through the servicer.
+        self.serving = Serving(engine, self._after_switch)
+        #: Address of the ReplicaService; see ``advertise``.
         self.address = ""
         self.registration: Registration | None = None
         self._answer: HeartbeatAnswer | None = None
         self._aliases = OUT_OF_CONTACT
         engine.refuse_aliases(self._aliases)
-        self._drain = Drain(engine.num_requests, self._close, self._is_needed)
+        self._drain = Drainer(engine.num_requests, self._close, self._is_needed)
         self._in_transfer = False
         self._closed = self._ordered = ""
         self._order = OrderKey(0, 0)
-        self._pins_told: tuple[int, ...] = ()
+        self._pins_ordered: tuple[int, ...] = ()
         self._absent: Mapping[str, AbsentPolicy] = {}
         self._last_epoch = 0
-        self._heard = asyncio.Event()
-        # When the loop last had its turn.
+        self._answered = asyncio.Event()
+        # When the event loop last ran ``run``.
         self._ticked_at = float("inf")
         self._probes = ProbeOrders(engine)
-        self._sleeps = SleepOrders(engine, self.serving.turns)
+        self._sleeps = SleepOrders(engine, self.serving.orders)
 
     # -- orders, from the servicer -------------------------------------------
 
@@ -79,7 +151,7 @@ class Agent:
         ticket = order.ticket
         self._last_epoch = max(self._last_epoch, ticket.epoch)
         if order.is_probe:
-            await self._probes.tell(order)
+            await self._probes.start(order)
             return
         _log.debug(
             "joining group %s of trainer %s as rank %d of %d, epoch %d",
@@ -127,17 +199,17 @@ class Agent:
     def _served(self) -> VersionVector:
         return self.serving.vector.with_base(self.engine.base_version)
 
-    def _note_switch(self) -> None:
-        """Check the aliases again, if any may be refused: most switches change none."""
+    def _after_switch(self) -> None:
+        """Decide anew which aliases to refuse, if any may be: most switches change none."""
         answer = self._answer
         may_be_refused = answer is None or bool(
             answer.lacking or answer.lacking_more or answer.base_doubt
         )
         if may_be_refused or self._aliases != AliasRefusals():
-            self._note_aliases()
+            self._update_aliases()
 
-    def _note_aliases(self) -> None:
-        """Refuse the aliases that must not be answered now, and take the others again."""
+    def _update_aliases(self) -> None:
+        """Refuse the aliases that stand for other versions in the pool, and take all others."""
         registration, answer = self.registration, self._answer
         refused, was = OUT_OF_CONTACT, self._aliases
         if registration is not None and registration.in_contact and answer is not None:
@@ -147,14 +219,14 @@ class Agent:
         self._aliases = refused
         self.engine.refuse_aliases(refused)
         if refused.is_away is not was.is_away:
-            self.hurry()  # it says so itself
+            self.hurry()  # the report shows it
         if refused.is_away:
             _log.warning("%s", self.refusing)
         elif (refused.every, refused.named.keys()) != (was.every, was.named.keys()):
             some = "; ".join([refused.every] * bool(refused.every) or [*refused.named.values()][:3])
             _log.info("bare names are %s", f"refused: {some}" if some else "taken")
 
-    # -- staying in the pool -------------------------------------------------
+    # -- membership ----------------------------------------------------------
 
     def advertise(self, port: int) -> None:
         """Decide the address that others reach this replica by."""
@@ -170,14 +242,14 @@ class Agent:
 
     @property
     def is_ready(self) -> bool:
-        """True if the coordinator says that it serves all it should, and nothing here objects."""
+        """True if it serves all it should, by the coordinator, and refuses no requests."""
         registration = self.registration
         return (
             registration is not None
             and registration.in_contact
             and registration.ready.is_set()
             and not self.serving.dirty_reason
-            and not self._drain.under_way
+            and not self._drain.is_draining
             and not self.refusing
             and self.engine.asleep is None
             and self._sleeps.to_sleep is None
@@ -185,13 +257,13 @@ class Agent:
 
     @property
     def refusing(self) -> str:
-        """Reason why new requests are refused now, as the engine was told; empty while they are
-        taken. Refusals for mixed weights are not included."""
+        """Reason why the engine refuses new requests now; empty while it takes them.
+        Refusals for mixed weights are not included."""
         if self._closed or self._ordered or not self._aliases.is_away:
             return self._closed or self._ordered
         why = self.registration.trouble if self.registration else ""
-        hidden = "bare names are refused: it is out of contact with the coordinator"
-        return f"{hidden} ({why})" if why else hidden
+        text = "bare names are refused: it is out of contact with the coordinator"
+        return f"{text} ({why})" if why else text
 
     @property
     def order_number(self) -> int:
@@ -199,26 +271,25 @@ class Agent:
         return self._order.number
 
     def report(self) -> ReplicaReport:
-        """Return the replica's report on itself; on any thread."""
-        # The order's number before what it says: on the loop's thread it is set after. One of
-        # a former coordinator says nothing to this one.
+        """Return the state of this replica; quick, on any thread."""
+        # The order's number is read before its reason, and on the loop's thread set after it.
+        # The number of a former coordinator means nothing to this one.
         order, registration = self._order, self.registration
         known = registration.coordinator_generation if registration else 0
-        number = order.number if order.generation == known else 0
-        now = self.serving
-        memory, vector = now.memory, now.vector
+        serving, memory = self.serving, self.serving.memory
+        vector = serving.vector
         return ReplicaReport(
             vector=vector,
             retained=memory.retained_bases,
             spilled=frozenset(memory.spilled),
-            dirty_reason=now.mixed_reason,
-            base_as_started=now.is_as_started(vector.base),
+            dirty_reason=serving.mixed_reason,
+            base_as_started=serving.is_as_started(vector.base),
             refusing=self.refusing,
-            order_number=number,
+            order_number=order.number if order.generation == known else 0,
             asleep=self.engine.asleep,
-            drain=self._drain.note(),
+            drain=self._drain.report(),
             adapter_used_bytes=memory.adapter_bytes,
-            pins_obeyed=frozenset(now.pins),
+            pins_obeyed=frozenset(serving.pins),
             pinned_bytes=memory.pinned_base_bytes,
             work=self._work(),
         )
@@ -235,12 +306,12 @@ class Agent:
 
     def _work(self) -> ReplicaWork | None:
         """Return the work under way, with the seconds since it made progress; on any thread.
-        The event loop may itself be held by what it runs: then nothing else tells."""
-        now, engine, order = time.monotonic(), self.engine.work, self.serving.turns.begun
+        The event loop counts as work while what it runs holds it."""
+        now, engine, order = time.monotonic(), self.engine.work, self.serving.orders.running
         if engine.owed:
             return ReplicaWork(f"its engine, {engine.owed}", now - engine.seen_at)
         if order is not None:
-            return ReplicaWork(order.what, now - max(order.at, engine.seen_at))
+            return ReplicaWork(order.what, now - max(order.begun_at, engine.seen_at))
         held_for = now - self._ticked_at
         return ReplicaWork("its event loop", held_for) if held_for > _LOOP_SECONDS else None
 
@@ -262,57 +333,57 @@ class Agent:
         if self.registration is not None:
             self.registration.hurry()
 
-    # -- leaving it in good order ----------------------------------------------
+    # -- leaving the pool ------------------------------------------------------
 
     def drain(self, seconds: float, reason: str) -> None:
         """Stop being ready, and leave when nothing runs, or after ``seconds``.
 
-        Idempotent; a later call can only shorten the time. See ``drained``.
+        Idempotent; a later call can only shorten the time. See ``wait_drained``.
         """
-        begins = not self._drain.under_way
+        begins = not self._drain.is_draining
         self._drain.begin(seconds, reason)
         if begins:
-            self._in_transfer = True  # until the coordinator says otherwise
+            self._in_transfer = True  # until the coordinator answers
             if self.registration is not None:
                 self.registration.hurry()
 
-    async def drained(self) -> str:
+    async def wait_drained(self) -> str:
         """Wait for the end of a drain, whoever began it; return a description of how it ended.
 
         The process is to end then; ``run`` continues until it is cancelled.
         """
-        return await self._drain.over()
+        return await self._drain.wait_drained()
 
-    async def next_word(self) -> None:
+    async def wait_answer(self) -> None:
         """Wait until the coordinator has answered again, or a second is over. ``is_ready`` may
         have changed then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds_to_tick()):
-                await self._heard.wait()
-        self._heard.clear()
+                await self._answered.wait()
+        self._answered.clear()
 
     def _take_answer(self, answer: HeartbeatAnswer) -> None:
-        self._heard.set()
+        self._answered.set()
         self._answer = answer
-        self._note_aliases()
+        self._update_aliases()
         if answer.is_draining:
             self._in_transfer = answer.in_transfer
         if answer.drain is not None:
             self.drain(answer.drain.seconds, answer.drain.reason)
         if self.order_refusal(answer.order, answer.refuse_reason):
             self.hurry()
-        self._pins_told = answer.pins
+        self._pins_ordered = answer.pins
         if answer.absent != self._absent:
             self._absent = answer.absent
-            self.engine.note_absent(answer.absent)
+            self.engine.set_absent(answer.absent)
 
     def _close(self, reason: str) -> None:
         self._closed = reason
         self.engine.refuse_requests(reason)
 
     def _is_needed(self) -> bool:
-        """Return whether a transfer needs this replica; False while the coordinator is away, as
-        nobody can tell then."""
+        """Return whether a transfer needs this replica; False while the coordinator is away, since
+        nobody knows then."""
         registration = self.registration
         return registration is not None and registration.is_known and self._in_transfer
 
@@ -328,13 +399,13 @@ class Agent:
         def fail(error: WeftError) -> None:
             loop.call_soon_threadsafe(refused.set_result, error)
 
-        def hear(answer: HeartbeatAnswer) -> None:
+        def take_answer(answer: HeartbeatAnswer) -> None:
             loop.call_soon_threadsafe(self._take_answer, answer)
 
-        def obey(order: OrderKey, reason: str) -> None:
+        def take_order(order: OrderKey, reason: str) -> None:
             loop.call_soon_threadsafe(self.order_refusal, order, reason)
 
-        identity = Identity(
+        declaration = ReplicaDeclaration(
             address=self.address,
             capabilities=self.engine.capabilities,
             reference=self.engine.reference,
@@ -342,14 +413,14 @@ class Agent:
         )
         registration = Registration(
             self.config,
-            identity,
+            declaration,
             current=self._holdings,
             on_failed=fail,
-            on_answer=hear,
-            on_ordered=obey,
+            on_answer=take_answer,
+            on_ordered=take_order,
         )
         self.registration = registration
-        await self.serving.look(self._pins_told)  # what is spilled, say, is registered
+        await self.serving.refresh(self._pins_ordered)  # registration names what is spilled
         registration.start()
         chores = asyncio.create_task(self._keep_up(), name="chores")
         ends: set[asyncio.Future[Any]] = {refused, chores}
@@ -359,7 +430,7 @@ class Agent:
                 await asyncio.wait(ends, timeout=seconds_to_tick())
                 if chores.done():
                     chores.result()  # raises: it has no other end
-                self._note_aliases()
+                self._update_aliases()
         finally:
             chores.cancel()
             await asyncio.to_thread(registration.stop)
@@ -375,11 +446,13 @@ class Agent:
                 continue
             try:
                 await self.serving.drop_unused()
-                await self.serving.look(self._pins_told)
+                await self.serving.refresh(self._pins_ordered)
                 await self.serving.spill(serves_all=self.is_ready)
             except WeftError as error:
                 if error.message != trouble:
-                    _log.warning("asked again each second: %s", error)
+                    _log.warning(
+                        "the engine does not answer, and is asked again each second: %s", error
+                    )
                 trouble = error.message
             else:
                 if trouble:

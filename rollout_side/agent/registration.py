@@ -1,31 +1,23 @@
-"""Membership of a replica in the pool: registering, heartbeats, leaving.
-
-Runs on a thread of its own: vLLM's API server may hold the event loop for seconds. A replica that
-is merely busy must not be taken for dead.
-"""
+"""Membership of a replica in the pool: first contact, registering, heartbeats, leaving."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import grpc
 
-from rollout_side.agent.heartbeat import (
-    HeartbeatAnswer,
-    Holdings,
-    Identity,
-    OrderKey,
-    answer_from_proto,
-    held_to_proto,
-)
 from rollout_side.config import AgentConfig
-from weft_rl.contract.checkpoint import READING, Checkpoint
+from rollout_side.engine import AbsentPolicy
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
 from weft_rl.contract.errors import (
     CapacityError,
+    InvalidNameError,
     InvalidRequestError,
     NotFoundError,
     PeerUnavailableError,
@@ -33,49 +25,226 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.replica_report import DrainNote, ReplicaReport, Sleep
+from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
-from weft_rl.rpc.channel import open_channel
+from weft_rl.rpc.channel import check_target, open_aio_channel, open_channel
 from weft_rl.rpc.codec import (
     capabilities_to_proto,
     checkpoint_to_proto,
+    drain_from_proto,
     duration_from_proto,
     report_to_proto,
+    version_to_proto,
+    versions_from_proto,
 )
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import reference_to_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.v1 import registry_pb2 as pb
+from weft_rl.v1 import types_pb2
 from weft_rl.v1.registry_pb2_grpc import RegistryServiceStub
 
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaDeclaration:
+    """Facts that a replica declares once, at registration."""
+
+    address: str
+    """Address of its ReplicaService, HOST:PORT."""
+    capabilities: Capabilities
+    reference: Reference
+    model_name: str
+
+
+_NOT_KNOWN = not_compared("it does not say what it was started with")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Versions that a replica serves and holds now, with its report."""
+
+    report: ReplicaReport
+    """Report, whose ``asleep`` is set while the engine sleeps, not while it waits to."""
+    staged: tuple[str, ...] = ()
+    """Transfers with staged bytes, whole or in part."""
+    checkpoint: Checkpoint = _NOT_KNOWN
+    """Checkpoint that the engine was started with."""
+    held: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+    """Held versions, each with its digest, and True if it is spilled."""
+    last_epoch: int = 0
+    """Highest epoch of its side groups."""
+    to_sleep: Sleep | None = None
+    """Set while it waits to sleep, refusing new requests."""
+
+
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Key that sorts orders to refuse requests: the newer one is greater."""
+
+    generation: int
+    """Generation of the coordinator that gave the order."""
+    number: int
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """Answer of the coordinator to a heartbeat."""
+
+    drain: DrainNote | None
+    """Set when the replica is to drain."""
+    is_draining: bool
+    """True if the coordinator knew, as it answered, that the replica drains."""
+    in_transfer: bool
+    """True if a transfer needs the replica."""
+    refuse_reason: str
+    """Reason to refuse new requests; empty to take them."""
+    order: OrderKey
+    """Order that set ``refuse_reason``."""
+    pins: tuple[int, ...]
+    """Versions of the base whose copies are to be kept."""
+    vector: VersionVector = field(default_factory=VersionVector)
+    """Vector that was reported."""
+    lacking: tuple[PolicyVersion, ...] = ()
+    """Versions behind the pool's aliases that the vector lacks."""
+    lacking_more: bool = False
+    """True if there are more than ``lacking`` lists."""
+    base_doubt: str = ""
+    """Reason why base@0 here is not known to be the pool's; empty if it is, or is not served."""
+    absent: Mapping[str, AbsentPolicy] = field(default_factory=dict)
+    """Policies that the pool does not serve any more, by name."""
+
+
+def answer_from_proto(
+    response: pb.HeartbeatResponse,
+    is_draining: bool,
+    coordinator_generation: int,
+    vector: VersionVector,
+) -> HeartbeatAnswer:
+    """Return the answer to a heartbeat that reported ``vector`` and ``is_draining``."""
+    return HeartbeatAnswer(
+        drain_from_proto(response.drain) if response.HasField("drain") else None,
+        is_draining,
+        response.in_transfer,
+        response.refuse_reason,
+        OrderKey(coordinator_generation, response.order_number),
+        tuple(response.pinned_base_versions),
+        vector,
+        tuple(versions_from_proto(response.lacking)),
+        response.lacking_more,
+        response.base_doubt,
+        {
+            one.policy: AbsentPolicy(one.last_version, one.reason)
+            for one in response.absent_policies
+        },
+    )
+
+
+def held_to_proto(held: tuple[PolicyVersion, bytes, bool]) -> types_pb2.HeldVersion:
+    """Encode a held version for the coordinator."""
+    version, digest, spilled = held
+    return types_pb2.HeldVersion(
+        version=version_to_proto(version), content_digest=digest, spilled=spilled
+    )
+
+
 _log = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 5.0
+_CHECK_AGAIN_SECONDS = 0.5
+#: Added to the time after which a former process of this name counts as gone.
+_MORE_SECONDS = 1.0
+
+
+async def check_contact(config: AgentConfig) -> None:
+    """Check whether the coordinator will register this replica, and log what prevents it.
+
+    A coordinator that is away, or refuses this replica by rules that others can change, is waited
+    for when the replica registers. The model is loaded meanwhile.
+
+    Raises:
+        InvalidRequestError: The coordinator's address is malformed.
+        RequestConflictError: Another process of this name lives on. Nothing is served here yet, so
+            nothing is lost.
+    """
+    check_target(config.coordinator)
+    request = pb.CheckReplicaRequest(
+        replica_id=config.replica_id,
+        incarnation=config.incarnation,
+        protocol_revision=PROTOCOL_REVISION,
+    )
+    conflict_since: float | None = None
+    async with open_aio_channel(config.coordinator) as channel:
+        stub = RegistryServiceStub(channel)
+        while True:
+            try:
+                await stub.CheckReplica(request, timeout=_CHECK_SECONDS)
+                return
+            except grpc.RpcError as rpc_error:
+                if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # an older coordinator answers when the replica registers
+                error = error_from_rpc(rpc_error)
+            if isinstance(error, InvalidNameError):
+                raise error
+            if not isinstance(error, RequestConflictError):
+                await _log_trouble(config, error)
+                return
+            now = time.monotonic()
+            if conflict_since is None:
+                conflict_since = now
+                _log.warning(
+                    "waiting until a former process of this name has left: %s", error.message
+                )
+            elif now - conflict_since > _patience(config, error):
+                raise error
+            await asyncio.sleep(_CHECK_AGAIN_SECONDS)
+
+
+def _patience(config: AgentConfig, error: RequestConflictError) -> float:
+    try:
+        needed = float(error.metadata["silent_seconds"]) + _MORE_SECONDS
+    except (KeyError, ValueError):
+        return config.conflict_patience_seconds
+    return min(needed, config.conflict_patience_seconds)
+
+
+async def _log_trouble(config: AgentConfig, error: WeftError) -> None:
+    if not isinstance(error, PeerUnavailableError | TransferTimeoutError):
+        what = f"the coordinator at {config.coordinator} refuses this replica: {error}"
+    else:
+        credentials = Credentials.from_environment()
+        why = await asyncio.to_thread(why_refused, config.coordinator, credentials)
+        what = f"no contact with the coordinator at {config.coordinator}: {why or error.message}"
+    _log.warning("%s; the model is loaded meanwhile, then the replica tries again", what)
+
 
 _CALL_SECONDS = 10.0
 _REFERENCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
-#: Between heartbeats of a replica that drains: it waits for the word that it may go.
+#: Between heartbeats of a replica that drains: it waits until no transfer needs it.
 _DRAIN_BEAT_SECONDS = 0.25
 _STOP_SECONDS = 5.0
-#: Between two looks at why there is no contact.
-_LOOK_AGAIN_SECONDS = 30.0
+#: Between two attempts to find out why there is no contact.
+_TRY_AGAIN_SECONDS = 30.0
 #: Refusals for what a replica is, beside requests that are malformed.
 _FINAL_REASONS = frozenset({"BASE_MISMATCH", "BACKEND_MISMATCH"})
-#: Between two looks at whether the checkpoint was read.
+#: Interval at which the checkpoint is checked while it is read.
 _LOOK_SECONDS = 0.1
 
 
 class Registration:
-    """One replica's place in the registry, from ``start`` to ``stop``.
+    """Membership of one replica in the registry, from ``start`` to ``stop``.
 
     Args:
         config: Settings of the replica.
-        identity: Facts that the replica states at registration.
+        declaration: Facts that the replica declares at registration.
         current: Returns the versions served and held now; called on this object's thread,
             must be quick and thread-safe.
-        on_failed: Called once, on this object's thread, if a replica that the pool never
-            took in is refused for good: another base model, no backend in common, or an id
-            that stays taken. A replica that was taken in stays and serves, whatever it hears.
+        on_failed: Called once, on this object's thread, if a replica that was never registered
+            is refused for good: another base model, no backend in common, or an id that stays
+            taken. A replica that was registered stays and serves, whatever it is answered.
         on_answer: Called on this object's thread with the answer to each heartbeat.
         on_ordered: Called on this object's thread with the order to refuse requests, and its
             reason, that registration returned.
@@ -84,7 +253,7 @@ class Registration:
     def __init__(
         self,
         config: AgentConfig,
-        identity: Identity,
+        declaration: ReplicaDeclaration,
         *,
         current: Callable[[], Holdings],
         on_failed: Callable[[WeftError], None],
@@ -95,31 +264,31 @@ class Registration:
         self.registered = threading.Event()
         #: Set while this replica serves all that the pool serves.
         self.ready = threading.Event()
-        #: Of the coordinator that was registered with last; only grows.
+        #: Generation of the last coordinator that registered it; only grows.
         self.coordinator_generation = 0
-        self._config, self._identity = config, identity
+        self._config, self._declaration = config, declaration
         self._current, self._on_failed, self._on_answer = current, on_failed, on_answer
         self._on_ordered = on_ordered
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
-        # What the coordinator knows of, and whether it wants to hear all of it.
-        self._held_told: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
+        # Held versions that the coordinator knows, and whether it wants all of them.
+        self._held_reported: frozenset[tuple[PolicyVersion, bytes, bool]] = frozenset()
         self._held_wanted = False
-        #: Why the coordinator does not answer, or refuses, for people; empty since it answered.
+        #: Reason why the coordinator does not answer, or refuses; empty once it has answered.
         self.trouble = ""
-        self._was_taken_in = False
+        self._was_registered = False
         self._coordinator_id = ""
-        # What it was told last of operators' orders, for a coordinator that does not know.
+        # Last operator's order that it knows, for a coordinator that does not.
         self._out_of_service: pb.OutOfService | None = None
         self._epoch = 0
         self._conflict_since: float | None = None
         self._away = False
-        self._looked_at, self._why = float("-inf"), ""
-        # Nothing of it was heard yet: what aliases stand for is not known.
-        self._heard_at = float("-inf")
+        self._tried_at, self._why = float("-inf"), ""
+        # No answer yet: what aliases stand for is not known.
+        self._answered_at = float("-inf")
         self._stopping = False
-        self._told_checkpoint: Checkpoint | None = None
+        self._reported_checkpoint: Checkpoint | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-registration", daemon=True)
 
@@ -131,7 +300,7 @@ class Registration:
     @property
     def in_contact(self) -> bool:
         """True if a heartbeat was answered within ``AgentConfig.unready_after_seconds``."""
-        return time.monotonic() - self._heard_at < self._config.unready_after_seconds
+        return time.monotonic() - self._answered_at < self._config.unready_after_seconds
 
     def start(self) -> None:
         """Start the thread; it continues through restarts of the coordinator."""
@@ -157,12 +326,12 @@ class Registration:
                 self._wake.clear()
                 if self._stopping:
                     return
-                wait = self._speak()
+                wait = self._contact()
                 continue
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
                 if isinstance(error, NotFoundError):
-                    _log.info("the coordinator does not know this replica: registering again")
+                    _log.info("registering again: the coordinator does not know this replica")
                     self.registered.clear()
                     wait = 0.0
                     continue
@@ -170,14 +339,16 @@ class Registration:
                     if not self._stopping:
                         self._on_failed(error)
                     return
-                self._note(error)
-            except WeftError as error:  # of a file of its own credentials
-                self._note_trouble(f"the replica could not ask the coordinator: {error.message}")
+                self._record_failure(error)
+            except WeftError as error:  # from a file of its own credentials
+                self._record_trouble(f"the replica could not ask the coordinator: {error.message}")
             except Exception as error:  # noqa: BLE001 (it would end the thread in silence)
-                self._note_trouble(f"the replica could not say what it serves: {error!r}", error)
+                self._record_trouble(
+                    f"the replica could not report what it serves: {error!r}", error
+                )
             wait = _RETRY_SECONDS
 
-    def _speak(self) -> float:
+    def _contact(self) -> float:
         """Register if needed and send a heartbeat; return the seconds until the next."""
         if not self.registered.is_set():
             self._register()
@@ -186,20 +357,19 @@ class Registration:
         return _DRAIN_BEAT_SECONDS if draining else self._interval_seconds
 
     def _pause(self, seconds: float) -> None:
-        """Wait until the next heartbeat is due, or the checkpoint is read: readiness waits for
-        that."""
+        """Wait until the next heartbeat is due, or the checkpoint is read: readiness needs it."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            reads = self._told_checkpoint == READING
-            if self._wake.wait(min(left, _LOOK_SECONDS) if reads else left):
+            is_reading = self._reported_checkpoint == READING
+            if self._wake.wait(min(left, _LOOK_SECONDS) if is_reading else left):
                 return
-            if reads and self._current().checkpoint != READING:
+            if is_reading and self._current().checkpoint != READING:
                 return
 
     def _report_checkpoint(self) -> None:
         """Report the checkpoint that the engine was started with, unless it is reported already."""
         checkpoint = self._current().checkpoint
-        if checkpoint == self._told_checkpoint:
+        if checkpoint == self._reported_checkpoint:
             return
         request = pb.ReportCheckpointRequest(
             replica_id=self._config.replica_id,
@@ -207,15 +377,15 @@ class Registration:
             checkpoint=checkpoint_to_proto(checkpoint),
         )
         self._stub.ReportCheckpoint(request, timeout=_CALL_SECONDS)
-        self._told_checkpoint = checkpoint
+        self._reported_checkpoint = checkpoint
 
     def _is_final(self, error: WeftError) -> bool:
-        """Return whether the pool refuses this replica for good, and never took it in.
+        """Return whether the pool refuses this replica for good, and never registered it.
 
-        Others mend rules of access, tokens and revisions. A former process of this id is
+        Rules of access, tokens and revisions can change meanwhile. A former process of this id is
         forgotten after some missed heartbeats.
         """
-        if self._was_taken_in:
+        if self._was_registered:
             return False
         if isinstance(error, RequestConflictError):
             now = time.monotonic()
@@ -223,21 +393,21 @@ class Registration:
             return now - self._conflict_since >= self._config.conflict_patience_seconds
         return isinstance(error, InvalidRequestError) or error.reason in _FINAL_REASONS
 
-    def _note(self, error: WeftError) -> None:
+    def _record_failure(self, error: WeftError) -> None:
         """Record that a call was not answered, or was refused."""
         if isinstance(error, PeerUnavailableError | TransferTimeoutError):
-            self._note_trouble(self._why_away(error))
+            self._record_trouble(self._why_away(error))
         elif type(error) is WeftError or isinstance(error, CapacityError):
-            self._note_trouble(f"the coordinator could not answer: {error}")
+            self._record_trouble(f"the coordinator could not answer: {error}")
         else:
-            self._note_trouble(f"the coordinator refuses this replica: {error}")
+            self._record_trouble(f"the coordinator refuses this replica: {error}")
 
-    def _note_trouble(self, trouble: str, cause: Exception | None = None) -> None:
-        """Record why there is no contact, and log it once for each cause. A refusal is no
-        contact either: the replica is not ready once that has lasted (``in_contact``)."""
+    def _record_trouble(self, trouble: str, cause: Exception | None = None) -> None:
+        """Record why there is no contact, and log each cause once. A refusal is no contact
+        either: a replica that is refused for long is not ready (``in_contact``)."""
         if trouble != self.trouble and not self._stopping:
             _log.warning(
-                "%s; this replica serves what it has and asks again every %g s",
+                "%s; this replica serves what it has, and tries again every %g s",
                 trouble,
                 _RETRY_SECONDS,
                 exc_info=cause,
@@ -246,26 +416,26 @@ class Registration:
 
     def _why_away(self, error: WeftError) -> str:
         """Explain why there is no answer. gRPC reports a failed TLS handshake only as a lost
-        connection, so one is made now and then to learn more."""
+        connection, so a handshake is made now and then to find the cause."""
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_AGAIN_SECONDS and self._why:
+        if now - self._tried_at < _TRY_AGAIN_SECONDS and self._why:
             return self._why
-        self._looked_at = now
+        self._tried_at = now
         target = self._config.coordinator
         why = why_refused(target, Credentials.from_environment()) or error.message
         self._why = f"no contact with the coordinator at {target}: {why}"
         return self._why
 
     def _register(self) -> None:
-        config, identity = self._config, self._identity
+        config, declaration = self._config, self._declaration
         now = self._current()
         request = pb.RegisterRequest(
             replica_id=config.replica_id,
             incarnation=config.incarnation,
-            address=identity.address,
+            address=declaration.address,
             http_url=config.http_url,
-            capabilities=capabilities_to_proto(identity.capabilities),
-            model_name=identity.model_name,
+            capabilities=capabilities_to_proto(declaration.capabilities),
+            model_name=declaration.model_name,
             report=report_to_proto(now.report),
             held_versions=map(held_to_proto, sorted(now.held)),
             last_coordinator_generation=self.coordinator_generation,
@@ -277,14 +447,14 @@ class Registration:
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
-        self._told_checkpoint = now.checkpoint
-        self._held_told, self._was_taken_in = now.held, True
+        self._reported_checkpoint = now.checkpoint
+        self._held_reported, self._was_registered = now.held, True
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
         self._interval_seconds = duration_from_proto(response.heartbeat_interval)
         self._coordinator_id = response.coordinator_id
-        self._note_order(response)
+        self._record_orders(response)
         if response.reference_wanted:
             self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
         _log.info(
@@ -298,7 +468,7 @@ class Registration:
         self.registered.set()
 
     def _reference_chunks(self) -> Iterator[pb.PutReferenceRequest]:
-        for chunk in reference_to_chunks(self._identity.reference):
+        for chunk in reference_to_chunks(self._declaration.reference):
             yield pb.PutReferenceRequest(chunk=chunk)
 
     def _heartbeat(self) -> bool:
@@ -310,17 +480,17 @@ class Registration:
             incarnation=self._config.incarnation,
             report=report_to_proto(report),
             staged_transfer_ids=now.staged,
-            held_versions=map(held_to_proto, sorted(self._to_tell(now.held))),
+            held_versions=map(held_to_proto, sorted(self._held_to_report(now.held))),
             held_versions_complete=self._held_wanted,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
-        self._held_told, self._held_wanted = now.held, response.held_versions_wanted
-        self._note_order(response)
-        # It grows where another replica has heard of a later coordinator.
+        self._held_reported, self._held_wanted = now.held, response.held_versions_wanted
+        self._record_orders(response)
+        # It grows if another replica was registered by a later coordinator.
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
-        self._heard_at = time.monotonic()
+        self._answered_at = time.monotonic()
         if self._away:
             _log.info("in contact with the coordinator again")
         self._away, self.trouble, self._why = False, "", ""
@@ -337,18 +507,18 @@ class Registration:
             )
         return is_draining
 
-    def _note_order(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
+    def _record_orders(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
         is_ordered = response.HasField("out_of_service")
         self._out_of_service = response.out_of_service if is_ordered else None
         self._epoch = max(self._epoch, response.epoch)
 
-    def _to_tell(
+    def _held_to_report(
         self, held: frozenset[tuple[PolicyVersion, bytes, bool]]
     ) -> frozenset[tuple[PolicyVersion, bytes, bool]]:
-        """Return the held versions that a heartbeat names: all of a version if any of it is new."""
+        """Return the held versions to name in a heartbeat: all of a version if any of it is new."""
         if self._held_wanted:
             return held
-        new = {(version, spilled) for version, _, spilled in held ^ self._held_told}
+        new = {(version, spilled) for version, _, spilled in held ^ self._held_reported}
         return frozenset(one for one in held if (one[0], one[2]) in new)
 
     def _leave(self) -> None:
@@ -361,4 +531,4 @@ class Registration:
             self._stub.Leave(request, timeout=2.0)
         except (grpc.RpcError, WeftError) as error:
             why = error if isinstance(error, WeftError) else error_from_rpc(error)
-            _log.info("could not say goodbye to the coordinator: %s", why)
+            _log.info("this replica could not leave the pool in good order: %s", why)

@@ -1,7 +1,7 @@
 """Versions that a replica serves, holds and drops.
 
 Carries out the orders that change them, one switch at a time. Knows the engine and
-nothing of the pool; the agent tells the pool what is found here.
+nothing of the pool; the agent reports to the pool.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_side.agent.orders import FailedTransfers, SpillOrders, Turns
-from rollout_side.engine import Engine, MemoryUse, SwitchTimes
-from rollout_side.version_facts import VersionFacts
+from rollout_side.agent.orders import FailedTransfers, OrderQueue, SpillOrders
+from rollout_side.engine import Engine, MemoryUse, SwitchTimes, VersionFacts
 from weft_rl.containers.lru import Lru
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -26,16 +25,19 @@ from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpilledCopy:
-    """Version to serve from the spill directory, with its digests; see
-    ``weft.v1.SpilledCopy``."""
+@dataclass(frozen=True)
+class VersionCopy:
+    """Copy of a version to serve, staged by a transfer or in the spill directory."""
 
     transfer_id: str
-    config_json: str
+    """Transfer that staged it, or that is to stage it from the spill directory."""
+    version: PolicyVersion
     content_digest: bytes
-    layout_digest: bytes
-    alias: int
+    config_json: str = ""
+    """PEFT's config of an adapter."""
+    alias: int = 0
+    """Version that an adapter's alias is to stand for, if it is served; else this one."""
+    layout_digest: bytes = b""
     facts: VersionFacts | None = None
     """Facts to record of it once it is served."""
 
@@ -53,15 +55,15 @@ class Serving:
         self._vector, self._on_changed = VersionVector(), on_changed
         #: Versions that can no longer be requested but still answer old requests.
         self.retiring: set[PolicyVersion] = set()
-        # As of the last look: heartbeats are made on another thread.
+        # As of the last refresh: heartbeats are made on another thread.
         self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
-        #: Versions of the base whose copies the engine was told to keep.
+        #: Versions of the base whose copies the engine keeps.
         self.pins: tuple[int, ...] = ()
         self.known = KnownVersions()
         self._as_started, self._compared = 0, (0, b"")
         self._engine = engine
-        #: In which orders to switch, and to sleep, are carried out.
-        self.turns = Turns()
+        #: Through which orders to switch, and to sleep, go.
+        self.orders = OrderQueue()
         self._failed = FailedTransfers()
         self._spills = SpillOrders(engine)
 
@@ -97,57 +99,30 @@ class Serving:
     @property
     def is_switching(self) -> bool:
         """True while an order to switch is carried out, or a base is loaded in place."""
-        return self.turns.taken or bool(self._engine.loading)
+        return self.orders.is_busy or bool(self._engine.loading)
 
     # -- orders to switch -----------------------------------------------------
 
-    async def commit(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        config_json: str,
-        content_digest: bytes,
-        alias: int = 0,
-        facts: VersionFacts | None = None,
-    ) -> SwitchTimes:
-        """Switch to a staged version; one switch at a time. An adapter's alias stands
-        for it afterwards, or for ``alias`` if that version is served.
-
-        Args:
-            facts: Facts to record of it once it is served.
+    async def commit(self, copy: VersionCopy) -> SwitchTimes:
+        """Switch to a staged version; one switch at a time.
 
         Raises:
             NotReadyError, DigestMismatchError: Nothing changed.
             LoadFailedError: See ``Engine``.
         """
-        return await self.turns.take(
-            self._commit(transfer_id, version, config_json, content_digest, alias, facts),
-            f"switching to {version}",
-        )
+        return await self.orders.run(self._commit(copy), f"switching to {copy.version}")
 
-    async def _commit(
-        self,
-        transfer_id: str,
-        version: PolicyVersion,
-        config_json: str,
-        content_digest: bytes,
-        alias: int,
-        facts: VersionFacts | None,
-    ) -> SwitchTimes:
+    async def _commit(self, copy: VersionCopy) -> SwitchTimes:
+        transfer_id, version = copy.transfer_id, copy.version
         is_loading = self._engine.loading == transfer_id  # in place: only this makes it whole
-        if not is_loading and self._serves(version, content_digest):
+        if not is_loading and self._serves(version, copy.content_digest):
             await self._forget_staged(transfer_id)
             return SwitchTimes()
         self._failed.check(transfer_id, version, "; push it again")
         with self._failed.noting_refusal(transfer_id):
-            if version.policy == BASE_POLICY:
-                load = self._engine.apply_base(transfer_id, version, content_digest)
-                times = await self._load_base(version, load, transfer_id, facts)
-                await self._look_at_memory()
-            else:
-                times = await self._load_adapter(
-                    version, transfer_id, config_json, content_digest, alias, facts
-                )
+            times = await self._load(copy)
+        if version.policy == BASE_POLICY:
+            await self._refresh_memory()
         _log.info(
             "serving %s: loaded in %.3f s, paused for %.3f s",
             version,
@@ -159,7 +134,7 @@ class Serving:
     async def _forget_staged(self, transfer_id: str) -> None:
         """Drop the staged bytes of a version that is served already. An order that is repeated
         late, once the version is retired, must not switch back to it."""
-        await self._look_at_memory()
+        await self._refresh_memory()
         if transfer_id in self.memory.staged_transfer_ids:
             try:
                 await self._engine.discard(transfer_id)
@@ -177,7 +152,7 @@ class Serving:
             LoadFailedError: See ``Engine``.
         """
         order = self._load_in_place(transfer_id, version, timeout_seconds)
-        await self.turns.take(order, f"beginning to load {version}")
+        await self.orders.run(order, f"beginning to load {version}")
 
     async def _load_in_place(
         self, transfer_id: str, version: PolicyVersion, timeout_seconds: float
@@ -185,8 +160,8 @@ class Serving:
         self._failed.check(transfer_id, version, "; push it again")
         with self._failed.noting_failure(transfer_id):
             await self._engine.load_in_place(transfer_id, version, timeout_seconds)
-        # A coordinator that starts anew must be told of it, to end it.
-        await self._look_at_memory()
+        # A restarted coordinator must know of the load to end it.
+        await self._refresh_memory()
         _log.info("loading %s in place; requests wait", version)
 
     async def discard(self, transfer_id: str) -> None:
@@ -195,28 +170,28 @@ class Serving:
         Takes its turn among orders to switch. Once it returns, ``vector`` shows whether one of
         them was of this transfer; later ones find nothing.
         """
-        await self.turns.take(self._discard(transfer_id), "discarding what was staged")
+        await self.orders.run(self._discard(transfer_id), "discarding what was staged")
 
     async def _discard(self, transfer_id: str) -> None:
         was_loading = self._engine.loading == transfer_id
         await self._engine.discard(transfer_id)
         if was_loading:
-            await self._look_at_memory()
+            await self._refresh_memory()
 
     async def switch(
-        self, version: PolicyVersion, spilled: SpilledCopy | None = None
+        self, version: PolicyVersion, spilled: VersionCopy | None = None
     ) -> SwitchTimes:
-        """Switch to a version that is held: flip an alias, load a retained base, or
-        read it from the spill directory as ``spilled`` says.
+        """Switch to a version that is held: flip an alias, load a retained base, or read the copy
+        ``spilled`` from the spill directory.
 
         Raises:
             NotReadyError: ``NOT_RETAINED``; nothing changed.
             DigestMismatchError, CapacityError: See ``Engine.restore``; nothing changed.
             LoadFailedError: See ``Engine``.
         """
-        return await self.turns.take(self._switch(version, spilled), f"switching to {version}")
+        return await self.orders.run(self._switch(version, spilled), f"switching to {version}")
 
-    async def _switch(self, version: PolicyVersion, spilled: SpilledCopy | None) -> SwitchTimes:
+    async def _switch(self, version: PolicyVersion, spilled: VersionCopy | None) -> SwitchTimes:
         # An alias is flipped, but not by an order to read what is served since.
         digest = spilled.content_digest if spilled else None
         if self._serves(version, digest) and (version.policy == BASE_POLICY or spilled):
@@ -228,11 +203,11 @@ class Serving:
             except NotFoundError:
                 if spilled is None:
                     raise
-                times = await self._switch_spilled(version, spilled)
+                times = await self._switch_spilled(spilled)
         except (NotFoundError, NotReadyError) as error:
             raise NotReadyError(error.message, reason="NOT_RETAINED") from error
         if version.policy == BASE_POLICY:
-            await self._look_at_memory()
+            await self._refresh_memory()
         _log.info("switched to %s, paused for %.3f s", version, times.pause_seconds)
         return times
 
@@ -252,53 +227,47 @@ class Serving:
         self.vector = self.vector.with_adapter(version)
         return SwitchTimes()
 
-    async def _switch_spilled(self, version: PolicyVersion, copy: SpilledCopy) -> SwitchTimes:
-        transfer_id, digest = copy.transfer_id, copy.content_digest
+    async def _switch_spilled(self, copy: VersionCopy) -> SwitchTimes:
+        transfer_id, version = copy.transfer_id, copy.version
         self._failed.check(transfer_id, version)
-        await self._engine.restore(transfer_id, version, digest, copy.layout_digest)
-        if version.policy == BASE_POLICY:
-            load = self._engine.apply_base(transfer_id, version, digest)
-            return await self._load_base(version, load, transfer_id, copy.facts)
-        return await self._load_adapter(
-            version, transfer_id, copy.config_json, digest, copy.alias, copy.facts
-        )
+        await self._engine.restore(transfer_id, version, copy.content_digest, copy.layout_digest)
+        return await self._load(copy)
 
-    async def _load_adapter(
-        self,
-        version: PolicyVersion,
-        transfer_id: str,
-        config_json: str,
-        content_digest: bytes,
-        alias: int,
-        facts: VersionFacts | None,
-    ) -> SwitchTimes:
+    async def _load(self, copy: VersionCopy) -> SwitchTimes:
+        """Load a staged copy, and serve it."""
+        if copy.version.policy != BASE_POLICY:
+            return await self._load_adapter(copy)
+        load = self._engine.apply_base(copy.transfer_id, copy.version, copy.content_digest)
+        with self._failed.noting_failure(copy.transfer_id):
+            return await self._load_base(copy.version, load, copy)
+
+    async def _load_adapter(self, copy: VersionCopy) -> SwitchTimes:
+        version = copy.version
         if version in self.retiring:  # by its number it would be dropped with it
             raise NotReadyError(f"{version} is being dropped here; wait until it is gone")
         held = self.vector.adapters.get(version.policy, AdapterVersions())
-        alias = alias if alias in held.versions else 0
-        with self._failed.noting_failure(transfer_id):
+        alias = copy.alias if copy.alias in held.versions else 0
+        with self._failed.noting_failure(copy.transfer_id):
             times = await self._engine.load_adapter(
-                transfer_id, version, config_json, content_digest, alias
+                copy.transfer_id, version, copy.config_json, copy.content_digest, alias
             )
         self.vector = self.vector.with_adapter(version, alias)
-        self.known.served(version)
-        self.known.note(version, facts, self._has)
+        self.known.record_served(version)
+        self.known.record_facts(version, copy.facts, self._has)
         return times
 
     async def _load_base(
         self,
         version: PolicyVersion,
         load: Coroutine[Any, Any, SwitchTimes],
-        transfer_id: str = "",
-        facts: VersionFacts | None = None,
+        copy: VersionCopy | None = None,
     ) -> SwitchTimes:
-        with self._failed.noting_failure(transfer_id):
-            times = await load
+        times = await load
         self._as_started, self._compared = 0, (0, b"")
         self.vector = self.vector.with_base(version.version)
-        self.known.served(version)
-        if transfer_id:  # else it is a copy that was known before
-            self.known.note(version, facts, self._has)
+        self.known.record_served(version)
+        if copy is not None:  # else it is a copy that was known before
+            self.known.record_facts(version, copy.facts, self._has)
         await self._compare_base()
         return times
 
@@ -312,7 +281,7 @@ class Serving:
             if await self._engine.holds_started_with(PolicyVersion(BASE_POLICY, of[0])):
                 self._as_started = of[0]
                 _log.info("base@%d has the bytes that this replica was started with", of[0])
-        except WeftError as error:  # it keeps no copy, say
+        except WeftError as error:  # it keeps no copy, for example
             _log.debug("base@%d is not compared with base@0: %s", of[0], error)
         self._compared = of
 
@@ -322,13 +291,13 @@ class Serving:
         )
         return is_retained or self.vector.holds(version)
 
-    async def _look_at_memory(self) -> None:
-        """Update ``memory`` after a switch, so that the answer tells what is retained. An error
+    async def _refresh_memory(self) -> None:
+        """Update ``memory`` after a switch, so that the answer names what is retained. An error
         is only logged: the switch stands."""
         try:
             self.memory = await self._engine.memory()
         except WeftError as error:
-            _log.warning("could not ask the engine what it holds: %s", error)
+            _log.warning("what the engine holds could not be read: %s", error)
 
     def _serves(self, version: PolicyVersion, content_digest: bytes | None) -> bool:
         """Return whether a version is served, with ``content_digest`` if one is given.
@@ -341,13 +310,11 @@ class Serving:
             return False
         other = self.known.other_digest(version, content_digest)
         if version.policy == BASE_POLICY:
-            asleep = self._engine.asleep
-            is_gone = asleep is not None and asleep.base_discarded
-            return not (self.dirty_reason or other or is_gone)
+            return not (self.dirty_reason or other or self._engine.lacks_base)
         if other:
             raise DigestMismatchError(
-                f"{version} is served here with digest {other.hex()}, which is not "
-                "what it is to be: that must be dropped first"
+                f"{version} is served here with digest {other.hex()}, not with that of the order; "
+                "retire it first"
             )
         return True
 
@@ -391,7 +358,7 @@ class Serving:
             if version.policy == BASE_POLICY:
                 continue
             if version.policy in ended:  # in turn: a later version may be on its way here
-                await self.turns.take(self._drop_alias(version), f"retiring {version}")
+                await self.orders.run(self._drop_alias(version), f"retiring {version}")
             if self._alias_of(version.policy) == version.version:
                 continue
             self.vector = self.vector.without_adapter(version)
@@ -420,7 +387,7 @@ class Serving:
                 await self._engine.drop_alias(version.policy)
             self.vector = self.vector.without_adapter(version)
             self.retiring.add(version)
-            _log.warning("dropping %s: its bytes are not what the catalog has", version)
+            _log.warning("dropping %s: its bytes are not those of the catalog", version)
         await self.drop_unused()
 
     async def drop_unused(self) -> None:
@@ -431,12 +398,12 @@ class Serving:
                 _log.info("retired %s", version)
 
     async def spill(self, *, serves_all: bool) -> None:
-        """Have the versions served now written to disk; see ``SpillOrders.tell``."""
-        await self._spills.tell(self.vector, self.memory.retained_bases, serves_all=serves_all)
+        """Have the versions served now written to disk; see ``SpillOrders.update``."""
+        await self._spills.update(self.vector, self.memory.retained_bases, serves_all=serves_all)
 
-    async def look(self, pins: tuple[int, ...]) -> None:
-        """Have the engine keep the pinned bases, then ask what it holds. ``pins`` and
-        ``memory`` change together."""
+    async def refresh(self, pins: tuple[int, ...]) -> None:
+        """Have the engine keep the pinned bases, then read what it holds. ``pins`` and ``memory``
+        change together."""
         if pins != self.pins:
             await self._engine.pin_bases(pins)
             _log.info("keeping the pinned bases %s", ", ".join(map(str, pins)) or "none")
@@ -450,10 +417,10 @@ _MAX_POLICIES = 4_096
 
 
 class KnownVersions:
-    """Versions that one replica knows of, as far as its orders have told."""
+    """Versions that one replica knows of from its orders."""
 
     def __init__(self) -> None:
-        #: Of versions that are served or retained.
+        #: Facts of versions that are served or retained.
         self.facts: dict[PolicyVersion, VersionFacts] = {}
         self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
 
@@ -461,11 +428,11 @@ class KnownVersions:
         """Return the highest number of a policy that was served here; 0 if none was."""
         return self._newest.get(policy) or 0
 
-    def served(self, version: PolicyVersion) -> None:
-        """Note that a version is served."""
+    def record_served(self, version: PolicyVersion) -> None:
+        """Record that a version is served."""
         self._newest.put(version.policy, max(version.version, self.newest(version.policy)))
 
-    def note(
+    def record_facts(
         self,
         version: PolicyVersion,
         facts: VersionFacts | None,

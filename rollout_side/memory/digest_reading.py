@@ -1,8 +1,7 @@
 """Digests of the tensors of a version that a worker holds, made on request.
 
-A thread reads the bytes where they lie, without a claim on them: a push that needs the memory takes
-it, and the reading fails. So verifying never delays or refuses anything that serves, and nothing is
-digested on the way of a push.
+A thread reads the bytes in place and reserves nothing: if a push needs the memory, it takes it, and
+the reading fails. So verifying never delays requests or pushes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from weft_rl.transport.group import on_device
 
 _log = logging.getLogger(__name__)
 
-#: Tensors that are told at once.
+#: Largest number of tensors in one answer.
 PART_TENSORS = 4096
-#: A reading that nobody asks for any more ends by itself.
+#: A reading ends by itself if its digests are not taken for so long.
 IDLE_SECONDS = 60.0
 _LOWEST_PRIORITY = 19
 
@@ -51,7 +50,7 @@ class DigestReading:
         self._found: deque[StoredTensor] = deque()
         self._error: WeftError | None = None
         self._is_over = self._is_closed = False
-        # The copy is the thread's alone: once that has ended, nothing here keeps its memory.
+        # Only the thread refers to the copy: once it has ended, nothing here keeps its memory.
         threading.Thread(
             target=self._run, args=(copy,), name=f"weft-digest-{version}", daemon=True
         ).start()
@@ -78,7 +77,7 @@ class DigestReading:
             self._changed.notify()
 
     def _run(self, copy: Sendable) -> None:
-        # Of this thread alone: what is served goes first.
+        # For this thread only: serving goes first.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         error: WeftError | None = None
         try:
@@ -100,7 +99,7 @@ class DigestReading:
                 lambda: self._is_closed or len(self._found) <= PART_TENSORS, IDLE_SECONDS
             )
             if self._is_closed or not asked:
-                raise LoadFailedError(f"nobody asks for the digests of {self._version} any more")
+                raise LoadFailedError(f"the digests of {self._version} were not taken in time")
 
     def _buckets(self, copy: Sendable) -> Iterator[list[StoredTensor]]:
         """Yield the digested tensors of each bucket, each checked to be still held once it was
@@ -128,7 +127,7 @@ class DigestReading:
     def _digested(self, slot: TensorSlot, payload: torch.Tensor) -> StoredTensor:
         meta = slot.meta
         content = payload[slot.offset_bytes : slot.offset_bytes + meta.num_bytes]
-        # What comes of it once it is closed is never given: ``_put`` ends it.
+        # Once closed, a wrong digest does no harm: ``_put`` raises before it is given.
         digest = tensor_digest(content, going_on=lambda: not self._is_closed)
         return StoredTensor(meta.name, meta.dtype.safetensors_name, meta.shape, digest)
 
@@ -143,4 +142,4 @@ class DigestReading:
         except NotFoundError:
             is_held = False
         if not is_held:
-            raise NotFoundError(f"{self._version} was dropped while it was read; ask again")
+            raise NotFoundError(f"{self._version} was dropped while it was read; verify again")

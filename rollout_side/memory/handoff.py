@@ -1,13 +1,14 @@
 """Hand-off queue from the thread that receives a base to the threads that load it.
 
-Each rank of the replica has one loader (``ranks`` reaches those of the others). Where a base is
-loaded in place there is no copy that waits for a commit. Each bucket is loaded from the memory it
-was received in, which is then received into again. Nothing here knows where buckets come from, or
-what a loader does with them.
+Each rank of the replica has one loader (``ranks`` reaches those of the other ranks). A base that is
+loaded in place has no copy that waits for a commit: each bucket is loaded from the memory that it
+was received in, and that memory is then used again. Nothing here knows where buckets come from, or
+how they are loaded.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch
 from rollout_side.memory.segment import Segment
 from weft_rl.contract.errors import (
     DigestMismatchError,
+    LoadFailedError,
     NotReadyError,
     TransferAbortedError,
     TransferTimeoutError,
@@ -29,14 +31,14 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.progress import SPEAK_SECONDS
+from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
-#: How long an engine may take, without a word, to finish its layers after the last bucket.
+#: Seconds without progress in which an engine may finish its layers after the last bucket.
 FINISHING_SECONDS = 60.0
 
 
-class Shared(NamedTuple):
+class SharedBucket(NamedTuple):
     """Place where other processes find a bucket."""
 
     buffers: Sequence[Segment]
@@ -66,7 +68,7 @@ class Handoff(Protocol):
 
     @property
     def error(self) -> WeftError | None:
-        """Error that has ended it before it was loaded whole; None if there is none."""
+        """Error that ended it before it was loaded whole; None if there is none."""
 
     @property
     def is_begun(self) -> bool:
@@ -74,11 +76,11 @@ class Handoff(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """True if all was loaded here, and on the ranks that this one waits for."""
+        """True if all is loaded here, and on the ranks that this one waits for."""
 
     def fail(self, error: WeftError) -> None:
         """End the transfer on all ranks: every wait, now and later, raises ``error``. The first
-        error stays, and what was loaded whole is not undone."""
+        error counts, and a complete load is not undone."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield every bucket with its index, in order; block for each. Once only, on the loader's
@@ -93,7 +95,7 @@ class Handoff(Protocol):
             WeftError: The error that has ended the transfer.
         """
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """Report, on the loader's thread, that it works; may be called at any rate."""
 
     def complete(self) -> None:
@@ -104,9 +106,9 @@ class Handoff(Protocol):
         """
 
 
-class _Waiting(NamedTuple):
+class _QueuedBucket(NamedTuple):
     wire: torch.Tensor
-    shared: Shared | None
+    shared: SharedBucket | None
 
 
 @dataclass
@@ -146,11 +148,11 @@ class HandoffQueue:
         self._changed = threading.Condition()
         self._deadline = deadline
         self._digests: list[Sequence[int]] = []
-        #: By index, until every loader is done with it.
-        self._waiting: dict[int, _Waiting] = {}
+        #: Buckets by index, until every loader is done with them.
+        self._waiting: dict[int, _QueuedBucket] = {}
         self._loaders = [_Loader() for _ in range(num_loaders)]
         self.error: WeftError | None = None
-        self._speak: Callable[[int], None] = lambda bucket: None
+        self._on_progress: Callable[[int], None] = lambda bucket: None
 
     # -- either side, any thread ---------------------------------------------------
 
@@ -180,10 +182,9 @@ class HandoffQueue:
         """True if every rank has loaded all buckets and is done."""
         return all(loader.is_complete for loader in self._loaders)
 
-    def tell(self, speak: Callable[[int], None]) -> None:
-        """Set the function that is told which bucket is being loaded; it replaces the former
-        one."""
-        self._speak = speak
+    def report_to(self, on_progress: Callable[[int], None]) -> None:
+        """Set the callback for the bucket that is being loaded; it replaces the former one."""
+        self._on_progress = on_progress
 
     def resume(self, deadline: float) -> None:
         """Let the transfer resume in another group, until ``deadline`` if that is later.
@@ -216,9 +217,9 @@ class HandoffQueue:
         index: int,
         wire: torch.Tensor,
         digests: Sequence[int],
-        shared: Shared | None = None,
+        shared: SharedBucket | None = None,
     ) -> None:
-        """Hand over a verified bucket; one that was put before has come again, and is dropped.
+        """Hand over a verified bucket; a bucket that was put before is dropped.
 
         Args:
             wire: uint8, the bucket's payload and trailer. Loaders read it until
@@ -227,7 +228,7 @@ class HandoffQueue:
             shared: Place where other ranks find the bucket, if there are any.
 
         Raises:
-            DigestMismatchError: Other bytes came than the first time, which may be loaded.
+            DigestMismatchError: It has other bytes than the first time, which may be loaded.
             WeftError: The error that has ended the transfer.
         """
         with self._changed:
@@ -235,13 +236,13 @@ class HandoffQueue:
             if index < len(self._digests):
                 if self._digests[index] != digests:
                     raise DigestMismatchError(
-                        f"bucket {index} of {self.version} came again with other bytes, and is "
-                        "loaded in place: push again"
+                        f"bucket {index} of {self.version} came again with other bytes, after it "
+                        "was loaded in place; push again"
                     )
                 return
             assert index == len(self._digests), "buckets are put in order"
             self._digests.append(digests)
-            self._waiting[index] = _Waiting(wire, shared)
+            self._waiting[index] = _QueuedBucket(wire, shared)
             self._changed.notify_all()
 
     def is_loaded(self, index: int) -> bool:
@@ -266,8 +267,8 @@ class HandoffQueue:
         """Block until every loader is done with all buckets; raises as ``wait_loaded`` does.
 
         Once this process's loader was given the last bucket, it is inside the engine, which
-        finishes its layers and cannot speak. For ``FINISHING_SECONDS`` this method speaks in its
-        place. Another rank's process speaks for itself, as long as it runs.
+        finishes its layers and cannot report. For ``FINISHING_SECONDS`` this method reports in its
+        place. Another rank's process reports for itself, as long as it runs.
         """
         given_at, own = 0.0, self._loaders[0]
 
@@ -276,7 +277,7 @@ class HandoffQueue:
             if own.num_taken == len(self.manifest.buckets) and not own.is_complete:
                 given_at = given_at or time.monotonic()
                 if time.monotonic() - given_at < FINISHING_SECONDS:
-                    self.speak()
+                    self.report_progress()
 
         self._wait(lambda: self.is_complete, "load the last bucket", check, finishing)
 
@@ -285,7 +286,7 @@ class HandoffQueue:
         done: Callable[[], bool],
         what: str,
         check: Callable[[], None],
-        speak: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         with self._changed:
             while True:
@@ -293,7 +294,7 @@ class HandoffQueue:
                 if done():
                     return
                 check()
-                speak()
+                on_progress()
                 if not self._wait_once():
                     raise TransferTimeoutError(
                         f"the engine did not {what} of {self.version} before the deadline"
@@ -310,7 +311,7 @@ class HandoffQueue:
                 finally:
                     synchronize()
 
-    def shared_buckets(self, loader: int) -> Iterator[tuple[int, Shared, Sequence[int]]]:
+    def shared_buckets(self, loader: int) -> Iterator[tuple[int, SharedBucket, Sequence[int]]]:
         """Yield the index, place and tensor digests of every bucket for another rank's loader.
         Otherwise as ``buckets``.
 
@@ -318,15 +319,15 @@ class HandoffQueue:
             NotReadyError: There is no such loader, or it was given buckets before.
         """
         if not 0 < loader < len(self._loaders) or self._loaders[loader].num_taken:
-            raise NotReadyError(f"{self.version} is not to be loaded by rank {loader} anew")
+            raise NotReadyError(f"rank {loader} has no load of {self.version} to begin; push again")
         for index in range(len(self.manifest.buckets)):
             with self._taken(loader) as waiting:
                 assert waiting.shared is not None, "buckets are shared where there are more ranks"
                 yield index, waiting.shared, self._digests[index]
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """See ``Handoff``."""
-        self._speak(max(0, self._num_taken() - 1))
+        self._on_progress(max(0, self._num_taken() - 1))
 
     def complete(self, loader: int = 0) -> None:
         """See ``Handoff``."""
@@ -338,10 +339,10 @@ class HandoffQueue:
             self._changed.notify_all()
 
     @contextmanager
-    def _taken(self, loader: int) -> Iterator[_Waiting]:
+    def _taken(self, loader: int) -> Iterator[_QueuedBucket]:
         """Lend the next bucket to a loader, which is done with it at the end."""
         waiting = self._take(loader)
-        self.speak()
+        self.report_progress()
         try:
             yield waiting
         finally:
@@ -352,7 +353,7 @@ class HandoffQueue:
                     self._waiting.pop(state.num_loaded - 1, None)
                 self._changed.notify_all()
 
-    def _take(self, loader: int) -> _Waiting:
+    def _take(self, loader: int) -> _QueuedBucket:
         state = self._loaders[loader]
         with self._changed:
             while True:
@@ -385,7 +386,7 @@ class HandoffQueue:
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False
-        self._changed.wait(min(left, SPEAK_SECONDS))
+        self._changed.wait(min(left, PROGRESS_SECONDS))
         return True
 
 
@@ -439,3 +440,125 @@ class HandoffSlot:
         """Remove a transfer's queue, and end it."""
         if (handoff := self.forget(transfer_id)) is not None:
             handoff.fail(TransferAbortedError(f"{transfer_id} was discarded"))
+
+
+_log = logging.getLogger(__name__)
+
+# A loader ends at its next bucket, so this bounds the load of one bucket.
+_END_SECONDS = 20.0
+
+
+class InPlaceLoad:
+    """Thread that loads a hand-off's buckets on one rank; it begins at once.
+
+    Args:
+        handoff: Hand-off to load from.
+        load: Called once on that thread, with the hand-off. If it has changed nothing, it raises
+            what the hand-off raised, or any typed error. If weights may be mixed, it raises
+            LoadFailedError with metadata ``dirty`` "true". Any other error counts as that.
+    """
+
+    def __init__(self, handoff: Handoff, load: Callable[[Handoff], None]) -> None:
+        self.handoff = handoff
+        self.seconds = 0.0
+        """Seconds that the load took, once it has ended."""
+        self._load = load
+        self._changed = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"weft-load-{handoff.version}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def thread(self) -> threading.Thread:
+        """Thread that loads."""
+        return self._thread
+
+    @property
+    def transfer_id(self) -> str:
+        """Transfer that brings the buckets."""
+        return self.handoff.transfer_id
+
+    @property
+    def is_running(self) -> bool:
+        """True if the thread may still touch the weights."""
+        return self._thread.is_alive()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all was loaded; on the receiving rank, by every rank."""
+        return self.handoff.is_complete
+
+    @property
+    def is_void(self) -> bool:
+        """True if the load ended before its first bucket."""
+        return self.handoff.error is not None and not self.handoff.is_begun
+
+    def check(self) -> None:
+        """Check that the load has not ended with an error.
+
+        Raises:
+            NotReadyError: The load has ended with an error.
+        """
+        if (error := self.handoff.error) is not None:
+            raise NotReadyError(
+                f"transfer {self.transfer_id} has ended on this replica: {error.message}"
+            )
+
+    def end(self, timeout_seconds: float = _END_SECONDS) -> bool:
+        """End the load, unless it is complete; block until the thread has ended.
+
+        Returns:
+            Whether the weights have changed: loaded whole, or mixed.
+        """
+        self.handoff.fail(TransferAbortedError("the load in place was ended"))
+        self._thread.join(timeout_seconds)
+        return self._changed or self._thread.is_alive()
+
+    def confirm(self, expected_digest: bytes) -> float:
+        """Check that the version to be committed was loaded; return the seconds that it took.
+
+        Raises:
+            LoadFailedError: Metadata ``dirty``: other bytes, or not all, are loaded.
+            NotReadyError: The load is not complete and has changed nothing; it is ended.
+        """
+        if not self.is_complete:
+            changed = self.end()
+            what = f"{self.handoff.version} cannot be committed: it was not loaded whole"
+            if changed:
+                raise LoadFailedError(
+                    f"{what}, and the weights are mixed", metadata={"dirty": "true"}
+                )
+            raise NotReadyError(what)
+        digest = self.handoff.content_digest
+        if digest != expected_digest:
+            error = DigestMismatchError(
+                f"{self.handoff.version} was loaded with digest {digest.hex()}, but the commit is "
+                f"for {expected_digest.hex()}"
+            )
+            raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
+        self._thread.join(_END_SECONDS)
+        return self.seconds
+
+    def _run(self) -> None:
+        handoff, began = self.handoff, time.perf_counter()
+        try:
+            self._load(handoff)
+            self.seconds, self._changed = time.perf_counter() - began, True
+            handoff.complete()
+        except WeftError as error:
+            self._changed |= error.metadata.get("dirty") == "true"
+            self._fail(error)
+        except BaseException as error:  # noqa: BLE001 (the edge of a thread)
+            _log.exception("loading %s in place failed", handoff.version)
+            self._changed = True
+            self._fail(
+                LoadFailedError(
+                    f"loading {handoff.version} in place failed: {type(error).__name__}: {error}",
+                    metadata={"dirty": "true"},
+                )
+            )
+
+    def _fail(self, error: WeftError) -> None:
+        _log.warning("loading %s in place failed: %s", self.handoff.version, error)
+        self.handoff.fail(error)

@@ -6,7 +6,7 @@ maps it ends, however it ends. Another worker of the same user attaches it by th
 descriptor. On an accelerator it is an allocation of torch's, which other processes map through
 CUDA's IPC.
 
-Segments that are free are kept for transfers of the same layouts.
+``Memory`` allocates them; free segments are kept for transfers of the same layouts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing import reductions
 
+from rollout_side.config import Staging
+from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import CapacityError, NotReadyError
-from weft_rl.transport.progress import Speak, silent, speaking
+from weft_rl.transport.group import CPU
+from weft_rl.transport.progress import OnProgress, ignore_progress, report_while
 
 _GIB = 2**30
 #: Memory is made and copied in slices of so much, which take a fraction of a second.
@@ -37,7 +40,7 @@ class Segment(Protocol):
 
     num_bytes: int
     owned: bool
-    """True if this process allocated it; others' memory is not ours to reuse."""
+    """True if this process allocated it, and so may reuse it."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -62,7 +65,7 @@ class SegmentRef(Protocol):
         """Map the segment into this process.
 
         Raises:
-            NotReadyError: Its owner is gone.
+            NotReadyError: Its owner has ended.
         """
 
 
@@ -83,7 +86,7 @@ class HostRef:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise NotReadyError(
-                f"the worker (pid {self.pid}) that holds the staged copy is gone: {error}"
+                f"the worker (pid {self.pid}) that holds the staged copy has ended: {error}"
             ) from error
         return HostSegment(fd, self.num_bytes, os.getpid(), owned=False)
 
@@ -104,7 +107,7 @@ class HostSegment:
         *,
         owned: bool,
         pinned: bool = False,
-        speak: Speak = silent,
+        on_progress: OnProgress = ignore_progress,
     ) -> None:
         self.owned = owned
         self._fd = fd
@@ -116,28 +119,30 @@ class HostSegment:
         self._filled: torch.cuda.Event | None = None
         self._pinned_at = 0
         if pinned:
-            # One call, however long it takes: a copy may not span two locked ranges.
+            # One call for all of it: a copy may not span two locked ranges.
             device = torch.cuda.current_device()
-            self._pinned_at = speaking(
-                lambda: _pin(self._data, device), lambda: speak(num_bytes, num_bytes)
+            self._pinned_at = report_while(
+                lambda: _pin(self._data, device), lambda: on_progress(num_bytes, num_bytes)
             )
 
     @classmethod
     def allocate(
-        cls, num_bytes: int, *, pinned: bool = False, speak: Speak = silent
+        cls, num_bytes: int, *, pinned: bool = False, on_progress: OnProgress = ignore_progress
     ) -> HostSegment:
         """Allocate new memory, already touched: page faults would halve a receive's speed.
 
         Args:
-            speak: Called slice by slice, with the bytes made so far and the bytes to make.
+            on_progress: Called slice by slice, with the bytes made so far and the bytes to make.
 
         Raises:
             CapacityError: This machine has no room.
         """
         fd = os.memfd_create("weft", os.MFD_CLOEXEC)
         try:
-            _fill(fd, num_bytes, speak)
-            return cls(fd, num_bytes, os.getpid(), owned=True, pinned=pinned, speak=speak)
+            _fill(fd, num_bytes, on_progress)
+            return cls(
+                fd, num_bytes, os.getpid(), owned=True, pinned=pinned, on_progress=on_progress
+            )
         except BaseException:
             os.close(fd)
             raise
@@ -176,17 +181,17 @@ class HostSegment:
             self._filled = None
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the process, or half made
+        with contextlib.suppress(Exception):  # the process ends, or __init__ has failed
             self._settle()
         if at := getattr(self, "_pinned_at", 0):
-            with contextlib.suppress(Exception):  # at the end of the process
+            with contextlib.suppress(Exception):  # the process ends
                 _cudart().cudaHostUnregister(at)
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
             os.close(fd)  # the mapping itself ends with its last tensor
 
 
-def _fill(fd: int, num_bytes: int, speak: Speak) -> None:
+def _fill(fd: int, num_bytes: int, on_progress: OnProgress) -> None:
     """Give a memory file its pages, slice by slice; other threads run meanwhile."""
     os.ftruncate(fd, num_bytes)
     for start in range(0, num_bytes, SLICE_BYTES):
@@ -197,7 +202,7 @@ def _fill(fd: int, num_bytes: int, speak: Speak) -> None:
             raise CapacityError(
                 f"this machine has no room to stage {num_bytes / _GIB:.1f} GiB: {error}"
             ) from error
-        speak(end, num_bytes)
+        on_progress(end, num_bytes)
 
 
 def _pin(data: torch.Tensor, device: int) -> int:
@@ -324,7 +329,7 @@ class SegmentPool:
     def __init__(self, keeps: Callable[[Segment], bool] = lambda segment: True) -> None:
         self._keeps = keeps
         self._free: list[Segment] = []
-        # By id, while they are sent.
+        # Number of senders of each segment, by its id.
         self._lent: Counter[int] = Counter()
 
     def __iter__(self) -> Iterator[Segment]:
@@ -377,3 +382,142 @@ class SegmentPool:
     def take_back(self, segment: object) -> None:
         """Note that one sender of a segment has ended."""
         self._lent -= Counter([id(segment)])
+
+
+#: Memory left to the running engine, for activations and NCCL's buffers.
+MARGIN_BYTES = 2 * 2**30
+# Buffers left for the largest layer: its tensors, and the layer made of them.
+_SPARE_BUFFERS = 2
+
+
+@dataclass
+class Memory:
+    """Allocator of segments, one per worker.
+
+    While the engine sleeps, Weft does not take the memory that it gave back: another process uses
+    it, and the weights need it free to wake when a base is loaded.
+
+    Args:
+        device: Device of the engine, on which NCCL receives.
+        base_on_device: Whether bases are staged there. Adapters never are: their store is host
+            memory, from which the engine loads evicted adapters again.
+        in_place: Whether bases from a side group are not staged, but loaded from the buffers that
+            they are received in.
+    """
+
+    device: torch.device = CPU
+    base_on_device: bool = False
+    in_place: bool = False
+    sleeping_bytes: int | None = field(default=None, init=False)
+    """Accelerator bytes that the engine's sleeping weights need to wake: 0 once they are awake,
+    None once the engine is."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while the engine has not got back all memory that it gave back."""
+        return self.sleeping_bytes is not None
+
+    def fall_asleep(self, weights_bytes: int) -> None:
+        """Record that the engine is about to give its memory back, ``weights_bytes`` of it
+        weights."""
+        self.sleeping_bytes = weights_bytes
+
+    def wake_weights(self) -> None:
+        """Record that the weights are awake, but not the KV cache; does nothing if awake."""
+        if self.is_asleep:
+            self.sleeping_bytes = 0
+
+    def wake_up(self) -> None:
+        """Record that the engine has all of its memory again."""
+        self.sleeping_bytes = None
+
+    def keeps_free(self, segment: Segment) -> bool:
+        """Return whether to keep a segment that nothing needs any more, for reuse."""
+        return not self.is_asleep or segment.data.device.type == "cpu"
+
+    def give_back(self) -> None:
+        """Give torch's cached accelerator memory back to the system, if the engine sleeps."""
+        if self.is_asleep and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def place(self, *, adapter: bool) -> torch.device:
+        """Return the device that a version's bytes are put on."""
+        return self.device if self.base_on_device and not adapter else CPU
+
+    def allocate(
+        self, num_bytes: int, *, adapter: bool, on_progress: OnProgress = ignore_progress
+    ) -> Segment:
+        """Allocate memory that was never handed out. Blocks for its page faults on the host (about
+        0.3 s a GiB).
+
+        Args:
+            on_progress: Called often meanwhile.
+
+        Raises:
+            CapacityError: The accelerator has no room, or none beside sleeping weights.
+        """
+        place = self.place(adapter=adapter)
+        if place.type != "cpu":
+            self._check_beside_sleeping(num_bytes, place)
+            return DeviceSegment.allocate(num_bytes, place)
+        return HostSegment.allocate(
+            num_bytes, pinned=self.device.type == "cuda", on_progress=on_progress
+        )
+
+    def room_for(
+        self, num_bytes: int, device: torch.device, bound_bytes: int, num_needed: int
+    ) -> int:
+        """Return how many buffers of that size fit beside those that a transfer needs; 0 on the
+        host.
+
+        Leaves free the memory that the running engine needs, and that of its largest layer while it
+        is loaded. 0 while the engine sleeps: more buffers serve to pause generation later.
+
+        Args:
+            bound_bytes: Bound of all of a transfer's buffers, if it needs no more.
+            num_needed: Buffers that the transfer needs anyhow.
+
+        Raises:
+            CapacityError: The needed buffers do not fit beside sleeping weights.
+        """
+        if device.type != "cuda":
+            return 0
+        self._check_beside_sleeping(num_needed * num_bytes, device)
+        if self.is_asleep:
+            return 0
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room = (free_bytes + own - MARGIN_BYTES) // num_bytes - num_needed - _SPARE_BUFFERS
+        return max(0, min(room, bound_bytes // num_bytes - num_needed))
+
+    def _check_beside_sleeping(self, num_bytes: int, device: torch.device) -> None:
+        """Refuse to take memory that the engine's weights need to wake: they would be lost."""
+        if not self.sleeping_bytes:
+            return
+        self.give_back()  # vLLM's allocator cannot use torch's cached memory
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        if free_bytes < self.sleeping_bytes + num_bytes:
+            raise CapacityError(
+                f"{device} has {free_bytes / _GIB:.1f} GiB free: no room for the "
+                f"{self.sleeping_bytes / _GIB:.1f} GiB of sleeping weights and "
+                f"{num_bytes / _GIB:.1f} GiB to receive the push in; free memory (of the trainer "
+                "on this GPU, for example), or wake the replica first"
+            )
+
+    def device_of(self, backend: str) -> torch.device:
+        """Return the device on which a side group of this backend receives."""
+        return self.device if backend in (NCCL, ONE_SIDED) else CPU
+
+
+def stage_on_device(
+    staging: Staging, device: torch.device, model_bytes: int, free_bytes: int
+) -> bool:
+    """Return whether bases are staged on the engine's device.
+
+    Args:
+        model_bytes: Bytes of one copy of the base.
+        free_bytes: Bytes that the device has free once the engine has taken its part.
+    """
+    if device.type == "cpu" or staging in ("host", "in-place"):
+        return False
+    return staging == "device" or model_bytes + MARGIN_BYTES <= free_bytes

@@ -7,28 +7,26 @@ them out. Nothing here knows vLLM.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollout_side.memory.handoff import HandoffQueue, HandoffSlot
-from rollout_side.memory.placement import Memory
-from rollout_side.memory.retained import RetainedBases
-from rollout_side.memory.room import Reservations, Usage, check_adapter_room, check_base_room
-from rollout_side.memory.segment import Segment, SegmentPool
-from rollout_side.memory.served_slot import ServedSlot
+from rollout_side.memory.segment import Memory, Segment, SegmentPool
 from rollout_side.memory.versions import (
     AdapterEntry,
     PartialTransfer,
     PartialTransfers,
+    RetainedBases,
     Sendable,
     ServedBase,
+    ServedSlot,
     StagedHandle,
     StagedVersion,
     is_adapter,
 )
-from rollout_side.memory.working_threads import WorkingThreads
 from weft_rl.contract.errors import (
     CapacityError,
     NotFoundError,
@@ -36,11 +34,163 @@ from weft_rl.contract.errors import (
     TransferAbortedError,
 )
 from weft_rl.contract.names import PolicyVersion, is_replica_sender
-from weft_rl.transport.progress import Speak, silent
+from weft_rl.transport.progress import OnProgress, ignore_progress
 
-#: Discarded transfers that are remembered: an order may overtake the last bucket.
+
+@dataclass
+class Usage:
+    """Bytes that a worker holds for Weft, on the host except bases staged on a device."""
+
+    adapter_bytes: int = 0
+    staging_bytes: int = 0
+    """Bytes that are staged or retained; retained copies give way to a push."""
+    free_bytes: int = 0
+    pinned_bytes: int = 0
+    """Bytes of the retained copies that no push may take."""
+    transfer_ids: tuple[str, ...] = ()
+    """Transfers with bytes that are staged, whole or in part, or loaded in place."""
+
+
+def check_adapter_room(
+    num_bytes: int, capacity: int, held: Mapping[PolicyVersion, int], waiting: int
+) -> None:
+    """Refuse an adapter that does not fit in the store.
+
+    Args:
+        held: Bytes of each adapter that can be served.
+        waiting: Bytes that wait for their commit.
+
+    Raises:
+        CapacityError: The store is full; names the versions in it.
+    """
+    in_use = sum(held.values())
+    if in_use + waiting + num_bytes > capacity:
+        names = ", ".join(map(str, sorted(held)))
+        raise CapacityError(
+            f"the adapter store holds {in_use:,} of {capacity:,} bytes "
+            f"({names or 'nothing'}) and {waiting:,} wait for their commit: no room for "
+            f"{num_bytes:,} more; forget a policy (weft forget POLICY), keep fewer versions "
+            "(weft retain POLICY N), or start the replica with a larger --adapter-memory-gib"
+        )
+
+
+def check_base_room(
+    num_bytes: int, capacity: int, in_use: int, pinned: Sequence[PolicyVersion]
+) -> None:
+    """Refuse a base that does not fit beside what is staged and retained.
+
+    Args:
+        in_use: Bytes that are staged or retained.
+        pinned: Versions among them that no push may take.
+
+    Raises:
+        CapacityError: The store is full; names the versions in it.
+    """
+    if in_use + num_bytes > capacity:
+        names = ", ".join(sorted(map(str, pinned)))
+        text = f", {names} pinned" if names else ""
+        raise CapacityError(
+            f"staging holds {in_use:,} of {capacity:,} bytes{text}: no room for {num_bytes:,} "
+            "more; start the replica with a larger --staging-memory-gib"
+        )
+
+
+class Reservations:
+    """Memory reserved for each transfer until it is staged or has ended.
+
+    Args:
+        lock: ``WorkerStore``'s lock, which guards the reservations.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._ended = threading.Condition(lock)
+        self._num_bytes: dict[str, int] = {}
+        self._clones: set[str] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved for all transfers."""
+        return sum(self._num_bytes.values())
+
+    def add(self, transfer_id: str, num_bytes: int, *, clone: bool) -> None:
+        """Reserve memory for a transfer."""
+        self._num_bytes[transfer_id] = num_bytes
+        if clone:
+            self._clones.add(transfer_id)
+
+    def end(self, *transfer_ids: str) -> None:
+        """End the reservations of transfers; succeeds for those that have none."""
+        for transfer_id in transfer_ids:
+            self._num_bytes.pop(transfer_id, None)
+            self._clones.discard(transfer_id)
+        self._ended.notify_all()
+
+    def end_clones(
+        self, fits: Callable[[], bool], drop: Callable[[], Sequence[str]], timeout_seconds: float
+    ) -> None:
+        """End the reservations of clones until there is room. Waits for clones that have not
+        noticed yet that they were ended.
+
+        Args:
+            fits: Returns whether there is room by now.
+            drop: Drops partial clones; returns their transfers, whose reservations end.
+        """
+        end = time.monotonic() + timeout_seconds
+        while self._clones and not fits():
+            dropped = drop()
+            self.end(*dropped)
+            left = end - time.monotonic()
+            if not dropped and (left <= 0 or not self._ended.wait(left)):
+                return
+
+
+#: Interval at which a wait checks whether a thread has ended: nothing notifies it.
+_LOOK_SECONDS = 0.2
+
+#: Has a thread set the event between two pieces of work; returns False if it cannot.
+Ask = Callable[[threading.Event], bool]
+
+
+class WorkingThreads:
+    """Threads of one worker process; thread-safe. Those that have ended are forgotten."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Ask] = {}
+
+    def add(self, thread: threading.Thread, ask: Ask = lambda turn: False) -> None:
+        """Add a thread that has been started.
+
+        Args:
+            ask: Has a thread that lives on answer between two pieces of work. A thread without it
+                is waited for until it ends.
+        """
+        with self._lock:
+            self._threads = {t: a for t, a in self._threads.items() if t.is_alive()}
+            self._threads[thread] = ask
+
+    def wait_turns(self, given_up: threading.Event) -> bool:
+        """Block until each thread that was known at the call has answered or ended.
+
+        Returns:
+            False if ``given_up`` was set before.
+        """
+        with self._lock:
+            known = dict(self._threads)
+        for thread, ask in known.items():
+            turn = threading.Event()
+            asked = False
+            while thread.is_alive() and not turn.is_set():
+                asked = asked or ask(turn)
+                if given_up.is_set():
+                    return False
+                turn.wait(_LOOK_SECONDS)
+        return not given_up.is_set()
+
+
+#: Number of discarded transfers to remember: the order may overtake the last bucket.
 _MAX_DISCARDED = 256
-# A thread that receives a clone wakes at once when it ends; it may be verifying a bucket.
+# A receiving thread notices at once that its clone has ended, unless it verifies a bucket.
 _CLONE_END_SECONDS = 5.0
 
 
@@ -89,16 +239,16 @@ class WorkerStore:
         *,
         adapter: bool,
         clone: bool = False,
-        speak: Speak = silent,
+        on_progress: OnProgress = ignore_progress,
     ) -> Segment:
         """Reserve memory for a transfer, reused from a dropped version if one fits.
 
-        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and speaks meanwhile. Also
-        blocks for a moment if a clone that was ended has still to let go of the room. What was
-        received of a clone gives way to all but a ``clone``.
+        Blocks for the page faults of fresh memory (about 0.3 s a GiB), and reports progress. Blocks
+        for a moment, too, if a clone that was ended still holds the room. A partial clone gives way
+        to everything but a ``clone``.
 
         Raises:
-            CapacityError: The bound would be exceeded; says what holds the memory.
+            CapacityError: The bound would be exceeded; names what holds the memory.
         """
         with self._lock:
             if not clone:
@@ -112,14 +262,14 @@ class WorkerStore:
             if segment is not None:
                 return segment
         try:
-            return self.memory.allocate(num_bytes, adapter=adapter, speak=speak)
+            return self.memory.allocate(num_bytes, adapter=adapter, on_progress=on_progress)
         except BaseException:
             self.release(transfer_id, None)
             raise
 
     def make_spare(self) -> None:
-        """Make memory for a further adapter of the size that was staged last; blocks for its page
-        faults. With these, making it during a push would take longer than receiving the adapter."""
+        """Make memory for another adapter of the size that was staged last; blocks for its page
+        faults. During a push they would take longer than receiving the adapter."""
         with self._lock:
             size = self._last_adapter_bytes
             if not size or self._segments.find(size, self.memory.place(adapter=True)):
@@ -148,14 +298,14 @@ class WorkerStore:
             self._reservations.end(staged.transfer_id)
             if staged.transfer_id in self._discarded:
                 self._segments.put(staged.segment)
-                raise TransferAbortedError(f"{staged.transfer_id} was discarded meanwhile")
+                raise TransferAbortedError(f"transfer {staged.transfer_id} was discarded meanwhile")
             self._staged[staged.transfer_id] = staged
             if is_adapter(staged.version):
                 self._last_adapter_bytes = staged.segment.num_bytes
 
     def _end_clones(self, num_bytes: int, *, adapter: bool) -> None:
-        """Drop what was received of a clone if its room is needed. Waits for a clone that has still
-        to hear that it was ended."""
+        """Drop a partial clone if its room is needed. Waits for a clone that has not noticed yet
+        that it was ended."""
 
         def fits() -> bool:
             try:
@@ -190,14 +340,14 @@ class WorkerStore:
             self._partial.settle(trainer_id)
 
     def take_partial(
-        self, transfer_id: str, trainer_id: str, speak: Speak = silent
+        self, transfer_id: str, trainer_id: str, on_progress: OnProgress = ignore_progress
     ) -> PartialTransfer | None:
-        """Take what was received of a transfer so far, in memory that is safe to write; None if
-        nothing was.
+        """Take the verified part of a transfer, in memory that is safe to write; None if there is
+        none.
 
-        A transfer that was staged whole is un-staged. Other interrupted ones of the same trainer
-        are dropped, since a trainer carries one out at a time. Blocks to copy what was verified if
-        an abandoned operation may still write to the old memory.
+        A transfer that was staged whole is un-staged. Other interrupted transfers of the trainer
+        are dropped, since it carries out one at a time. Blocks for a copy if an abandoned operation
+        may still write to the old memory.
         """
         with self._lock:
             self._reservations.end(*self._partial.drop_others(transfer_id, trainer_id))
@@ -209,7 +359,7 @@ class WorkerStore:
                 return staged.received
         if partial is None:
             return None
-        return partial if partial.settled else partial.moved(self.memory, speak)
+        return partial if partial.settled else partial.moved(self.memory, on_progress)
 
     def _num_waiting_bytes(self) -> int:
         """Return the bytes of versions that are being staged, or wait for their commit."""
@@ -217,17 +367,19 @@ class WorkerStore:
         return sum(staged, start=self._reservations.num_bytes)
 
     def put_handoff(self, handoff: HandoffQueue) -> None:
-        """Begin to load a base in place; one that was under way ends.
+        """Begin to load a base in place; a load that is under way ends.
 
         Raises:
             TransferAbortedError: Its transfer was discarded meanwhile.
         """
         with self._lock:
             if handoff.transfer_id in self._discarded:
-                raise TransferAbortedError(f"{handoff.transfer_id} was discarded meanwhile")
+                raise TransferAbortedError(
+                    f"transfer {handoff.transfer_id} was discarded meanwhile"
+                )
             self.handoff.put(handoff)
 
-    # -- retained bases, and what is sent from here ---------------------------
+    # -- retained bases, and versions to send ---------------------------------
 
     def keep_base(self, transfer_id: str) -> None:
         """Retain a base that was just loaded, staged or retained before; the least
@@ -278,8 +430,8 @@ class WorkerStore:
     @contextmanager
     def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
         """Lend what ``sendable`` returns. A copy's memory is not reused inside the ``with``, even
-        if the version is dropped meanwhile. A served base that is loaded anew meanwhile is found
-        out by its digest.
+        if the version is dropped meanwhile. If a served base is loaded anew meanwhile, its digest
+        shows it.
 
         Raises:
             NotFoundError: No copy is held.
@@ -325,7 +477,7 @@ class WorkerStore:
     def adopt(self, handle: StagedHandle) -> None:
         """Map a version that another worker of this machine has staged."""
         with self._lock:
-            # A retained copy is mapped anew after it was discarded here once.
+            # A retained copy that was discarded here before is mapped anew.
             if handle.transfer_id in self._discarded:
                 self._discarded.remove(handle.transfer_id)
         self.put_staged(handle.attach())
@@ -346,7 +498,7 @@ class WorkerStore:
         with self._lock:
             staged = self._staged.pop(transfer_id, None)
             if staged is None:
-                raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+                raise NotReadyError(f"nothing is staged for transfer {transfer_id}; push again")
             entry = self._adapters[staged.version] = AdapterEntry(config_json, staged)
             return entry
 
@@ -362,8 +514,8 @@ class WorkerStore:
             self._segments.put(entry.staged.segment if entry else None)
 
     def discard(self, transfer_id: str) -> None:
-        """Forget what was staged of a transfer, whole or in part, or is still to come; end
-        its loading in place."""
+        """Forget the bytes of a transfer, staged, partial or still to come; end its load in
+        place."""
         with self._lock:
             if transfer_id not in self._discarded:
                 self._discarded.append(transfer_id)
@@ -389,5 +541,5 @@ class WorkerStore:
         with self._lock:
             found = self._staged.get(transfer_id) or self._bases.of_transfer(transfer_id)
         if found is None:
-            raise NotReadyError(f"nothing is staged for transfer {transfer_id}")
+            raise NotReadyError(f"nothing is staged for transfer {transfer_id}; push again")
         return found

@@ -1,28 +1,29 @@
-"""Versions as they lie in a worker's memory, whole or in part; ``store`` holds them.
+"""Versions in a worker's memory: staged, partial, retained, served; ``store`` holds them.
 
 Nothing here knows vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
-from rollout_side.memory.placement import Memory
-from rollout_side.memory.segment import SLICE_BYTES, Segment, SegmentRef
-from weft_rl.contract.errors import DigestMismatchError
+from rollout_side.memory.segment import SLICE_BYTES, Memory, Segment, SegmentRef
+from weft_rl.contract.errors import CapacityError, DigestMismatchError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, is_replica_sender
-from weft_rl.transport.progress import Speak
+from weft_rl.transport.progress import OnProgress
 from weft_rl.transport.wire.buckets import in_manifest_order, tensor_sums
 
 
-class Carried(NamedTuple):
+class BucketContents(NamedTuple):
     """Contents of a verified bucket."""
 
     runs: Sequence[Run]
@@ -115,8 +116,8 @@ class StagedVersion:
         """
         if self.content_digest != content_digest:
             raise DigestMismatchError(
-                f"{self.version} was staged with digest {self.content_digest.hex()}, the commit "
-                f"is for {content_digest.hex()}"
+                f"{self.version} was staged with digest {self.content_digest.hex()}, but the "
+                f"commit is for {content_digest.hex()}; push again"
             )
 
     def handle(self) -> StagedHandle:
@@ -174,18 +175,18 @@ def bucket_starts(manifest: Manifest) -> list[int]:
 
 @dataclass(frozen=True)
 class PartialTransfer:
-    """Buckets of one version, verified from the first on; the rest is to come."""
+    """Buckets of one version, verified from the first on; the others are still to come."""
 
     transfer_id: str
     trainer_id: str
     manifest: Manifest
     segment: Segment
-    verified: list[Carried]
+    verified: list[BucketContents]
     """Contents of the verified buckets."""
     lists_runs: bool = False
     """True if the buckets list their runs; else they are those of the manifest."""
     settled: bool = False
-    """True if no abandoned operation can write to the segment any more."""
+    """True once no abandoned operation can write to the segment."""
 
     @property
     def num_verified(self) -> int:
@@ -209,7 +210,7 @@ class PartialTransfer:
         digests = [digest for bucket in self.verified for digest in bucket.digests]
         return tensor_sums(self.manifest, runs, digests)
 
-    def moved(self, memory: Memory, speak: Speak) -> PartialTransfer:
+    def moved(self, memory: Memory, on_progress: OnProgress) -> PartialTransfer:
         """Return the transfer with its verified bytes in memory that nothing else can write to.
         Blocks for the copy.
 
@@ -218,14 +219,14 @@ class PartialTransfer:
         """
         was_host = self.segment.data.device.type == "cpu"
         num_bytes = self.segment.num_bytes
-        fresh = memory.allocate(num_bytes, adapter=was_host, speak=speak)
+        fresh = memory.allocate(num_bytes, adapter=was_host, on_progress=on_progress)
         end = sum(b.wire_bytes for b in self.manifest.buckets[: self.num_verified])
         if self.lists_runs:
-            end = num_bytes  # they may lie anywhere
+            end = num_bytes  # runs may lie anywhere
         for start in range(0, end, SLICE_BYTES):
             part = slice(start, min(end, start + SLICE_BYTES))
             fresh.data[part].copy_(self.segment.data[part])
-            speak(num_bytes, num_bytes)
+            on_progress(num_bytes, num_bytes)
         return replace(self, segment=fresh)
 
 
@@ -267,8 +268,8 @@ def is_adapter(version: PolicyVersion) -> bool:
 class PartialTransfers:
     """Interrupted transfers, with what was verified of each; ``WorkerStore``'s lock guards them.
 
-    A push resumes within moments or is discarded. A clone waits as long as pushes go before it.
-    There is at most one such clone, and it gives way where a push needs its room.
+    A push resumes within moments or is discarded. A clone waits while pushes go before it. There
+    is at most one partial clone, and it gives way if a push needs its room.
     """
 
     def __init__(self) -> None:
@@ -276,7 +277,7 @@ class PartialTransfers:
 
     @property
     def transfer_ids(self) -> tuple[str, ...]:
-        """Transfers of which something is kept."""
+        """Transfers that are kept in part."""
         return tuple(self._partial)
 
     def put(self, partial: PartialTransfer) -> list[str]:
@@ -315,3 +316,159 @@ class PartialTransfers:
         for name in names:
             del self._partial[name]
         return names
+
+
+_log = logging.getLogger(__name__)
+
+
+class RetainedBases:
+    """Copies of the base that are kept after they were loaded, last used first; ``WorkerStore``'s
+    lock guards them. Late replicas clone them, a rollback loads them, a push takes their room.
+
+    Methods that drop copies return their memory, which is the caller's again.
+
+    Args:
+        retain_base: Number of versions to keep, the served one included.
+    """
+
+    def __init__(self, retain_base: int) -> None:
+        self._retain_base = retain_base
+        self._copies: list[StagedVersion] = []
+        # Versions whose copies stay beside the newest.
+        self._pinned: frozenset[int] = frozenset()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the copies, last used first."""
+        return tuple(copy.version.version for copy in self._copies)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copy.segment.num_bytes for copy in self._copies)
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Bytes of the copies that no push may take."""
+        return sum(copy.segment.num_bytes for copy in self._copies if self._is_pinned(copy))
+
+    @property
+    def pinned(self) -> list[PolicyVersion]:
+        """Versions of the copies that no push may take."""
+        return [copy.version for copy in self._copies if self._is_pinned(copy)]
+
+    def of_transfer(self, transfer_id: str) -> StagedVersion | None:
+        """Return the copy that a transfer brought; None if there is none."""
+        return next((copy for copy in self._copies if copy.transfer_id == transfer_id), None)
+
+    def of_version(self, version: PolicyVersion) -> StagedVersion | None:
+        """Return the copy of a version; None if there is none."""
+        return next((copy for copy in self._copies if copy.version == version), None)
+
+    def keep(self, base: StagedVersion) -> list[Segment]:
+        """Retain a copy, or count a held one as used. It replaces other copies of its version; the
+        least recently used beyond ``retain_base`` are dropped."""
+        others = [copy for copy in self._copies if copy.version != base.version]
+        gone = [c.segment for c in self._copies if c.version == base.version and c is not base]
+        self._copies = [base, *others]
+        return gone + self._drop_beyond()
+
+    def pin(self, versions: Iterable[int]) -> list[Segment]:
+        """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
+        ``retain_base`` are dropped."""
+        self._pinned = frozenset(versions)
+        return self._drop_beyond()
+
+    def give_way(self, room_bytes: int, is_lent: Callable[[Segment], bool]) -> list[Segment]:
+        """Drop copies, oldest first, until the others fit in ``room_bytes``. Copies that are being
+        sent or are pinned stay."""
+        dropped: list[Segment] = []
+        while self._copies and self.num_bytes > room_bytes:
+            droppable = (copy for copy in reversed(self._copies) if not is_lent(copy.segment))
+            oldest = next((copy for copy in droppable if not self._is_pinned(copy)), None)
+            if oldest is None:
+                break  # the push is refused, with what holds the room
+            self._copies.remove(oldest)
+            dropped.append(oldest.segment)
+        return dropped
+
+    def move_newest(self, allocate: Callable[[int], Segment]) -> None:
+        """Move the copy used last to the host, unless it lies there, is pinned or finds no room.
+        Blocks for the copy.
+
+        Args:
+            allocate: Makes a host segment of so many bytes, or raises CapacityError.
+        """
+        copy = next(iter(self._copies), None)
+        if copy is None or _is_on_host(copy) or self._is_pinned(copy):
+            return
+        try:
+            segment = allocate(copy.segment.num_bytes)
+        except CapacityError as error:
+            _log.warning("no copy of the base is kept: %s", error)
+            return
+        for start in range(0, segment.num_bytes, SLICE_BYTES):
+            part = slice(start, min(segment.num_bytes, start + SLICE_BYTES))
+            segment.data[part].copy_(copy.segment.data[part])
+        self._copies[0] = replace(copy, segment=segment)
+
+    def drop_on_device(self) -> None:
+        """Drop the copies on an accelerator, except pinned ones. Their memory is free once nobody
+        sends them."""
+        self._copies = [copy for copy in self._copies if _is_on_host(copy) or self._is_pinned(copy)]
+
+    def _drop_beyond(self) -> list[Segment]:
+        newest, beyond = self._copies[: self._retain_base], self._copies[self._retain_base :]
+        self._copies = newest + [copy for copy in beyond if self._is_pinned(copy)]
+        return [copy.segment for copy in beyond if not self._is_pinned(copy)]
+
+    def _is_pinned(self, copy: StagedVersion) -> bool:
+        return copy.version.version in self._pinned
+
+
+def _is_on_host(copy: StagedVersion) -> bool:
+    return copy.segment.data.device.type == "cpu"
+
+
+class ServedSlot:
+    """Slot of the base that the engine's own weights hold, if they can be read: not before they
+    were loaded whole, nor while the engine sleeps.
+
+    Args:
+        lock: ``WorkerStore``'s lock, which guards the slot.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._asleep: ServedBase | None = None
+        #: None while there is none.
+        self.base: ServedBase | None = None
+
+    def set(self, base: ServedBase | None) -> ServedBase | None:
+        """Set the base that can be read from now on; None before the weights are loaded anew.
+        Returns the former one."""
+        with self._lock:
+            former, self.base = self.base, base
+            return former
+
+    def is_of(self, transfer_id: str, content_digest: bytes) -> bool:
+        """Return whether the weights are those that a transfer brought, whole."""
+        base = self.base
+        return base is not None and (base.transfer_id, base.content_digest) == (
+            transfer_id,
+            content_digest,
+        )
+
+    def fall_asleep(self) -> None:
+        """Forbid reads of the weights."""
+        with self._lock:
+            if self.base is not None:
+                self._asleep, self.base = self.base, None
+
+    def wake_up(self, *, discarded: bool) -> None:
+        """Allow reads of the weights again, as they were, unless they were discarded. A base that
+        was loaded since stays."""
+        with self._lock:
+            former, self._asleep = self._asleep, None
+            if self.base is None and not discarded:
+                self.base = former

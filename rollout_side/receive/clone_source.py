@@ -1,8 +1,8 @@
 """Source of a clone: a thread that sends a held version to another replica.
 
-Each clone has a thread, beside the engine's thread and the receiver's. The bytes that are served
-are only read. Each bucket is copied into one of two buffers, digested anew and sealed with a
-trailer of its own. So a copy that has rotted is found here, not served elsewhere.
+Each clone has a thread, beside the engine's thread and the receiver's. It only reads the served
+bytes. Each bucket is copied into a buffer, digested anew and sealed with its own trailer. So a
+corrupted copy is found here, not served elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft_rl.transport.wire.buckets import Sealed, in_manifest_order, seal_bucke
 
 _log = logging.getLogger(__name__)
 
-# After the last bucket the coordinator ends the group; if it does not, we leave.
+# The coordinator ends the group after the last bucket; else this rank leaves by itself.
 _END_SECONDS = 30.0
 
 
@@ -44,7 +44,7 @@ class Cloner:
     def __init__(self, store: WorkerStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._sending: dict[str, _Sending] = {}
+        self._sending: dict[str, _Clone] = {}
 
     def send(self, order: SendOrder) -> None:
         """Begin to send a clone; returns at once. A group that is sent to already is left alone.
@@ -56,7 +56,7 @@ class Cloner:
         with self._lock:
             self._sending = {k: s for k, s in self._sending.items() if s.thread.is_alive()}
             if order.ticket.group_id not in self._sending:
-                self._sending[order.ticket.group_id] = _Sending(order, self._store)
+                self._sending[order.ticket.group_id] = _Clone(order, self._store)
 
     def close(self) -> None:
         """Give up the clones under way; does not wait for them."""
@@ -65,8 +65,8 @@ class Cloner:
                 sending.stop()
 
 
-class _Sending:
-    """One clone: a membership as rank 0, and its thread."""
+class _Clone:
+    """Clone that is being sent: membership as rank 0, and thread."""
 
     def __init__(self, order: SendOrder, store: WorkerStore) -> None:
         self._order, self._store = order, store
@@ -102,10 +102,10 @@ class _Sending:
             finally:
                 rank.leave()
         except WeftError as error:
-            _log.info("clone %s of %s ended: %s", order.transfer_id, version, error)
+            _log.info("sending clone %s of %s ended: %s", order.transfer_id, version, error)
         except Exception:  # noqa: BLE001 (the edge of a thread)
-            # The coordinator sees a rank that never attends, or a broken stream.
-            _log.exception("clone %s of %s failed", order.transfer_id, version)
+            # The coordinator notices: the rank never attends, or its stream breaks.
+            _log.exception("sending clone %s of %s failed", order.transfer_id, version)
 
     def _send(self, rank: SendingRank, version: PolicyVersion, deadline: float) -> None:
         order, began = self._order, time.monotonic()
@@ -114,7 +114,7 @@ class _Sending:
                 buckets = CopiedBuckets(copy, order.nonce, self._device, order.ticket.backend)
                 rank.send(Sending(order.transfer_id, buckets, deadline))
         except Exception as error:
-            rank.give_up(order.transfer_id, error)  # also when it is no longer held
+            rank.give_up(order.transfer_id, error)  # also if the version is no longer held
             raise
         _log.info(
             "sent a clone of %s: %d bytes in %.3f s, epoch %d",
@@ -141,7 +141,7 @@ class CopiedBuckets:
         self._copy, self._nonce = copy, nonce
         self._digests: list[list[int]] = []
 
-    def make(self, index: int, speak: Callable[[], None] = lambda: None) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None] = lambda: None) -> Sealed:
         """Copy a bucket, digest it anew and seal it."""
         buffer = self._buffer(index)
         payload = self._copy.payload(index, buffer)

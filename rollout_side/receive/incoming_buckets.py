@@ -1,7 +1,8 @@
-"""The buckets of one transfer as they come: received, verified in order, reported.
+"""Receiving of a transfer's buckets: ring of buffers, sink, verification, reports.
 
-One kind of transfer is staged whole and waits for its commit (``staging``); the other is loaded in
-place while it is received (``in_place``). They are received alike.
+A bucket that travels whole is verified where it arrives: in the sink's own memory if that lies on
+the side group's device, else in a buffer of the ring. A bucket that lists its runs arrives in a
+buffer, and its runs are copied to their places in the sink's memory.
 """
 
 from __future__ import annotations
@@ -10,29 +11,273 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
-from rollout_side.receive.ring import Ring
-from weft_rl.contract.errors import DigestMismatchError, PeerUnavailableError
-from weft_rl.contract.layout.manifest import Manifest
-from weft_rl.contract.layout.send_plan import SendPlan
+from rollout_side.memory.versions import BucketContents
+from weft_rl.contract.errors import CapacityError, DigestMismatchError, PeerUnavailableError
+from weft_rl.contract.layout.manifest import Manifest, align_up
+from weft_rl.contract.layout.runs import SLICE_ALIGN_BYTES, Run
+from weft_rl.contract.layout.send_plan import Listing, SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.tracing import Span
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
-from weft_rl.transport.wire.options import BucketOptions
+from weft_rl.transport.wire.buckets import Assembly, start_bucket, start_runs
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived, BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
+
+_T = TypeVar("_T")
+
+
+class Sink(Protocol):
+    """Destination of a transfer's verified buckets."""
+
+    @property
+    def num_kept(self) -> int:
+        """Number of buckets, from the first, that need not come again, whatever becomes of this
+        group."""
+
+    def make_room(self, bucket: int, *, wait: bool) -> bool:
+        """Return whether ``place`` of a bucket of the layout may be written now, after every one
+        before it. With ``wait``, block until it may.
+
+        Raises:
+            WeftError: The error for which it never may.
+        """
+
+    def place(self, bucket: int) -> torch.Tensor | None:
+        """Return the memory, on the side group's device, that a bucket of the layout may arrive in
+        as it travels; None if there is none."""
+
+    def assembly(self, bucket: int) -> Assembly | None:
+        """Return the memory that runs of a bucket of the layout have their places in; None if the
+        bucket comes again and is dropped."""
+
+    def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
+        """Take a verified bucket; blocks until ``wire`` may be written again.
+
+        Args:
+            index: Place in the plan; called in its order.
+            wire: Memory that the bucket arrived in; listed runs are in their places already.
+            carried: Its digests, and its runs if it lists them.
+        """
+
+    def is_load_due(self) -> bool:
+        """Return whether the replica is to load now; True only once."""
+
+
+class Ring:
+    """Memory that a transfer's buckets are received in, one after the other, in one side group.
+
+    On an accelerator everything runs on the calling thread's current stream.
+
+    Args:
+        manifest: Layout of the version.
+        plan: Plan of the buckets.
+        sink: Destination of the verified buckets.
+        buffers: Result of ``arrival_buffers``; empty where buckets arrive in the sink's memory.
+        ahead: Buckets of one sender whose receives may be posted before the first of them was
+            accepted.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: SendPlan,
+        sink: Sink,
+        buffers: Mapping[int, torch.Tensor],
+        ahead: int,
+    ) -> None:
+        self._manifest, self._plan, self._buffers = manifest, plan, buffers
+        self.sink, self.ahead = sink, ahead
+
+    @property
+    def copies_lent(self) -> bool:
+        """True if ``accept`` verifies a copy of lent memory, and not the lent memory itself."""
+        return not self._plan.lists_runs
+
+    def make_room(self, index: int, *, wait: bool) -> bool:
+        """Return whether a receive to ``wire(index)`` may be posted now; see ``Sink.make_room``."""
+        return self.sink.make_room(self._plan.buckets[index].bucket, wait=wait)
+
+    def wire(self, index: int) -> torch.Tensor:
+        """Return the memory that a bucket is received in."""
+        planned = self._plan.buckets[index]
+        place = self._buffers.get(index) if self._buffers else self.sink.place(planned.bucket)
+        assert place is not None
+        return place[: planned.wire_bytes]
+
+    def payload_bytes(self, index: int) -> int:
+        """Return the bytes of a bucket before its trailer."""
+        return self._plan.buckets[index].payload_bytes
+
+    def accept(
+        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+    ) -> Callable[[], None]:
+        """Begin to verify a bucket that has arrived; return a function that ends the verification.
+        That function puts the bucket into the sink. It is called once, in the buckets' order.
+
+        Args:
+            arrived: How the bucket has arrived; lent memory is read until the returned function has
+                ended.
+
+        Raises:
+            DigestMismatchError: Other bytes arrived than were sent; the returned function may raise
+                it, too.
+        """
+        wire = self.wire(index)
+        if self._plan.lists_runs:
+            verified = self._start_runs(index, wire, nonce, arrived)
+        else:
+            digests = start_bucket(wire, self._manifest, index, nonce, arrived)
+
+            def verified() -> BucketContents:
+                return BucketContents((), digests())
+
+        def end() -> None:
+            self.sink.put(index, wire, verified())
+
+        return end
+
+    def _start_runs(
+        self, index: int, wire: torch.Tensor, nonce: int, arrived: Arrived
+    ) -> Callable[[], BucketContents]:
+        planned, manifest = self._plan.buckets[index], self._manifest
+        into = self.sink.assembly(planned.bucket)
+        verified = start_runs(
+            wire,
+            planned.payload_bytes,
+            manifest,
+            index,
+            nonce,
+            bucket=planned.bucket if self._plan.listing is Listing.WITHIN_BUCKET else None,
+            into=into,
+            arrived=arrived,
+        )
+
+        def end() -> BucketContents:
+            runs, digests, is_placed = verified()
+            if into is not None and not is_placed:
+                place_runs(wire, manifest, runs, into)
+            return BucketContents(runs, digests)
+
+        return end
+
+
+def arrival_buffers(plan: SendPlan, ahead: int, device: torch.device) -> dict[int, torch.Tensor]:
+    """Make a few buffers for each sender, which its buckets arrive in in turn.
+
+    Args:
+        ahead: Buckets of one sender that may be under way.
+        device: Device of the side group.
+
+    Returns:
+        The buffer of each bucket, by its place in the plan.
+
+    Raises:
+        CapacityError: The accelerator has no room for them.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for sender in range(plan.num_senders):
+        indices = plan.sent_by(sender)
+        buffers = make_buffers([plan.wire_bytes(i) for i in indices], ahead, device)
+        for nth, index in enumerate(indices):
+            found[index] = buffers[nth % len(buffers)]
+    return found
+
+
+def make_buffers(
+    sizes: Sequence[int], count: int, device: torch.device, *, more: int = 0
+) -> list[torch.Tensor]:
+    """Make buffers that each fit any bucket; no more than there are buckets. See ``make_each``."""
+
+    def make(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    return make_each(make, sizes, count, device, more)
+
+
+def make_each(
+    make: Callable[[int], _T],
+    sizes: Sequence[int],
+    count: int,
+    device: torch.device,
+    more: int = 0,
+) -> list[_T]:
+    """Make buffers as ``make_buffers`` does, but of any kind.
+
+    Args:
+        make: Makes a buffer of so many bytes, on ``device``.
+        sizes: Bytes on the wire of each bucket.
+        more: Further buffers to make at most, as far as there is memory.
+
+    Raises:
+        CapacityError: The accelerator has no room for ``count`` of them.
+    """
+    need, count = max(sizes), min(count, len(sizes))
+    try:
+        made = [make(need) for _ in range(count)]
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{device} has no room for the {count} buffers of {need:,} bytes that a push is "
+            "received in: push smaller buckets (bucket_bytes), or start the replica with a "
+            "smaller --gpu-memory-utilization"
+        ) from error
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for _ in range(min(more, len(sizes) - count)):
+            made.append(make(need))
+    return made
+
+
+def place_runs(
+    wire: torch.Tensor,
+    manifest: Manifest,
+    runs: Sequence[Run],
+    into: Assembly,
+) -> None:
+    """Copy runs to their places, and write the zeros that follow their tensors. Blocks until
+    ``wire`` may be written again.
+
+    Args:
+        wire: uint8, a verified payload.
+        runs: Runs that the payload holds, in order.
+        into: Assembly that the runs have their places in.
+    """
+    data, starts = into
+    at = 0
+    for run in runs:
+        slot = manifest.tensors[run.tensor]
+        size = slot.meta.dtype.itemsize_bytes
+        begin = starts[slot.bucket] + slot.offset_bytes
+        first, end, num_bytes = run.first * size, run.end * size, slot.meta.num_bytes
+        if run.repeats > 1:
+            width, stride = run.count * size // SLICE_ALIGN_BYTES, run.stride * size
+            rows = data[begin + first : begin + end].view(torch.int64)
+            rows = rows.as_strided((run.repeats, width), (stride // SLICE_ALIGN_BYTES, 1))
+            packed = wire[at : at + run.num_elements * size].view(torch.int64)
+            rows.copy_(packed.view(run.repeats, width), non_blocking=True)
+            if end == num_bytes:
+                data[begin + end : begin + align_up(end)].zero_()
+        else:
+            skipped = first - run.begin_bytes(size)
+            if end == num_bytes:
+                end = align_up(end)
+            run_bytes = wire[at + skipped : at + skipped + end - first]
+            data[begin + first : begin + end].copy_(run_bytes, non_blocking=True)
+        at += run.payload_bytes(size)
+    if wire.is_cuda:
+        torch.cuda.current_stream(wire.device).synchronize()
+
 
 _log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-# Where senders hear from receivers themselves, a receiver that need not wait for bytes tells the
-# coordinator only as often as this: a report takes its process as long as half a bucket does.
+# If senders get receivers' reports directly, a receiver that need not wait for bytes reports to the
+# coordinator only this often: a report takes its process as long as half a bucket.
 _REPORT_SECONDS = 0.1
 
 
@@ -49,7 +294,7 @@ class IncomingTransfer(Protocol):
 
     @property
     def num_verified(self) -> int:
-        """Number of buckets that need not come again."""
+        """Number of buckets that were verified and kept."""
 
     def ring(
         self,
@@ -77,11 +322,11 @@ class IncomingTransfer(Protocol):
         """
 
     def keep(self) -> None:
-        """Keep what was verified as the side group ends: the transfer may resume in another. If it
-        does not, the coordinator orders it discarded."""
+        """Keep the verified buckets as the side group ends: the transfer may resume in another, or
+        the coordinator orders it discarded."""
 
     def drop(self) -> None:
-        """Give back the memory of a transfer that was never started."""
+        """Free the memory of a transfer that was never started."""
 
     def wake(self) -> None:
         """Have a waiting thread call its ``check``; from any thread."""
@@ -89,7 +334,7 @@ class IncomingTransfer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Transfer that a side group was told to receive, and its destination."""
+    """Transfer that a side group is to receive, and its destination."""
 
     transfer_id: str
     version: PolicyVersion
@@ -115,15 +360,15 @@ def receive_buckets(
 ) -> None:
     """Receive every bucket from ``first_bucket`` on; blocks until the last was verified.
 
-    Receives are posted in the order of all buckets, whoever sends them, as every other receiver
-    posts them: communicators of several senders on one device must be used in one order. While
-    a GPU verifies a bucket, the next is awaited.
+    Receives are posted in the order of all buckets, as every other receiver posts them:
+    communicators of several senders on one device must be used in one order. While a GPU verifies a
+    bucket, the next one is awaited.
 
     Raises:
         DigestMismatchError: Other bytes arrived than were sent.
         WeftError: The group has ended, or the deadline has passed.
     """
-    course = _Course(membership, prepared, ring, first_bucket)
+    course = _ReceivePipeline(membership, prepared, ring, first_bucket)
     began, waited = time.perf_counter(), 0.0
     try:
         for index in range(first_bucket, prepared.num_buckets):
@@ -146,8 +391,8 @@ def receive_buckets(
     _notify_if_due(membership, prepared, ring)
 
 
-class _Course:
-    """Progress of a transfer's buckets: posted, arrived and verified at the moment, reported."""
+class _ReceivePipeline:
+    """Buckets of a transfer that are posted, arrived, being verified or to be reported."""
 
     def __init__(
         self,
@@ -160,28 +405,28 @@ class _Course:
         self._device = torch.device("cpu")  # of the buffers
         self._posted: deque[Operation] = deque()
         self._num_posted = self._num_reported = first_bucket
-        #: Receives that are posted, and buckets that are verified at the moment.
+        #: Receives that are posted, and buckets that are being verified, by sender.
         self._held = dict.fromkeys(membership.lanes, 0)
         self._verified: deque[tuple[int, Operation, Callable[[], None]]] = deque()
-        #: Verified, and not kept yet: what they belong to has not come whole.
+        #: Verified, but not kept yet: their bucket of the layout is not complete.
         self._unkept: deque[Operation] = deque()
         self._num_kept = first_bucket
         self._reported_at = time.monotonic()
         self._arrived: Operation | None = None
-        say, transfer_id = membership.progress.say, prepared.transfer_id
-        self._forming = partial(say, pb.ACTIVITY_FORMING, transfer_id)
-        self._waiting = partial(say, pb.ACTIVITY_WAITING, transfer_id)
+        report, transfer_id = membership.progress.report, prepared.transfer_id
+        self._forming = partial(report, pb.ACTIVITY_FORMING, transfer_id)
+        self._waiting = partial(report, pb.ACTIVITY_WAITING, transfer_id)
 
     def post(self) -> None:
         """Post receives, as many as may be."""
         prepared, ring = self._prepared, self._ring
         while self._num_posted < prepared.num_buckets:
-            # Never further: a receive that waits for its sender may hold up the device, and with
-            # it what the sender itself waits for.
+            # No more: a receive that waits for its sender may block the device, and with it the
+            # work that the sender waits for.
             sender = prepared.sender_of(self._num_posted)
             if self._held[sender] == ring.ahead:
                 break
-            # What is verified at the moment may be what room waits for.
+            # Room may depend on the buckets that are being verified.
             may_wait = not self._posted and not self._verified
             if may_wait:
                 self._report()
@@ -190,7 +435,7 @@ class _Course:
             seconds = max(1.0, prepared.deadline - time.monotonic())
             wire = ring.wire(self._num_posted)
             self._device, lane = wire.device, self._membership.lanes[sender]
-            # On the host a sender could change what is verified, and used after.
+            # On the host a sender could change a lent bucket after it was verified.
             borrows = wire.is_cuda or ring.copies_lent
             tail_bytes = wire.numel() - ring.payload_bytes(self._num_posted)
             options = BucketOptions(borrows, tail_bytes)
@@ -212,7 +457,7 @@ class _Course:
 
     def accept(self, index: int) -> None:
         """Begin to verify the bucket that has arrived, and settle the one before. On the host
-        nothing happens meanwhile, so settle this one too."""
+        verification is synchronous, so settle this one too."""
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
         nonce = self._prepared.nonce
@@ -223,14 +468,14 @@ class _Course:
             self._settle_one()
 
     def settle(self) -> None:
-        """Block until every bucket that is being verified is verified, and report it."""
+        """Block until all arrived buckets are verified, and report them."""
         while self._verified:
             self._settle_one()
         self._report()
 
     def abandon(self) -> None:
-        """Block until nothing touches the buffers, or lent memory, any more. Only what the group's
-        lanes receive may still be written."""
+        """Block until nothing reads the buffers or lent memory. Only the group's lanes may still
+        write."""
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):
                 torch.cuda.current_stream(self._device).synchronize()
@@ -248,13 +493,13 @@ class _Course:
         self._unkept.append(operation)
         while self._num_kept < min(self._ring.sink.num_kept, index + 1):
             self._num_kept += 1
-            # It packs its next bucket into the memory of this one.
+            # The sender packs its next bucket into the memory of this one.
             sender_knows = self._unkept.popleft().keep()
             if not sender_knows or time.monotonic() - self._reported_at > _REPORT_SECONDS:
                 self._report()
 
     def _report(self) -> None:
-        """Tell the coordinator how many buckets are kept, if it has not been told."""
+        """Report to the coordinator how many buckets are kept, unless it knows."""
         if self._num_reported == self._num_kept:
             return
         self._num_reported, self._reported_at = self._num_kept, time.monotonic()
@@ -268,8 +513,8 @@ def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
     """Return what ``read`` returns of a bucket that has arrived.
 
     Raises:
-        PeerUnavailableError: ``read`` finds other bytes in the memory of a sender that has left:
-            nobody has sent what lies there since then.
+        PeerUnavailableError: ``read`` finds other bytes, but the sender has left, and its memory
+            holds no bucket any more.
     """
     try:
         return read()

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.first_contact import check_contact
-from rollout_side.agent.generate_servicer import GenerateServicer
-from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.agent.registration import check_contact
+from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from rollout_side.config import RolloutConfig
 from rollout_side.service.metrics import ReplicaMetrics
 from rollout_side.spill.folder import SpillSettings
@@ -32,10 +31,10 @@ from weft_rl.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
 
-#: Health service name that says whether the replica serves all that the pool does.
+#: Health service that is SERVING while the replica serves all that the pool does.
 READY_SERVICE = "weft.ready"
 _STOP_SECONDS = 5.0
-# Between two lines that say why the replica waits.
+# Interval of the log lines while the replica waits.
 _LOG_SECONDS = 30.0
 #: How long running requests may take to end once the replica has failed; once it was
 #: told to stop.
@@ -44,12 +43,12 @@ _FAILURE_SECONDS, _CUT_SECONDS = 10.0, 0.5
 Ready = Callable[[str, str, Ports], None]
 
 
-class _Stop:
-    """Handler of stop signals. The first SIGTERM begins a drain; a second one ends the process at
-    once. So does SIGINT: a terminal sends it to the engine's processes, too."""
+class _StopSignals:
+    """Handler of stop signals. The first SIGTERM begins a drain. A second one ends the process at
+    once, and so does SIGINT, which a terminal also sends to the engine's processes."""
 
     def __init__(self, drain_seconds: float) -> None:
-        self.told = asyncio.Event()
+        self.received = asyncio.Event()
         self.agent: Agent | None = None
         self._drain_seconds = drain_seconds
         self._signalled = False
@@ -58,14 +57,14 @@ class _Stop:
         """Handle a signal."""
         at_once = self._signalled or number == signal.SIGINT or not self._drain_seconds
         if at_once or self.agent is None:
-            self.told.set()
+            self.received.set()
         else:
             self.agent.drain(self._drain_seconds, "its process was told to stop")
         self._signalled = True
 
     async def wait(self) -> str:
         """Wait until the process is to end at once; returns why."""
-        await self.told.wait()
+        await self.received.wait()
         return "told to stop at once"
 
 
@@ -87,7 +86,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         WeftError: The arguments are refused, the engine does not start, a port or the replica's
             name is taken, or the pool refuses this replica.
     """
-    stop = _Stop(config.drain_seconds)
+    stop = _StopSignals(config.drain_seconds)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.signal, signum)
@@ -99,7 +98,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
         access=AccessFile(config.access) if config.access else None,
         insecure=config.insecure,
     )
-    # What ends the start is said before a model is loaded for minutes.
+    # Checked before a model is loaded for minutes.
     check_listen(config.agent.listen, security)
     check_listen(config.telemetry.metrics)
     check_listen(config.telemetry.health)
@@ -123,7 +122,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     patience = _FAILURE_SECONDS
     try:
         why = await _serve_engine(config, engine, stop, ready, tracer, security)
-        patience = _CUT_SECONDS  # what could be finished is finished
+        patience = _CUT_SECONDS  # the drain has finished what it could
     finally:
         await engine.shutdown(patience)
         await asyncio.to_thread(tracer.close)
@@ -131,7 +130,6 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
 
 
 def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
-    """Return the settings of the spill directory; None if versions are not spilled."""
     if not config.spill_dir:
         return None
     return SpillSettings(
@@ -144,7 +142,7 @@ def _spill_settings(config: RolloutConfig) -> SpillSettings | None:
 async def _serve_engine(
     config: RolloutConfig,
     engine: VllmReplica,
-    stop: _Stop,
+    stop: _StopSignals,
     ready: Ready | None,
     tracer: Tracer,
     security: Security,
@@ -181,15 +179,19 @@ async def _serve_engine(
         await engine.start_http()
         if ready is not None:
             ready(agent.address, http_url, ports)
-        return await _run_until_told(agent, engine, server, stop, metrics)
+        return await _run_until_stopped(agent, engine, server, stop, metrics)
     finally:
         await ports.close()
 
 
-async def _run_until_told(
-    agent: Agent, engine: VllmReplica, server: WeftServer, stop: _Stop, metrics: ReplicaMetrics
+async def _run_until_stopped(
+    agent: Agent,
+    engine: VllmReplica,
+    server: WeftServer,
+    stop: _StopSignals,
+    metrics: ReplicaMetrics,
 ) -> str:
-    """Stay in the pool until a drain is over or a signal ends it; returns why it ended."""
+    """Stay in the pool until a drain has ended or a signal ends it; return the reason."""
     running = {
         asyncio.create_task(engine.serve_http(), name="http"),
         asyncio.create_task(agent.run(), name="agent"),
@@ -199,7 +201,7 @@ async def _run_until_told(
         look = metrics.watch_spill(engine.spill_folder.num_bytes)
         running.add(asyncio.create_task(look, name="spill size"))
     ends = {
-        asyncio.create_task(agent.drained(), name="drained"),
+        asyncio.create_task(agent.wait_drained(), name="drained"),
         asyncio.create_task(stop.wait(), name="stop"),
     }
     tasks = running | ends
@@ -220,8 +222,8 @@ async def _run_until_told(
 
 
 async def _advertise(agent: Agent, port: int) -> None:
-    """Find out the address that others reach this replica by; waits, as registration does,
-    for a coordinator whose name is not known yet."""
+    """Find the address that others reach this replica by. Waits, as registration does, while the
+    coordinator's name cannot be resolved."""
     logged_at = float("-inf")
     while True:
         try:
@@ -231,7 +233,7 @@ async def _advertise(agent: Agent, port: int) -> None:
             if time.monotonic() - logged_at >= _LOG_SECONDS:
                 logged_at = time.monotonic()
                 _log.warning(
-                    "no route to the coordinator at %s yet: %s (or say --advertise-host)",
+                    "no route to the coordinator at %s yet: %s; waiting (or give --advertise-host)",
                     agent.config.coordinator,
                     error.strerror or error,
                 )
@@ -246,4 +248,4 @@ async def _mirror_readiness(agent: Agent, server: WeftServer) -> None:
             await server.set_health(READY_SERVICE, serving=now)
             _log.info("replica is %s", "ready" if now else "not ready")
             was = now
-        await agent.next_word()
+        await agent.wait_answer()

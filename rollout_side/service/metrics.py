@@ -1,4 +1,4 @@
-"""Metrics of a replica: the memory and disk it has, its switches, whether it is ready.
+"""Metrics of a replica: its memory and disk, its switches, its readiness.
 
 No label names a version or a policy, so the number of series is fixed. vLLM's own metrics are on
 the OpenAI port.
@@ -17,14 +17,14 @@ from prometheus_client.registry import Collector
 
 from rollout_side.agent.agent import Agent
 from rollout_side.config import RolloutConfig
-from rollout_side.disk import answer_within
 from rollout_side.engine import SwitchTimes
+from rollout_side.waits import answer_within
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.telemetry.metrics import process_registry
 
-#: Between two looks at the spill directory, which may be slow.
+#: Interval at which the spill directory, which may be slow, is measured.
 SPILL_LOOK_SECONDS: Final = 15.0
 _SECONDS_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
@@ -85,13 +85,13 @@ class ReplicaMetrics(Collector):
             self._met.labels(_BECAME[self._config.running_requests]).inc(times.num_begun)
 
     async def watch_spill(self, measure: Callable[[], int]) -> None:
-        """Measure now and then how full the spill directory is, until cancelled.
+        """Measure the spill directory at intervals, until cancelled.
 
         Args:
             measure: Returns the directory's bytes; called on another thread.
         """
         while True:
-            # Where it is written to, a disk that fails or hangs is spoken of.
+            # The spiller logs a disk that fails or hangs.
             with contextlib.suppress(OSError, TransferTimeoutError):
                 self._spill_bytes = await answer_within(
                     SPILL_LOOK_SECONDS, "the size of the spill directory", measure

@@ -1,11 +1,11 @@
-"""Files of one spilled version, which plain vLLM, PEFT and transformers read.
+"""Files of one spilled version, which vLLM, PEFT and transformers can read.
 
-An adapter is a PEFT directory, a base safetensors shards in checkpoint names with their index. Two
-small files of our own beside them say what version it is and how its tensors lay in their buckets.
+An adapter is a PEFT directory; a base is safetensors shards with checkpoint names and their index.
+Two small files of our own hold the version and the layout of its buckets.
 
-safetensors are written and read by hand. The library's writer first copies a whole file in memory.
-Its reader maps files, so that a network volume which fails midway would end the engine's process
-(SIGBUS) instead of raising.
+safetensors files are written and read here, not by the library. Its writer copies a whole file in
+memory first. Its reader maps files: a network volume that fails would end the engine's process
+(SIGBUS) instead of raising an error.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from weft_rl.transport.digests.wsum64 import content_digest, part_digests
 from weft_rl.transport.wire.buckets import in_manifest_order, whole_parts
 from weft_rl.v1 import types_pb2
 
-#: Which version the directory holds, of which base model.
+#: Name of the file with the version and its base model.
 FACTS = "weft.json"
 #: ``weft.v1.ManifestChunk`` messages, each after its length in 4 bytes, little-endian.
 MANIFEST = "weft.manifest"
-#: Of what is written; part of the folder's name, so that nothing else is read.
+#: Format of the files; part of the folder's name, so that no other format is read.
 FORMAT = 2
 #: Payload of one file of a base.
 SHARD_BYTES = 5 * 10**9
 
 _CONFIG = "adapter_config.json"
 _PIECE_BYTES = 32 * 2**20
-# Of one read: a slow disk shows so that it works.
+# Bytes of one read: small, so that a slow disk still shows progress.
 _READ_BYTES = 8 * 2**20
 _MAX_HEADER_BYTES = 256 * 2**20
 
@@ -73,11 +73,11 @@ def write_version(
 
     Args:
         config_json: PEFT's config, for an adapter.
-        going_on: Asked between pieces; the write is given up once it says no.
+        going_on: Called between pieces; the write ends once it returns False.
 
     Raises:
         OSError: The disk is full, or gone.
-        TransferAbortedError: The write was given up.
+        TransferAbortedError: ``going_on`` returned False.
     """
     shards = _shards(copy.manifest, copy.version, shard_bytes)
     for name, slots in shards.items():
@@ -116,7 +116,9 @@ def read_facts(directory: Path) -> Facts:
     with _as_damage(directory):
         facts = json.loads((directory / FACTS).read_bytes())
         if facts["format"] != FORMAT:
-            raise InvalidManifestError(f"{directory} is of format {facts['format']!r}")
+            raise InvalidManifestError(
+                f"{directory} has format {facts['format']!r}; this Weft reads format {FORMAT}"
+            )
         version = PolicyVersion.parse(facts["version"])
         return Facts(version, facts["base_fingerprint"], bytes.fromhex(facts["content_digest"]))
 
@@ -148,14 +150,14 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_into(
-    directory: Path, manifest: Manifest, data: torch.Tensor, speak: Callable[[], None]
+    directory: Path, manifest: Manifest, data: torch.Tensor, on_progress: Callable[[], None]
 ) -> bytes:
-    """Read a version's tensors to where its manifest lays them.
+    """Read a version's tensors into the layout of its manifest.
 
     Args:
         data: uint8, at least ``manifest.wire_bytes``; written as if it had been
             received, trailers excepted.
-        speak: Called after each piece that the disk gave.
+        on_progress: Called after each piece that was read.
 
     Returns:
         The content digest of what was read.
@@ -166,17 +168,17 @@ def read_into(
     starts, digests = bucket_starts(manifest), list[list[int]]()
     with contextlib.ExitStack() as stack, _as_damage(directory):
         found = _tensors_in(directory, stack)
-        speak()
+        on_progress()
         for index, bucket in enumerate(manifest.buckets):
             payload = data[starts[index] : starts[index] + bucket.payload_bytes]
             end = 0
             for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
                 payload[end : slot.offset_bytes].zero_()  # digested with the tensor before it
                 end = slot.offset_bytes + slot.meta.num_bytes
-                _read_tensor(found, slot, payload[slot.offset_bytes : end], speak)
+                _read_tensor(found, slot, payload[slot.offset_bytes : end], on_progress)
             payload[end:].zero_()
             digests.append(part_digests(payload, whole_parts(manifest, index)))
-            speak()
+            on_progress()
     return content_digest(in_manifest_order(manifest, digests))
 
 
@@ -236,34 +238,37 @@ def _write_shard(
         view = copy.segment.data[begin : begin + slot.meta.num_bytes].cpu().numpy().data
         for piece in range(0, len(view), _PIECE_BYTES):
             if not going_on():
-                raise TransferAbortedError(f"{copy.version} is not held any more")
+                raise TransferAbortedError(f"{copy.version} was dropped while it was spilled")
             file.write(view[piece : piece + _PIECE_BYTES])
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileRange:
     file: BufferedReader
     at: int
     dtype: str
     shape: tuple[int, ...]
 
 
-def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _Place]:
-    found: dict[str, _Place] = {}
+def _tensors_in(directory: Path, stack: contextlib.ExitStack) -> Mapping[str, _FileRange]:
+    found: dict[str, _FileRange] = {}
     for path in sorted(directory.glob("*.safetensors")):
         file = stack.enter_context(path.open("rb"))
         (size,) = struct.unpack("<Q", _read(file, 8))
         if size > _MAX_HEADER_BYTES:
-            raise InvalidManifestError(f"{path} has a header of {size} bytes")
+            raise InvalidManifestError(f"{path} is damaged: its header has {size} bytes")
         for name, entry in json.loads(_read(file, size)).items():
             if name != "__metadata__":
                 at = 8 + size + int(entry["data_offsets"][0])
-                found[name] = _Place(file, at, entry["dtype"], tuple(entry["shape"]))
+                found[name] = _FileRange(file, at, entry["dtype"], tuple(entry["shape"]))
     return found
 
 
 def _read_tensor(
-    found: Mapping[str, _Place], slot: TensorSlot, out: torch.Tensor, speak: Callable[[], None]
+    found: Mapping[str, _FileRange],
+    slot: TensorSlot,
+    out: torch.Tensor,
+    on_progress: Callable[[], None],
 ) -> None:
     place = found.get(slot.meta.name)
     if place is None or (place.dtype, place.shape) != (
@@ -278,7 +283,7 @@ def _read_tensor(
         piece = view[begin : begin + _READ_BYTES]
         if place.file.readinto(piece) != len(piece):
             raise InvalidManifestError(f"the file ends within tensor {slot.meta.name!r}")
-        speak()
+        on_progress()
     if host is not out:
         out.copy_(host)
 

@@ -1,13 +1,13 @@
-"""Spill directory: versions that lie in it whole, and the rules to write and remove them.
+"""Spill directory: its complete versions, and the rules to write and remove them.
 
 ``DIR/<first 16 of the base model's fingerprint>.<format>/<policy>@<version>.<content digest>/``
-is one version, whole: it is written beside it under a hidden name, synced, renamed. So
-a crash leaves no half version, and several replicas may share DIR (a network volume):
+is one complete version. It is written under a hidden name, synced, then renamed. So a crash leaves
+no half version, and several replicas may share DIR (a network volume):
 
-- the hidden directory is a lock: who makes it writes, others leave the version to
-  them, and take it over once nothing was written for ``STALE_SECONDS``;
-- a name says what the content is, so whoever finds it complete has nothing to write;
-- removing is idempotent: the directory is renamed away, then deleted.
+- the hidden directory is a lock: the replica that makes it writes. Others leave the version to it,
+  and take it over once nothing was written for ``STALE_SECONDS``;
+- the name contains the content's digest, so a complete version need not be written again;
+- removing is idempotent: the directory is renamed, then deleted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout_side.engine import VersionFacts
 from rollout_side.memory.versions import StagedVersion
 from rollout_side.spill.files import (
     FORMAT,
@@ -31,22 +32,23 @@ from rollout_side.spill.files import (
     sync_directory,
     write_version,
 )
-from rollout_side.version_facts import VersionFacts, spilled_facts
 from weft_rl.contract.errors import CapacityError, InvalidNameError, NotFoundError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.rpc.codec import content_to_proto
+from weft_rl.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
-#: A write that nothing was heard of for so long is another's to take over.
+#: A write without progress for so long may be taken over by another replica.
 STALE_SECONDS = 600.0
 _NAME = re.compile(r"(?P<version>.+)\.(?P<digest>[0-9a-f]{16})")
 _PARTIAL = ".partial."
 _REMOVED = ".removed."
 _OWNER = ".weft-owner"
-# Of what is no version, in the log.
+# Largest number of foreign names in the log.
 _MAX_NAMED = 20
-# Beside the tensors: configs, index and manifest, generously.
+# Bound of configs, index and manifest, beside the tensors.
 _OVERHEAD_BYTES = 2**20
 
 
@@ -77,7 +79,7 @@ class SpillFolder:
         self._fingerprint = fingerprint
 
     def open(self) -> None:
-        """Make the directory, and delete what former processes left half written or half removed.
+        """Make the directory, and delete half-written and half-removed versions in it.
         Called once, as the replica starts.
 
         Raises:
@@ -86,8 +88,8 @@ class SpillFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if self._former.exists():
             _log.warning(
-                "%s was written by a Weft whose digests were others: nothing of it is read, nor "
-                "counted; remove it",
+                "%s was written by an older Weft with other digests: it is not read or counted; "
+                "remove it",
                 self._former,
             )
         for path in self.path.glob(f"{_REMOVED}*"):
@@ -97,7 +99,7 @@ class SpillFolder:
                 self.remove(path)
 
     def complete(self) -> dict[Path, PolicyVersion]:
-        """Return every version that lies there whole, by its directory.
+        """Return every complete version, by its directory.
 
         Raises:
             OSError: The directory cannot be read.
@@ -111,17 +113,17 @@ class SpillFolder:
                 foreign.add(path.name)
             else:
                 found[path] = version
-        self._say_foreign(foreign)
+        self._log_foreign(foreign)
         return found
 
-    def _say_foreign(self, names: set[str]) -> None:
-        """Log names that are no version: nothing of them is read, counted or removed."""
+    def _log_foreign(self, names: set[str]) -> None:
+        """Log names that are no version, which are not read, counted or removed."""
         for name in sorted(names - self._foreign)[:_MAX_NAMED]:
-            _log.warning("%s is no spilled version: it is left alone", self.path / name)
+            _log.warning("%s is no spilled version and is left alone", self.path / name)
         self._foreign = names
 
     def num_bytes(self) -> int:
-        """Return the bytes of every version that lies there whole; blocks for the disk.
+        """Return the bytes of all complete versions; blocks for the disk.
 
         Raises:
             OSError: The directory cannot be read.
@@ -135,7 +137,7 @@ class SpillFolder:
         return bytes.fromhex(match["digest"]) if match else b""
 
     def facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
-        """Read the facts of a version that lies there; blocks for the disk.
+        """Read the facts of a version; blocks for the disk.
 
         Raises:
             OSError, InvalidManifestError: The version cannot be read, or is damaged.
@@ -144,10 +146,10 @@ class SpillFolder:
         path = self.place_of(version, content_digest)
         manifest = self.manifest(path)
         config = read_config(path) if version.policy != BASE_POLICY else ""
-        return spilled_facts(manifest, content_digest, config)
+        return _facts(manifest, content_digest, config)
 
     def place_of(self, version: PolicyVersion, content_digest: bytes) -> Path:
-        """Return the path where a version of that content lies, or would lie."""
+        """Return the path of a version with that content, whether it exists or not."""
         return self.path / f"{version}.{content_digest.hex()}"
 
     def manifest(self, path: Path) -> Manifest:
@@ -162,15 +164,15 @@ class SpillFolder:
         return read_manifest(path)
 
     def write(self, copy: StagedVersion, config_json: str, *, going_on: Callable[[], bool]) -> bool:
-        """Write a held version, unless it lies there whole already; blocks for the disk.
+        """Write a held version, unless it is complete already; blocks for the disk.
 
         Returns:
-            Whether it lies there whole now; False while another replica is writing it.
+            Whether it is complete now; False while another replica is writing it.
 
         Raises:
-            OSError: The disk is full, or gone; nothing is left of the write.
+            OSError: The disk is full or gone; the partial write is removed.
             CapacityError: The bound would be exceeded.
-            TransferAbortedError: ``going_on`` said no.
+            TransferAbortedError: ``going_on`` returned False.
         """
         place = self.place_of(copy.version, copy.content_digest)
         if place.exists():
@@ -183,7 +185,7 @@ class SpillFolder:
         try:
             write_version(partial, copy, config_json, self._fingerprint, going_on=going_on)
             if _owner(partial) != token:
-                return False  # we were so slow that another took it over
+                return False  # this write was so slow that another replica took it over
             (partial / _OWNER).unlink()
             self._publish(partial, place)
             sync_directory(self.path)
@@ -194,7 +196,7 @@ class SpillFolder:
         return True
 
     def remove(self, path: Path) -> None:
-        """Delete a directory of this folder; one that is gone is no error."""
+        """Delete a directory of this folder; succeeds if it is gone."""
         gone = self.path / f"{_REMOVED}{secrets.token_hex(8)}"
         with contextlib.suppress(OSError):
             path.rename(gone)
@@ -206,7 +208,7 @@ class SpillFolder:
         except OSError:
             if not place.exists():
                 raise
-            self.remove(partial)  # another was first, with the same content
+            self.remove(partial)  # another replica was first, with the same content
 
     def _lock(self, partial: Path, token: str) -> bool:
         try:
@@ -223,7 +225,7 @@ class SpillFolder:
         return True
 
     def _is_left_over(self, partial: Path) -> bool:
-        """Return whether nobody writes it any more: it is ours, from before, or silent for long."""
+        """Return whether nobody writes it: it is our own, or has made no progress for long."""
         is_ours = _owner(partial).partition(" ")[0] == self._settings.owner
         return is_ours or _idle_seconds(partial) >= STALE_SECONDS
 
@@ -237,6 +239,17 @@ class SpillFolder:
             )
 
 
+def _facts(manifest: Manifest, digest: bytes, config_json: str) -> VersionFacts:
+    """Make the facts of a spilled version; ``config_json`` is empty for a base."""
+    adapter = types_pb2.AdapterSpec(config_json=config_json) if config_json else None
+    facts = types_pb2.VersionFacts(
+        content_digest=content_to_proto(manifest, digest),
+        layout_digest=manifest.layout_digest,
+        adapter=adapter,
+    )
+    return VersionFacts(digest, facts.SerializeToString())
+
+
 def _version_of(name: str) -> PolicyVersion | None:
     """Return the version in the name of its directory; None if it is none."""
     match = _NAME.fullmatch(name)
@@ -246,7 +259,7 @@ def _version_of(name: str) -> PolicyVersion | None:
         version = PolicyVersion.parse(match["version"])
     except InvalidNameError:
         return None
-    return version if str(version) == match["version"] else None  # not of math@007
+    return version if str(version) == match["version"] else None  # math@007 is none
 
 
 def superseded(
@@ -256,12 +269,12 @@ def superseded(
     served_base: int,
     retain_base: int,
 ) -> list[Path]:
-    """List what may leave the directory: retired adapters, and bases that need not be kept. Kept
-    are the served base and the ``retain_base`` newest, the served one counted among them.
+    """List the versions to remove: retired adapters, and bases that need not be kept. The served
+    base is kept, and the ``retain_base`` newest, the served one counted among them.
 
     Args:
-        served_base: Base that this replica and its pool serve; 0 if that is not sure, and then no
-            base leaves.
+        served_base: Base that this replica and its pool serve; 0 if that is not certain, which
+            keeps all bases.
     """
     bases = {v.version for v in on_disk.values() if v.policy == BASE_POLICY} | {served_base}
     kept = {served_base, *sorted(bases)[-retain_base:]}
@@ -275,7 +288,7 @@ def superseded(
 
 
 def _size_bytes(path: Path) -> int:
-    with contextlib.suppress(OSError):  # another may be removing it
+    with contextlib.suppress(OSError):  # another replica may be removing it
         return sum(file.stat().st_size for file in path.iterdir())
     return 0
 
@@ -288,7 +301,6 @@ def _owner(partial: Path) -> str:
 
 
 def _idle_seconds(partial: Path) -> float:
-    """Return the seconds since anything was written to it."""
     newest = 0.0
     with contextlib.suppress(OSError):
         newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))

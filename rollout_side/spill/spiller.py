@@ -1,8 +1,8 @@
 """Background writer of a worker's versions to disk, and reader of spilled ones.
 
-There is one writer thread per replica, on the rank that holds every copy. It reads held copies
-where they lie, without a claim on them: a push that needs the memory takes it, and the write is
-given up. So spilling never delays or refuses anything that serves.
+There is one writer thread per replica, on the rank that holds every copy. It reads held copies in
+place and reserves nothing: if a push needs the memory, it takes it, and the write ends. So spilling
+never delays requests or pushes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from rollout_side.disk import read_within
 from rollout_side.engine import SpillOrder
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, is_adapter
 from rollout_side.spill.files import read_into
 from rollout_side.spill.folder import SpillFolder, superseded
+from rollout_side.waits import read_within
 from weft_rl.contract.errors import (
     CapacityError,
     DigestMismatchError,
@@ -34,20 +34,20 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _log = logging.getLogger(__name__)
 
-#: Versions that are told of; the newest.
+#: Largest number of versions to list, the newest.
 MAX_LISTED = 4096
-# Others may write to a shared directory, or remove from it.
+# Interval at which a directory that others may change is listed.
 _LOOK_SECONDS = 10.0
-# Between two attempts at a version that the disk did not take.
+# Wait before a version that could not be written is tried again.
 _RETRY_SECONDS = 60.0
 _STOP_SECONDS = 2.0
-#: A read of which the disk has given nothing for so long is given up.
+#: A read without progress for so long is given up.
 STALL_SECONDS = 10.0
-# Reads that were given up and hang on; beyond that nothing is read.
+# Largest number of reads that hang; with so many nothing more is read.
 _MAX_HUNG = 4
 
 
-class _Restore:
+class _SpillRead:
     """Read of one spilled version, and its progress."""
 
     def __init__(
@@ -57,16 +57,16 @@ class _Restore:
         self.content_digest, self.place = content_digest, place
         self.outcome: Future[None] = Future()
         self.thread: threading.Thread | None = None
-        self._spoke_at = time.monotonic()
+        self._progress_at = time.monotonic()
 
-    def speak(self, done: int = 0, total: int = 0) -> None:
+    def note_progress(self, done: int = 0, total: int = 0) -> None:
         """Note that the disk has given something, or memory was made; see ``Speak``."""
-        self._spoke_at = time.monotonic()
+        self._progress_at = time.monotonic()
 
     @property
     def is_stalled(self) -> bool:
-        """True if the disk has given nothing for too long."""
-        return not self.outcome.done() and time.monotonic() - self._spoke_at >= STALL_SECONDS
+        """True if the read has made no progress for too long."""
+        return not self.outcome.done() and time.monotonic() - self._progress_at >= STALL_SECONDS
 
     def end(self, error: BaseException | None) -> bool:
         """Set the outcome; return False if it has one already."""
@@ -95,7 +95,7 @@ class Spiller:
         self._closed = False
         self._refused: dict[str, float] = {}
         self._retry_at: dict[PolicyVersion, float] = {}
-        self._restore: _Restore | None = None
+        self._restore: _SpillRead | None = None
         #: Threads that read a version from a disk that did not answer, by its directory's name.
         self._hung: dict[str, threading.Thread] = {}
         self._listed: tuple[PolicyVersion, ...] = ()
@@ -103,13 +103,13 @@ class Spiller:
         try:
             read_within(STALL_SECONDS, str(folder.path), self._list)
         except (OSError, TransferTimeoutError) as error:
-            _log.warning("nothing is known to be spilled yet: %s", error)
+            _log.warning("the spilled versions are not known yet: %s", error)
         self._thread = threading.Thread(target=self._run, name="weft-spill", daemon=True)
         self._thread.start()
 
     @property
     def listed(self) -> tuple[PolicyVersion, ...]:
-        """Versions that lie there whole, bases first, then newest first; bounded."""
+        """Complete versions in the directory, bases first, then newest first; bounded."""
         return self._listed
 
     @property
@@ -118,14 +118,14 @@ class Spiller:
         return self._digests
 
     def follow(self, order: SpillOrder) -> None:
-        """Take an order of what is to be spilled from now on; returns at once."""
+        """Set the versions to spill from now on; returns at once."""
         with self._changed:
             self._order, self._is_new = order, True
             self._retired |= set(order.retired)
             self._changed.notify()
 
     def close(self) -> None:
-        """Give up the write under way; waits some seconds at most."""
+        """End the write under way; waits some seconds at most."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -147,9 +147,9 @@ class Spiller:
                 self._write_all(order)
                 self._list()
             except OSError as error:
-                _log.warning("the spill directory cannot be used now: %s", error)
+                _log.warning("the spill directory cannot be used, and is tried again: %s", error)
             except Exception:  # noqa: BLE001 (the edge of a thread)
-                _log.exception("spilling failed; it is tried again")
+                _log.exception("spilling failed, and is tried again")
 
     def _tidy(self, order: SpillOrder, retired: set[PolicyVersion]) -> None:
         for path in superseded(
@@ -171,14 +171,14 @@ class Spiller:
                 if self._write(version):
                     self._list()
             except (NotFoundError, TransferAbortedError) as error:
-                _log.info("%s is not spilled: %s", version, error.message)
+                _log.info("spilling %s ended: %s", version, error.message)
             except (OSError, CapacityError) as error:
-                _log.warning("%s is not spilled: %s", version, error)
+                _log.warning("%s could not be spilled, and is tried again: %s", version, error)
                 self._retry_at = {v: at for v, at in self._retry_at.items() if v in order.keep} | {
                     version: time.monotonic() + _RETRY_SECONDS
                 }
             if self._is_new or self._closed:
-                return  # there may be something newer to write first
+                return  # a new order may have newer versions to write first
 
     def _write(self, version: PolicyVersion) -> bool:
         """Write a version unless it is there; return whether it was written now."""
@@ -195,7 +195,7 @@ class Spiller:
             return False
         self._refused.pop(place.name, None)
         for path, held in self._folder.complete().items():
-            if held == version and path != place:  # a former catalog's
+            if held == version and path != place:  # of a former catalog
                 self._folder.remove(path)
         _log.info(
             "spilled %s: %d bytes in %.3f s",
@@ -206,7 +206,7 @@ class Spiller:
         return True
 
     def _is_held(self, copy: StagedVersion) -> bool:
-        """Return whether the memory is still this version's: once dropped, it may be reused."""
+        """Return whether the memory still holds this version: it may be reused once dropped."""
         try:
             return not self._closed and self._store.held(copy.version) is copy
         except NotFoundError:
@@ -233,17 +233,17 @@ class Spiller:
         layout_digest: bytes,
     ) -> None:
         """Begin to read a version and stage it as ``transfer_id``; returns at once. ``restored``
-        tells the outcome of the last one."""
+        returns the outcome of the last read."""
         if self._restore and self._restore.transfer_id == transfer_id:
             return
         place = self._folder.place_of(version, content_digest)
-        restore = self._restore = _Restore(transfer_id, version, content_digest, place)
+        restore = self._restore = _SpillRead(transfer_id, version, content_digest, place)
         hanging = [name for name in self._hung if self._hangs(name)]
         if place.name in hanging or len(hanging) >= _MAX_HUNG:
             restore.end(
                 NotReadyError(
-                    f"{version} cannot be restored: {len(hanging)} reads of the spill directory "
-                    f"hang, of {hanging[0]} and others: the disk does not answer",
+                    f"{version} cannot be restored: the disk does not answer {len(hanging)} reads "
+                    f"of the spill directory, one of them of {hanging[0]}",
                     reason="NOT_RETAINED",
                 )
             )
@@ -253,7 +253,7 @@ class Spiller:
             try:
                 self._read(restore, layout_digest)
                 restore.end(None)
-            except BaseException as error:  # noqa: BLE001 (handed to who asks)
+            except BaseException as error:  # noqa: BLE001 (raised by ``restored``)
                 restore.end(error)
 
         restore.thread = threading.Thread(
@@ -263,7 +263,7 @@ class Spiller:
 
     @property
     def ended_restore(self) -> str:
-        """Transfer of the last restore, once it has ended, well or not; else empty."""
+        """Transfer of the last restore once it has ended, with or without success; else empty."""
         restore = self._last_restore()
         return restore.transfer_id if restore is not None and restore.outcome.done() else ""
 
@@ -271,10 +271,9 @@ class Spiller:
         """Return whether a restore is staged; False while it is read.
 
         Raises:
-            NotReadyError: ``NOT_RETAINED``: nothing of it is there, it cannot be read, or the disk
-                has given nothing of it for ``STALL_SECONDS``.
-            DigestMismatchError: The files are not the version that was asked for, and are no longer
-                listed.
+            NotReadyError: ``NOT_RETAINED``: it is not there, cannot be read, or its read made no
+                progress for ``STALL_SECONDS``.
+            DigestMismatchError: The files are not the requested version, and are no longer listed.
             CapacityError: There is no memory for it.
         """
         restore = self._last_restore()
@@ -285,9 +284,9 @@ class Spiller:
         restore.outcome.result()
         return True
 
-    def _last_restore(self) -> _Restore | None:
-        """Return the last restore. If its disk does not answer it has failed: its thread is left
-        behind, with the memory that it may still write to."""
+    def _last_restore(self) -> _SpillRead | None:
+        """Return the last restore. If its disk does not answer, it fails, and its thread is left
+        behind with the memory that it may still write to."""
         restore = self._restore
         if restore is None or not restore.is_stalled or restore.thread is None:
             return restore
@@ -297,7 +296,7 @@ class Spiller:
             known for known in self._digests if known != (restore.version, restore.content_digest)
         )
         error = NotReadyError(
-            f"{restore.version} cannot be restored: the disk of {restore.place} has given nothing "
+            f"{restore.version} cannot be restored: the disk of {restore.place} has not answered "
             f"for {STALL_SECONDS:g} s",
             reason="NOT_RETAINED",
         )
@@ -306,25 +305,25 @@ class Spiller:
         return restore
 
     def _hangs(self, name: str) -> bool:
-        """Return whether a read of that directory was left behind and is not over yet."""
+        """Return whether a read of that directory was left behind and still hangs."""
         thread = self._hung.get(name)
         return thread is not None and thread.is_alive()
 
-    def _read(self, restore: _Restore, layout_digest: bytes) -> None:
+    def _read(self, restore: _SpillRead, layout_digest: bytes) -> None:
         place, version, began = restore.place, restore.version, time.monotonic()
         try:
             if not place.exists():
-                self._refuse(version, float("inf"))  # what is there is of another catalog
-                raise NotFoundError(f"{place} is not there")
+                self._refuse(version, float("inf"))  # the listed files are of another catalog
+                raise NotFoundError(f"{place} does not exist")
             manifest = self._folder.manifest(place)
-            restore.speak()
+            restore.note_progress()
             if manifest.layout_digest != layout_digest:
-                raise DigestMismatchError("it lies in another layout")
+                raise DigestMismatchError("its layout is another one")
             self._stage(restore, manifest)
         except (InvalidManifestError, DigestMismatchError) as error:
             self._refuse(version, float("inf"))
             raise DigestMismatchError(
-                f"{place} is not {version} as it was committed: {error.message}"
+                f"{place} is not the committed {version}: {error.message}"
             ) from error
         except (OSError, NotFoundError) as error:
             self._refuse(version, _RETRY_SECONDS)
@@ -333,16 +332,19 @@ class Spiller:
             ) from error
         _log.info("read %s from %s in %.3f s", version, place, time.monotonic() - began)
 
-    def _stage(self, restore: _Restore, manifest: Manifest) -> None:
+    def _stage(self, restore: _SpillRead, manifest: Manifest) -> None:
         transfer_id, version = restore.transfer_id, restore.version
         segment = self._store.reserve(
-            transfer_id, manifest.wire_bytes, adapter=is_adapter(version), speak=restore.speak
+            transfer_id,
+            manifest.wire_bytes,
+            adapter=is_adapter(version),
+            on_progress=restore.note_progress,
         )
         try:
-            found = read_into(restore.place, manifest, segment.data, restore.speak)
+            found = read_into(restore.place, manifest, segment.data, restore.note_progress)
             if found != restore.content_digest:
                 raise DigestMismatchError(
-                    f"its tensors digest to {found.hex()}, not to {restore.content_digest.hex()}"
+                    f"its tensors have digest {found.hex()}, not {restore.content_digest.hex()}"
                 )
         except BaseException:
             self._store.release(transfer_id, segment)
@@ -350,7 +352,7 @@ class Spiller:
         self._store.put_staged(
             StagedVersion(transfer_id, version, manifest, segment, restore.content_digest)
         )
-        if restore.outcome.done():  # it was given up meanwhile: nobody knows of it
+        if restore.outcome.done():  # it was given up meanwhile, so nobody would commit it
             self._store.discard(transfer_id)
 
     def _refuse(self, version: PolicyVersion, seconds: float) -> None:

@@ -13,22 +13,25 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
-from rollout_side.disk import read_within
 from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine.compat import bridges, engine_core
-from rollout_side.vllm_engine.http.request_tracker import App, RequestTracker
+from rollout_side.vllm_engine.compat import bridges, requests
+from rollout_side.vllm_engine.http.middleware import (
+    App,
+    RequestTracker,
+    explain_unknown_models,
+    name_versions,
+)
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.server import HttpServer, listen
-from rollout_side.vllm_engine.http.unknown_models import explain_unknown_models
-from rollout_side.vllm_engine.http.version_headers import name_versions
+from rollout_side.vllm_engine.http.server import OpenAiServer, listen
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server import model_reference, refusals
+from rollout_side.vllm_engine.server import capabilities, refusals
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
-from rollout_side.vllm_engine.worker.answers import check_answers
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.vllm_engine.worker.rank_results import check_results
+from rollout_side.waits import read_within
 from weft_rl.checkpoints.files import local_model_dir
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
@@ -37,15 +40,15 @@ from weft_rl.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 
-#: Mixed into vLLM's workers.
+#: Class that vLLM mixes into its workers.
 WORKER_EXTENSION = "rollout_side.vllm_engine.worker.extension.WeftWorker"
-#: Made on the receiving rank, with the worker's store and tracer.
+#: Factory of the receiver, called on the receiving rank.
 DEFAULT_RECEIVER = "rollout_side.receive.receiver:Receiver"
 _SHUTDOWN_SECONDS = 10
-# Of the spill directory, before the engine's workers look into it.
+# Deadline of opening the spill directory, before the workers use it.
 _OPEN_SECONDS = 30.0
-#: What RL trainers expect of sampling. They score what was sampled after temperature, and what
-#: a request leaves out must not be what the model's own generation_config.json says.
+#: Sampling defaults that RL trainers expect: log-probabilities after temperature, and no defaults
+#: from the model's own generation_config.json.
 RL_DEFAULTS: Final = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
@@ -77,20 +80,19 @@ async def open_engine(
         adapter_memory_bytes: Bound of the adapter store.
         staging_memory_bytes: Bound of staged base weights, retained ones included.
         staging: Where bases are staged on a GPU host, if they are.
-        backend: Which side groups to join.
+        backend: Backends of the side groups to join.
         base_copies: Number of base versions that a copy is kept of, the served one included. None
             is kept where bases are loaded in place.
         receiver_factory: Dotted path ``module:name`` of a callable from a
             ``WorkerStore`` and a ``Tracer`` to a receiver.
         deadlines: Bounds of the engine's work; the defaults suit most models.
-        spill: Where versions are spilled to, if they are.
-        running_requests: What becomes of running requests when the base changes.
+        spill: Spill directory; None to spill nothing.
+        running_requests: Treatment of running requests when the base changes.
         enable_sleep: Whether to give the engine the allocator that lets it sleep; on a GPU.
-        vllm_defaults: Whether to leave vLLM's defaults of sampling, where its arguments say
-            nothing.
+        vllm_defaults: Whether to keep vLLM's own defaults of sampling.
         allow_unversioned_changes: Whether to accept an environment that opens vLLM endpoints which
             change weights.
-        traced_as: Replica that the workers' spans are said to be of; empty where they make none.
+        traced_as: Replica to name in the workers' spans; empty if they make none.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
@@ -119,20 +121,20 @@ async def open_engine(
         base_copies = 0
     if running_requests == "keep":
         refusals.refuse_keep(args)
-        args.scheduler_cls = engine_core.SCHEDULER
+        args.scheduler_cls = requests.SCHEDULER
     refusals.refuse_caches_beyond_reach(args, os.environ)
     refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
         sock = listen(http_host, http_port)
         stack.callback(sock.close)
         refusals.refuse_missing_model(args.model)
-        started_with = StartedWith(str(getattr(args, "load_format", "auto")))
+        started_with = InitialCheckpoint(str(getattr(args, "load_format", "auto")))
         stack.callback(started_with.close)
         started_with.read(args.model, args.revision)  # while the engine warms up
-        with refusals.sentences(args.model):
+        with refusals.plain_errors(args.model):
             engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
-        requests = RequestsAtSwitch(engine, running_requests)
+        at_switch = RequestsAtSwitch(engine, running_requests)
         app = await _build_app(parts, args, engine)
         models = ServedModels(app.state.openai_serving_models)
         explaining = explain_unknown_models(app, models.explain_unknown)
@@ -141,7 +143,7 @@ async def open_engine(
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
         started_with.read(model, revision, is_loaded=True)
-        described = model_reference.build_reference(
+        described = capabilities.build_reference(
             local_model_dir(model, revision),
             config.model_config.hf_config,
             data_type(config.model_config.dtype),
@@ -150,7 +152,7 @@ async def open_engine(
             _make_folder(spill, described)
         holdings = HoldingsPage()
         stack.callback(holdings.close)
-        values = check_answers(
+        values = check_results(
             await engine.collective_rpc(
                 "weft_open",
                 args=(
@@ -177,7 +179,7 @@ async def open_engine(
                 models=models,
                 http=http,
                 tracker=tracker,
-                requests=requests,
+                requests=at_switch,
                 started_with=started_with,
                 cleanup=stack.pop_all(),
             ),
@@ -211,20 +213,21 @@ def _make_folder(spill: SpillSettings, described: Reference) -> None:
         read_within(_OPEN_SECONDS, spill.directory, folder.open)
     except (OSError, TransferTimeoutError) as error:
         raise InvalidRequestError(
-            f"--spill-dir {spill.directory} cannot be used: {error}"
+            f"--spill-dir {spill.directory} cannot be used: {error}; give a directory that this "
+            "process may write to"
         ) from error
 
 
 def parse_args(
     vllm_args: list[str], parts: bridges.ServerParts, defaults: Mapping[str, str]
 ) -> Namespace:
-    """Read ``vllm serve``'s arguments and add what Weft needs.
+    """Parse ``vllm serve``'s arguments and add those that Weft needs.
 
     Args:
         defaults: Values of vLLM's options that the arguments do not give.
 
     Raises:
-        UnsupportedError: An argument that Weft cannot honour; says what to do.
+        UnsupportedError: An argument that Weft cannot honour.
         InvalidRequestError: vLLM refused them; its parser has printed why.
     """
     parser = parts.make_arg_parser(parts.argument_parser())
@@ -235,7 +238,7 @@ def parse_args(
         if stop.code in (0, None):
             raise  # --help
         raise InvalidRequestError(
-            f"vLLM refused its arguments {' '.join(vllm_args)!r}; it has printed why"
+            f"vLLM refused its arguments {' '.join(vllm_args)!r}; its message is above"
         ) from None
     used = [
         f"--{name.replace('_', '-')} {value}"
@@ -249,8 +252,8 @@ def parse_args(
     refusals.refuse_unsupported(args)
     if getattr(args, "worker_extension_cls", ""):
         raise UnsupportedError(
-            f"--worker-extension-cls {args.worker_extension_cls}: Weft needs this place for its "
-            f"own ({WORKER_EXTENSION}); derive yours from that class and import it there"
+            f"--worker-extension-cls {args.worker_extension_cls} cannot be used: Weft sets its "
+            f"own, {WORKER_EXTENSION}; start the replica without it"
         )
     args.worker_extension_cls = WORKER_EXTENSION
     parts.validate_args(args)
@@ -267,13 +270,13 @@ async def _build_app(parts: bridges.ServerParts, args: Namespace, engine: Any) -
 
 def _http_server(
     app: Any, inner: App, args: Namespace, sock: socket.socket, tracker: RequestTracker
-) -> HttpServer:
+) -> OpenAiServer:
     tls = {
         name: getattr(args, name)
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
         if getattr(args, name, None)
     }
-    server = HttpServer(
+    server = OpenAiServer(
         tracker.wrap(inner),
         sock,
         tls=tls,
@@ -300,7 +303,7 @@ def _open_config(
     holdings: HoldingsPage,
     traced_as: str,
 ) -> dict[str, Any]:
-    """Return the fields of ``worker.config.OpenConfig`` as plain values."""
+    """Return the fields of ``worker.state.OpenConfig`` as plain values."""
     return {
         "staging_memory_bytes": staging_bytes,
         "adapter_memory_bytes": adapter_bytes,

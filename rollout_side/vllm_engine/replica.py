@@ -7,55 +7,83 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from rollout_side.engine import (
     AbsentPolicy,
     AliasRefusals,
-    Asleep,
     EngineWork,
+    GenerateOrder,
+    Generation,
+    JoinOrder,
+    MemoryUse,
+    SendOrder,
     SleepOrder,
+    SpillOrder,
     SwitchTimes,
+    VersionFacts,
 )
-from rollout_side.generation import Answer, GenerateOrder
+from rollout_side.memory.ranks.messages import unpack_manifest
 from rollout_side.spill.folder import SpillFolder
-from rollout_side.ticks import seconds_to_tick
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from rollout_side.vllm_engine.http.server import HttpServer
+from rollout_side.vllm_engine.http.server import OpenAiServer
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.server.answers import Answers
-from rollout_side.vllm_engine.server.held_versions import HeldVersions
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
-from rollout_side.vllm_engine.server.switching.in_place_session import LoadsInPlace
-from rollout_side.vllm_engine.server.switching.learning import learn_copies
-from rollout_side.vllm_engine.server.switching.request_gate import RequestGate
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
-from rollout_side.vllm_engine.server.switching.sleeper import Sleeper
+from rollout_side.vllm_engine.server.base_switch import BaseSwitch, learn_copies
+from rollout_side.vllm_engine.server.generations import Generations
+from rollout_side.vllm_engine.server.in_place_session import InPlaceSession
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
+from rollout_side.vllm_engine.server.request_gate import RequestGate
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.sleeper import Sleeper
 from rollout_side.vllm_engine.server.worker_calls import Deadlines, WorkerCalls
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
-from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES
+from rollout_side.waits import answer_within, seconds_to_tick
+from weft_rl.checkpoints.reader import digest_in_layout
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.checkpoint import Checkpoint
+from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
 from weft_rl.contract.errors import (
     DigestMismatchError,
+    InvalidManifestError,
+    NotFoundError,
     NotReadyError,
     PeerUnavailableError,
+    TransferTimeoutError,
     WeftError,
 )
+from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion
+from weft_rl.contract.replica_report import Sleep
 from weft_rl.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 
-#: Between a request's last output and the engine's forgetting it there may be one
-#: more step; an adapter is dropped only after this long without a request.
+#: The engine may run one more step between a request's last output and its end, so an adapter
+#: is dropped only after this long without a request.
 GRACE_SECONDS = 0.1
 _STOP_SECONDS = 15.0
 _NOTHING_DONE = (NotReadyError, DigestMismatchError)
+_RESTORE_LOOK_SECONDS = 0.05
+# Deadlines of reading the facts of a spilled version, and the files of the initial checkpoint.
+_FACTS_SECONDS, _FILES_SECONDS = 10.0, 600.0
+# First and longest wait between two requests for digests: a small version is digested at once.
+_DIGEST_LOOK_SECONDS = (0.01, 0.25)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldCopy:
+    """Description of a copy that the receiving rank holds."""
+
+    transfer_id: str
+    content_digest: bytes
+    packed_manifest: bytes
+
+    def manifest(self) -> Manifest:
+        """Decode the manifest, which a switch does not need."""
+        return unpack_manifest(self.packed_manifest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,15 +96,15 @@ class EngineParts:
     """Page on which its workers report what they hold."""
     models: ServedModels
     """Models that its OpenAI server answers for."""
-    http: HttpServer
+    http: OpenAiServer
     tracker: RequestTracker
     requests: RequestsAtSwitch
-    started_with: StartedWith
+    started_with: InitialCheckpoint
     cleanup: contextlib.AsyncExitStack
     """Exit stack that ends the engine's processes."""
 
 
-class VllmReplica(HeldVersions):
+class VllmReplica:
     """One vLLM engine. Every method runs on the event loop that opened it.
 
     Switches of weights are serialised here; generation continues beside them, except
@@ -98,11 +126,15 @@ class VllmReplica(HeldVersions):
             parts.engine,
             deadlines,
             num_ranks=capabilities.tensor_parallel_size,
-            spoken_at=parts.holdings.spoken_at,
+            progress_at=parts.holdings.progress_at,
         )
-        super().__init__(
-            workers, parts.holdings, spill_folder, deadlines.restore_seconds, parts.started_with
-        )
+        self._workers, self._holdings = workers, parts.holdings
+        self._initial_checkpoint = parts.started_with
+        self._digesting = asyncio.Lock()
+        #: Folder that versions are spilled to; None if they are not spilled.
+        self.spill_folder = spill_folder
+        self.spills = spill_folder is not None
+        self._restore_seconds = deadlines.restore_seconds
         self.capabilities = capabilities
         self.reference = reference
         self.model_name = model_name
@@ -113,9 +145,9 @@ class VllmReplica(HeldVersions):
         self._http = parts.http
         self._cleanup = parts.cleanup
         self._gate = RequestGate(parts.engine, workers, parts.tracker, parts.requests.caches)
-        self._in_place = LoadsInPlace(workers, self._gate)
+        self._in_place = InPlaceSession(workers, self._gate)
         generate = parts.requests.generate
-        self._answers = Answers(parts.engine, generate, parts.tracker, parts.models)
+        self._answers = Generations(parts.engine, generate, parts.tracker, parts.models)
         self._sleeper = Sleeper(
             parts.engine,
             workers,
@@ -146,7 +178,7 @@ class VllmReplica(HeldVersions):
     @property
     def checkpoint(self) -> Checkpoint:
         """See ``Engine``."""
-        return self._started_with.checkpoint
+        return self._initial_checkpoint.checkpoint
 
     @property
     def dirty_reason(self) -> str:
@@ -169,9 +201,14 @@ class VllmReplica(HeldVersions):
         return self._in_place.loading
 
     @property
-    def asleep(self) -> Asleep | None:
+    def asleep(self) -> Sleep | None:
         """See ``Engine``."""
         return self._sleeper.asleep
+
+    @property
+    def lacks_base(self) -> bool:
+        """See ``Engine``."""
+        return self._sleeper.lacks_base
 
     @property
     def is_alive(self) -> bool:
@@ -185,10 +222,10 @@ class VllmReplica(HeldVersions):
             PeerUnavailableError: It did not start.
         """
         await self._http.start()
-        # A rank of several holds parts of tensors; a CPU holds them packed.
+        # One rank of several holds parts of tensors; a CPU holds them packed.
         if self.capabilities.gpu_uuids and self.capabilities.tensor_parallel_size == 1:
             learning = learn_copies(
-                self._started_with, self._workers, self._gate, self._has_started_with
+                self._initial_checkpoint, self._workers, self._gate, self._has_started_with
             )
             self._learning = asyncio.create_task(learning)
 
@@ -202,7 +239,7 @@ class VllmReplica(HeldVersions):
         while not await self._http.stopped(seconds_to_tick()):
             if not self.is_alive:
                 raise PeerUnavailableError(
-                    "vLLM's engine has died; its log says why", metadata={"member": "engine"}
+                    "vLLM's engine has died; its log gives the cause", metadata={"member": "engine"}
                 )
 
     async def shutdown(self, timeout_seconds: float = 10.0) -> None:
@@ -225,7 +262,127 @@ class VllmReplica(HeldVersions):
         is_other = self.base_version or self.loading or self.dirty_reason
         return not is_other and self.asleep is None
 
-    # -- rollout_side.engine.Engine, but for what ``HeldVersions`` has ---------------
+    # -- held versions: methods of ``Engine`` that change nothing of what is served ----
+
+    async def memory(self) -> MemoryUse:
+        """See ``Engine``."""
+        return self._holdings.read()
+
+    async def join_group(self, order: JoinOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.call("weft_join", *_ticket_and_rest(order))
+
+    async def send(self, order: SendOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.call("weft_send", *_ticket_and_rest(order))
+
+    async def pin_bases(self, versions: Sequence[int]) -> None:
+        """See ``Engine``."""
+        await self._workers.call("weft_pin_bases", list(versions))
+
+    async def manifest(self, version: PolicyVersion) -> Manifest:
+        """See ``Engine``."""
+        return (await self.held(version)).manifest()
+
+    async def held(self, version: PolicyVersion) -> HeldCopy:
+        """Return the receiving rank's description of the copy that it holds of a version.
+
+        Raises:
+            NotFoundError: No copy is held.
+        """
+        values = await self._workers.call("weft_held", version.policy, version.version)
+        value = next(value for value in values if value["manifest"])
+        return HeldCopy(value["transfer_id"], value["content_digest"], value["manifest"])
+
+    async def digest_tensors(
+        self, version: PolicyVersion
+    ) -> AsyncGenerator[Sequence[StoredTensor], None]:
+        """See ``Engine``."""
+        if version == STARTED_WITH:
+            yield await answer_within(
+                _FILES_SECONDS, "the checkpoint", self._initial_checkpoint.tensors
+            )
+            return
+        async with self._digesting:
+            await self._workers.call("weft_digest", version.policy, version.version)
+            wait_seconds, longest = _DIGEST_LOOK_SECONDS
+            while True:
+                values = await self._workers.call("weft_digested")
+                value = next(value for value in values if value["tensors"] is not None)
+                if part := value["tensors"]:
+                    yield [
+                        StoredTensor(name, dtype, tuple(shape), digest)
+                        for name, dtype, shape, digest in part
+                    ]
+                if value["is_all"]:
+                    return
+                await asyncio.sleep(wait_seconds)
+                wait_seconds = min(2 * wait_seconds, longest)
+
+    async def holds_started_with(self, version: PolicyVersion) -> bool:
+        """See ``Engine``."""
+        stored = self._initial_checkpoint.known_tensors
+        if not stored:
+            return False
+        held = await self.held(version)
+        return digest_in_layout(held.manifest(), stored) == held.content_digest
+
+    async def spill(self, order: SpillOrder) -> None:
+        """See ``Engine``."""
+        await self._workers.call(
+            "weft_spill",
+            [str(version) for version in order.keep],
+            [str(version) for version in order.retired],
+            order.served_base,
+            order.serves_all,
+        )
+
+    async def spilled_facts(self, version: PolicyVersion, content_digest: bytes) -> VersionFacts:
+        """See ``Engine``."""
+        folder = self.spill_folder
+        if folder is None:
+            raise NotFoundError(f"{version} is not spilled: this replica has no --spill-dir")
+        try:
+            return await answer_within(
+                _FACTS_SECONDS, str(version), lambda: folder.facts(version, content_digest)
+            )
+        except (OSError, InvalidManifestError, TransferTimeoutError) as error:
+            raise NotFoundError(
+                f"the spilled files of {version} cannot be read: {error}"
+            ) from error
+
+    async def restore(
+        self,
+        transfer_id: str,
+        version: PolicyVersion,
+        content_digest: bytes,
+        layout_digest: bytes,
+    ) -> None:
+        """See ``Engine``.
+
+        Raises:
+            TransferTimeoutError: It took too long, and was dropped.
+        """
+        if not self.spills:
+            raise NotReadyError(
+                f"{version} cannot be restored: this replica has no --spill-dir",
+                reason="NOT_RETAINED",
+            )
+        call = self._workers.call
+        await call("weft_restore", transfer_id, str(version), content_digest, layout_digest)
+        deadline = time.monotonic() + self._restore_seconds
+        with self._workers.owed.elsewhere():
+            while not self._holdings.has_ended(transfer_id):
+                if time.monotonic() > deadline:
+                    await call("weft_discard", transfer_id)
+                    raise TransferTimeoutError(
+                        f"{version} was not read from the spill directory within "
+                        f"{self._restore_seconds:g} s"
+                    )
+                await asyncio.sleep(_RESTORE_LOOK_SECONDS)
+        await call("weft_restored", transfer_id)
+
+    # -- what is served: the other methods of ``Engine`` -------------------------------
 
     async def discard(self, transfer_id: str) -> None:
         """See ``Engine``."""
@@ -259,8 +416,8 @@ class VllmReplica(HeldVersions):
             base = PolicyVersion(BASE_POLICY, self.base_version)
             try:
                 await self.apply_retained(base)
-            except WeftError as error:  # it stays dirty, which the coordinator sees to
-                _log.warning("%s cannot be loaded from here: %s", base, error)
+            except WeftError as error:  # it stays dirty, and the coordinator repairs it
+                _log.warning("%s cannot be loaded from a copy held here: %s", base, error)
 
     async def set_alias(self, version: PolicyVersion) -> None:
         """See ``Engine``."""
@@ -272,7 +429,7 @@ class VllmReplica(HeldVersions):
         async with self._gate.exclusive():
             self.models.drop_alias(policy)
 
-    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         """See ``Engine``."""
         self.models.absent = policies
 
@@ -300,7 +457,8 @@ class VllmReplica(HeldVersions):
                 return SwitchTimes()
             if self.loading:
                 raise NotReadyError(
-                    f"a base is being loaded in place: {version} can be loaded after it",
+                    f"{version} cannot be loaded while a base is being loaded in place; try again "
+                    "after it",
                     reason="TRANSFER_UNDER_WAY",
                 )
             await self._sleeper.wake_weights()
@@ -310,7 +468,7 @@ class VllmReplica(HeldVersions):
             try:
                 await self._workers.load_adapter(transfer_id, config_json, content_digest, number)
             except WeftError as error:
-                if not self._gate.note(error) and not isinstance(error, _NOTHING_DONE):
+                if not self._gate.mark_if_dirty(error) and not isinstance(error, _NOTHING_DONE):
                     # Ranks that took it must drop it again.
                     await self._workers.drop_adapter(version, number)
                     await self._workers.call("weft_discard", transfer_id)
@@ -346,7 +504,7 @@ class VllmReplica(HeldVersions):
         """See ``Engine``."""
         if version == STARTED_WITH:
             with self._workers.owed.elsewhere():
-                await self._started_with.check_unchanged()
+                await self._initial_checkpoint.check_unchanged()
             return await self.apply_base(FROM_FILES, version, b"")
         held = await self.held(version)
         return await self.apply_base(held.transfer_id, version, held.content_digest)
@@ -375,7 +533,7 @@ class VllmReplica(HeldVersions):
         if now - served.unused_since < GRACE_SECONDS:
             return False
         async with self._gate.exclusive():
-            # A load leaves the workers no hand for it; its slot may be asleep.
+            # Workers that load a base cannot drop it, and its slot may be asleep.
             if self.loading or self._sleeper.weights_asleep:
                 return False
             number = served.request.lora_int_id
@@ -390,7 +548,7 @@ class VllmReplica(HeldVersions):
             return True
         return str(version) in bridges.loras_in_use(self.engine)
 
-    def generate(self, order: GenerateOrder) -> Answer:
+    def generate(self, order: GenerateOrder) -> Generation:
         """See ``Engine``."""
         return self._answers.begin(order)
 
@@ -401,3 +559,9 @@ class VllmReplica(HeldVersions):
     def refuse_requests(self, reason: str) -> None:
         """See ``Engine``."""
         self._gate.close(reason)
+
+
+def _ticket_and_rest(order: JoinOrder | SendOrder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split an order into its ticket and its other fields, as plain values for workers."""
+    fields = dataclasses.asdict(order)
+    return fields.pop("ticket"), fields

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollout_side.agent import first_contact
-from rollout_side.agent.first_contact import check_contact
+from rollout_side.agent import registration
+from rollout_side.agent.registration import check_contact
 from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.service import main
 from tests.contract.calls import fails
@@ -45,8 +45,8 @@ async def test_check_replica(pool: Pool) -> None:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_contact, "_MORE_SECONDS", 0.0)
-    monkeypatch.setattr(first_contact, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(registration, "_MORE_SECONDS", 0.0)
+    monkeypatch.setattr(registration, "_CHECK_AGAIN_SECONDS", 0.02)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -61,8 +61,8 @@ async def test_a_name_that_is_taken_ends_the_start_before_the_model_is_loaded(
         await one.heartbeat()
         await _slept(seconds)
 
-    _slept = first_contact.asyncio.sleep
-    monkeypatch.setattr(first_contact.asyncio, "sleep", beat)
+    _slept = registration.asyncio.sleep
+    monkeypatch.setattr(registration.asyncio, "sleep", beat)
     monkeypatch.setattr(main, "open_engine", None)  # it is not called
     config = RolloutConfig(
         agent=AgentConfig(coordinator=pool.target, replica_id="r0"), vllm_args=["m"], http_port=0
@@ -79,9 +79,9 @@ async def test_a_former_process_that_has_died_is_waited_for(
     caplog.set_level(logging.WARNING)
     pool = await Pool(tmp_path / "weft.db").start(heartbeat_seconds=0.2)
     await pool.replica("r0")
-    monkeypatch.setattr(first_contact, "_MORE_SECONDS", 10.0)
+    monkeypatch.setattr(registration, "_MORE_SECONDS", 10.0)
     await check_contact(AgentConfig(coordinator=pool.target, replica_id="r0"))
-    assert caplog.text.count("waiting for a former process") == 1
+    assert caplog.text.count("waiting until a former process") == 1
     await pool.stop()
 
 
@@ -102,7 +102,7 @@ async def test_a_refusal_that_others_mend_is_said_at_once(
     pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(first_contact, "PROTOCOL_REVISION", 1)
+    monkeypatch.setattr(registration, "PROTOCOL_REVISION", 1)
     await check_contact(AgentConfig(coordinator=pool.target, replica_id="r0"))
     assert "refuses this replica" in caplog.text
     assert "REVISION_MISMATCH" in caplog.text

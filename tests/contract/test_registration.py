@@ -14,8 +14,7 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from rollout_side.agent.heartbeat import Holdings, Identity
-from rollout_side.agent.registration import Registration
+from rollout_side.agent.registration import Holdings, Registration, ReplicaDeclaration
 from rollout_side.config import AgentConfig
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
@@ -110,7 +109,7 @@ def _holdings() -> Holdings:
 def _registration(
     target: str, failed: Callable[[WeftError], None], current: Callable[[], Holdings] = _holdings
 ) -> Registration:
-    identity = Identity(
+    identity = ReplicaDeclaration(
         address="127.0.0.1:1", capabilities=CAPABILITIES, reference=REFERENCE, model_name="tiny"
     )
     config = AgentConfig(
@@ -143,7 +142,7 @@ def test_a_replica_outlives_a_coordinator_that_fails(
         registration.stop()
     assert not failed
     assert len(registry.requests) == 4
-    told = [record.message for record in caplog.records if "asks again" in record.message]
+    told = [record.message for record in caplog.records if "tries again" in record.message]
     assert len(told) == 2, "once for each reason"
     assert "the coordinator failed on this call" in told[0]
 

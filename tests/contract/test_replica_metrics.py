@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.agent.servicers import ReplicaServicer
 from rollout_side.config import AgentConfig, RolloutConfig
 from rollout_side.engine import SwitchTimes
 from rollout_side.service.metrics import ReplicaMetrics
@@ -76,7 +76,7 @@ async def test_what_a_switch_cost(counted: Counted) -> None:
 async def test_stores_are_shown_beside_their_bounds(counted: Counted) -> None:
     served, capabilities = counted.served, counted.served.engine.capabilities
     await served.commit("math@1")
-    await served.agent.serving.look(())
+    await served.agent.serving.refresh(())
     assert counted.value("store_bytes", store="adapters") == MANIFEST.wire_bytes
     bound = counted.value("store_limit_bytes", store="adapters")
     assert bound == capabilities.adapter_capacity_bytes

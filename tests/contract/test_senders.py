@@ -205,8 +205,8 @@ def test_other_bytes_than_were_digested_are_found(
 ) -> None:
     make = sharded_trainer.ShardBuckets.make
 
-    def make_others(buckets: sharded_trainer.ShardBuckets, index: int, speak: Any) -> Sealed:
-        sealed = make(buckets, index, speak)
+    def make_others(buckets: sharded_trainer.ShardBuckets, index: int, on_progress: Any) -> Sealed:
+        sealed = make(buckets, index, on_progress)
         buckets.wire(index)[0] ^= 1
         return sealed
 

@@ -8,9 +8,8 @@ import threading
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.generate_servicer import GenerateServicer
-from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
-from rollout_side.agent.servicer import ReplicaServicer
+from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
+from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.server import Security, Servicer, bind, make_server
 from weft_rl.tracing import NO_TRACER, Tracer

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, SampleChunk
 from weft_rl.contract.errors import VersionChangedError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def token(base: int, adapter: int, index: int, position: int) -> int:
 
 
 class AnswerDouble:
-    """See ``rollout_side.generation.Answer``."""
+    """See ``rollout_side.engine.Answer``."""
 
     def __init__(self, engine: EngineDouble, order: GenerateOrder) -> None:
         self._engine, self._order = engine, order

@@ -14,28 +14,26 @@ import torch
 from rollout_side.engine import (
     AbsentPolicy,
     AliasRefusals,
-    Asleep,
     EngineWork,
+    GenerateOrder,
     JoinOrder,
     MemoryUse,
     SendOrder,
     SleepOrder,
     SpillOrder,
     SwitchTimes,
+    VersionFacts,
 )
-from rollout_side.generation import GenerateOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import Handoff
-from rollout_side.memory.placement import Memory
+from rollout_side.memory.handoff import Handoff, InPlaceLoad
+from rollout_side.memory.segment import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, tensor_in
-from rollout_side.owed_answers import OwedAnswers
 from rollout_side.receive.clone_source import Cloner
-from rollout_side.receive.in_place_load import InPlaceLoad
 from rollout_side.receive.receiver import Receiver
 from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
-from rollout_side.version_facts import VersionFacts
+from rollout_side.waits import UnansweredCalls
 from tests.doubles.answers import AnswerDouble
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.checkpoints.reader import digest_in_layout
@@ -51,6 +49,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
+from weft_rl.contract.replica_report import Sleep
 from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
@@ -133,13 +132,14 @@ class EngineDouble:
         self.refuse_reason = ""
         self.dirty_reason = ""
         self.load: InPlaceLoad | None = None
-        self.asleep: Asleep | None = None
+        self.asleep: Sleep | None = None
+        self.lacks_base = False
         #: Whether it refuses requests, to sleep once those that run have ended.
         self.is_to_sleep = False
         #: What the engine's memory went through.
         self.sleeps: list[str] = []
         #: Nothing, since all is done on the agent's loop.
-        self.owed = OwedAnswers()
+        self.owed = UnansweredCalls()
         #: Called before each bucket that is loaded in place.
         self.before_bucket: Callable[[int], None] = lambda index: None
 
@@ -188,14 +188,14 @@ class EngineDouble:
 
     async def fall_asleep(self, order: SleepOrder) -> bool:
         self._check_can_sleep()
-        former, is_free = self.asleep, not self.num_requests()
+        is_free = not self.num_requests()
         if not is_free or not self.store.fall_asleep(keep_newest=order.level == 2):
             if order.timeout_seconds <= 0:
                 self.take_requests()
                 raise TransferTimeoutError("the weights are being read, or requests run")
             return False
-        is_gone = order.level == 2 or (former is not None and former.base_discarded)
-        self.asleep = Asleep(order.trainer_id, level=order.level, base_discarded=is_gone)
+        self.lacks_base = self.lacks_base or order.level == 2
+        self.asleep = Sleep(order.trainer_id, level=order.level)
         self.is_to_sleep = False
         self.sleeps.append("sleep" if order.level == 1 else "sleep 2")
         if order.level == 2:
@@ -208,7 +208,8 @@ class EngineDouble:
         if former is None:
             return
         self.sleeps.append("kv_cache")
-        if former.base_discarded:
+        lacks_base, self.lacks_base = self.lacks_base, False
+        if lacks_base:
             self.dirty_reason = "its weights were discarded as it slept"
             with contextlib.suppress(NotFoundError):
                 await self.apply_retained(PolicyVersion("base", self.base_version))
@@ -252,8 +253,7 @@ class EngineDouble:
         self._wake_weights()
         times = self._apply_base(transfer_id, content_digest)
         self.base_version = version.version
-        if self.asleep is not None:
-            self.asleep = dataclasses.replace(self.asleep, base_discarded=False)
+        self.lacks_base = False
         return times
 
     def _apply_base(self, transfer_id: str, content_digest: bytes) -> SwitchTimes:
@@ -339,7 +339,7 @@ class EngineDouble:
         self.store.held(version)
         self.aliases[version.policy] = version.version
 
-    def note_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
         self.absent = policies
 
     async def drop_alias(self, policy: str) -> None:

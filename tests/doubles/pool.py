@@ -118,7 +118,7 @@ class Pool:
         """What a replica's process does: end with its drain; says how it ended."""
 
         async def leave() -> str:
-            why = await self.agents[replica_id].drained()
+            why = await self.agents[replica_id].wait_drained()
             await self._remove_replica(replica_id)
             return why
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from rollout_side.engine import SwitchTimes
-from rollout_side.memory.handoff import Handoff
+from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
 from rollout_side.memory.versions import tensor_in
-from rollout_side.receive.in_place_load import InPlaceLoad
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft_rl.contract.errors import LoadFailedError, WeftError

@@ -116,7 +116,7 @@ class ShardBuckets:
         self._digests: list[int] = []
         self.made: list[int] = []
 
-    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None]) -> Sealed:
         push, wire_index = self._push, self._indices[index]
         push.before(self._rank, index)
         self.made.append(index)

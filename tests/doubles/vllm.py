@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine.http.request_tracker import RequestTracker
+from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server.initial_weights import StartedWith
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
-from rollout_side.vllm_engine.worker.answers import Answer
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage
+from rollout_side.vllm_engine.worker.rank_results import RankResult
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import PolicyVersion
@@ -28,8 +28,8 @@ TICKET = GroupTicket(
 )
 
 
-def ok(rank: int = 0, **value: Any) -> Answer:
-    return Answer(
+def ok(rank: int = 0, **value: Any) -> RankResult:
+    return RankResult(
         ok=True,
         rank=rank,
         seconds=0.0,
@@ -40,8 +40,8 @@ def ok(rank: int = 0, **value: Any) -> Answer:
     )
 
 
-def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> Answer:
-    return Answer(
+def failed(reason: str, *, rank: int = 0, dirty: bool = False) -> RankResult:
+    return RankResult(
         ok=False,
         rank=rank,
         seconds=0.0,
@@ -70,7 +70,7 @@ class FakeEngine:
         )
         self.vllm_config = SimpleNamespace(kv_transfer_config=object() if connector else None)
         self.calls: list[str] = []
-        self.answers: dict[str, Callable[[], list[Answer]]] = {}
+        self.answers: dict[str, Callable[[], list[RankResult]]] = {}
         self.hang: dict[str, asyncio.Event] = {}
         self.failures: dict[str, Exception] = {}
         #: Of each worker method, what it was called with last.
@@ -83,7 +83,7 @@ class FakeEngine:
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states={})
 
-    async def collective_rpc(self, method: str, args: Any) -> list[Answer]:
+    async def collective_rpc(self, method: str, args: Any) -> list[RankResult]:
         discarded = method == "weft_wake" and args[0]
         self.calls.append("weft_wake discarded" if discarded else method)
         self.last_args[method] = tuple(args)
@@ -269,7 +269,7 @@ def make_replica(
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
         requests=RequestsAtSwitch(engine, running_requests),
-        started_with=StartedWith("dummy"),
+        started_with=InitialCheckpoint("dummy"),
         cleanup=contextlib.AsyncExitStack(),
     )
     spill_folder = SpillFolder(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rollout_side.engine import AliasRefusals, EngineWork
-from rollout_side.owed_answers import OwedAnswers
+from rollout_side.waits import UnansweredCalls
 from tests.doubles.engine import EngineDouble
 from tests.fault import strikes
 from weft_rl.contract.errors import LoadFailedError
@@ -58,7 +58,7 @@ class WorkerDouble:
         assert self._pipe.poll(_START_SECONDS), "its worker did not start"
         self._pipe.recv()
         self._caller = ThreadPoolExecutor(1, "worker-calls")
-        self._owed = OwedAnswers()
+        self._owed = UnansweredCalls()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:

@@ -61,8 +61,8 @@ class FromFile:
             yield index, memory[: len(wire)]
         memory.fill_(0x7F)
 
-    def speak(self) -> None:
-        """As ``Arriving.speak``: nobody listens here."""
+    def report_progress(self) -> None:
+        """As ``Arriving.report_progress``: nobody listens here."""
 
     def buckets_of(self, part: str) -> list[int]:
         """Where the tensors lie whose names have this part."""

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_side.generation import Answer, BaseSpan, FinishReason, GenerateOrder, SampleChunk
-from rollout_side.vllm_engine.server.switching.requests_at_switch import RequestsAtSwitch
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, Generation, SampleChunk
+from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from weft_rl.contract.capabilities import RunningRequests
 from weft_rl.contract.errors import WeftError
 
@@ -28,7 +28,7 @@ class Generations:
 
     def __init__(self, replica: Any) -> None:
         self._replica = replica
-        self._answers: list[tuple[Answer, AsyncGenerator[Sequence[SampleChunk], None]]] = []
+        self._answers: list[tuple[Generation, AsyncGenerator[Sequence[SampleChunk], None]]] = []
 
     async def begin(self, order: GenerateOrder) -> tuple[int, Sequence[SampleChunk]]:
         """Returns its number and its first chunks."""

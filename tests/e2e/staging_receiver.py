@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout_side.engine import JoinOrder
-from rollout_side.memory.handoff import HandoffQueue, Shared
+from rollout_side.memory.handoff import HandoffQueue, SharedBucket
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion, bucket_starts
@@ -116,7 +116,7 @@ class StagingReceiver:
             self._store.num_ranks,
         )
         self._store.put_handoff(handoff)
-        shared = Shared(
+        shared = SharedBucket(
             [HostSegment.allocate(max(b.wire_bytes for b in arriving.manifest.buckets))], 0
         )
         memory = shared.buffers[0].data

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_side.engine import AliasRefusals, SwitchTimes
-from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder
+from rollout_side.engine import AliasRefusals, BaseSpan, FinishReason, GenerateOrder, SwitchTimes
 from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.generations import joined

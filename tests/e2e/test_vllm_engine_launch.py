@@ -60,8 +60,11 @@ def connector(name: str, **extra: object) -> str:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("--kv-transfer-config", connector("ExampleConnector")), "ExampleConnector: it cannot"),
-        (("--kv-transfer-config", connector("MooncakeStoreConnector")), "other replicas put"),
+        (
+            ("--kv-transfer-config", connector("ExampleConnector")),
+            "ExampleConnector: a switch",
+        ),
+        (("--kv-transfer-config", connector("MooncakeStoreConnector")), "other replicas included"),
         (("--kv-transfer-config", connector("NixlConnector")), "--kv-offloading-size GIB"),
         (
             (

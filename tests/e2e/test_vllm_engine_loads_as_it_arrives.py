@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_side.engine import SwitchTimes
-from rollout_side.generation import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, SampleChunk, SwitchTimes
 from tests.e2e.arriving_file import arriving_digest
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess

@@ -26,7 +26,7 @@ _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_drop_adapter", ("x",), "TypeError"),
     ("weft_apply_base", ("t-unknown", b""), "nothing is staged"),
     ("weft_learn_copies", ([("name",)],), "ValueError"),
-    ("weft_load_arriving", ("t-unknown", "base@1"), "was not prepared here"),
+    ("weft_load_in_place", ("t-unknown", "base@1"), "was not prepared here"),
     ("weft_loaded", ("t-unknown", b""), "is not loaded in place here"),
     ("weft_keep_base", (), "TypeError"),
     ("weft_pin_bases", (1,), "TypeError"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.vllm_engine.worker.answers import check_answers
+from rollout_side.vllm_engine.worker.rank_results import check_results
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess
 from tests.e2e.logprobs import PROMPT, check
@@ -22,7 +22,7 @@ def load(engine: EngineProcess, version: str, model: Path, fail_at: int = -1) ->
     file = str(model / "model.safetensors")
     answers: Any = engine.rpc("weft_test_load_in_place", version, file, fail_at)
     engine.call("engine.reset_prefix_cache")
-    return check_answers(answers)[0]
+    return check_results(answers)[0]
 
 
 def test_layers_that_come_in_several_buckets_through_one_memory(

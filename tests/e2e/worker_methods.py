@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rollout_side.vllm_engine.loading.streaming import load_in_place
-from rollout_side.vllm_engine.worker.answers import guarded
+from rollout_side.vllm_engine.loading.reload import load_in_place
 from rollout_side.vllm_engine.worker.extension import WeftWorker
+from rollout_side.vllm_engine.worker.rank_results import guarded
 from tests.e2e.arriving_file import FromFile
 from tests.e2e.staging_receiver import break_next_load
 from weft_rl.contract.names import PolicyVersion

@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import httpx
 
 from benchmarks.machine import describe
-from rollout_side.vllm_engine.worker.orphans import parent_of
+from rollout_side.vllm_engine.worker.state import parent_of
 from tests.fault.strikes import VICTIM, Strike
 from tests.models import draw_base, load_hf, make_adapter, make_model
 from tests.processes import is_running, members, title

@@ -241,7 +241,7 @@ def _gathering_rank(strike: Strike) -> None:
 
 
 def _replica(strike: Strike) -> None:
-    from rollout_side.agent.servicer import ReplicaServicer
+    from rollout_side.agent.servicers import ReplicaServicer
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
@@ -254,16 +254,16 @@ def _replica(strike: Strike) -> None:
 
 
 def _worker(strike: Strike) -> None:
-    from rollout_side.receive import group_receiver
+    from rollout_side.receive import receiver
 
     match strike.point:
         case "before begin" if strike.signal == HANG:
             # The thread that will receive, before it does anything of the push.
-            _before(group_receiver.GroupReceiver, "_prepare", strike)
+            _before(receiver.GroupReceiver, "_prepare", strike)
         case "before begin":
             threading.Thread(target=_at_once, args=(strike,), daemon=True).start()
         case "in rendezvous":
-            _before(group_receiver, "Membership", strike)
+            _before(receiver, "Membership", strike)
         case _:
             _receiving(strike)
 
@@ -291,12 +291,12 @@ def _at_once(strike: Strike) -> None:
 def _receiving(strike: Strike) -> None:
     """Points of the process that receives: the agent's own, or the worker's."""
     from rollout_side.memory.store import WorkerStore
-    from rollout_side.receive import ring
+    from rollout_side.receive import incoming_buckets
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
         case "at a bucket":
-            _before(ring, "start_bucket", strike, _count(BUCKET, strike))
+            _before(incoming_buckets, "start_bucket", strike, _count(BUCKET, strike))
         case "before commit":
             _before(WorkerStore, "put_staged", strike)
         case "inside commit":
@@ -316,7 +316,7 @@ def _copying(strike: Strike) -> None:
 
 def _loading(strike: Strike) -> None:
     """Points of a replica that loads in place."""
-    from rollout_side.receive.in_place import InPlaceTransfer
+    from rollout_side.receive.transfers import InPlaceTransfer
     from tests.doubles.engine import EngineDouble
 
     match strike.point:
@@ -348,14 +348,14 @@ def _rank(strike: Strike) -> None:
 
 
 def _vllm_replica(strike: Strike) -> None:
-    from rollout_side.agent import generate_servicer
-    from rollout_side.vllm_engine.server.switching.base_switch import BaseSwitch
+    from rollout_side.agent import servicers
+    from rollout_side.vllm_engine.server.base_switch import BaseSwitch
 
     match strike.point:
         case "inside commit":  # the workers have loaded, the KV cache is still the old one
             _before(BaseSwitch, "_forget_old_base", strike)
         case "in a generation":  # the first tokens of an answer are about to leave
-            _before(generate_servicer, "_response", strike)
+            _before(servicers, "_response", strike)
 
 
 def _coordinator(strike: Strike) -> None:

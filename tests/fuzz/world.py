@@ -178,7 +178,7 @@ class World:
                 )
                 await self._registry.Leave(leave, timeout=_CALL_SECONDS)
         ours = self.state.replicas.get(REPLICA)
-        if self.agent._drain.under_way or (ours is not None and ours.drain is not None):
+        if self.agent._drain.is_draining or (ours is not None and ours.drain is not None):
             await self.pool._remove_replica(REPLICA)
             await self.pool._add_replica(REPLICA, self.engine)
             await self.replica_channel.close()

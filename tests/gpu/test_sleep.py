@@ -293,7 +293,7 @@ def test_a_trainer_that_leaves_little_more_than_the_weights_loads_them_in_place(
                 taken = _leave(model_bytes // 2)
                 _draw(model, 2)
                 if not DRY:
-                    with pytest.raises(CapacityError, match="weights that sleep"):
+                    with pytest.raises(CapacityError, match="sleeping weights"):
                         publisher.push_base(model)
                 del taken
                 torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_side.receive.clone_source import CopiedBuckets
-from rollout_side.receive.ring import Ring
+from rollout_side.receive.incoming_buckets import Ring
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
@@ -106,11 +106,11 @@ def test_the_source_dies_during_the_clone_and_another_one_takes_over(
 
     make = CopiedBuckets.make
 
-    def slow(self: CopiedBuckets, index: int, speak: Callable[[], None]) -> int:
+    def slow(self: CopiedBuckets, index: int, on_progress: Callable[[], None]) -> int:
         if index == 3 and not reached.is_set():
             reached.set()
             go_on.wait(10)
-        return make(self, index, speak)
+        return make(self, index, on_progress)
 
     monkeypatch.setattr(CopiedBuckets, "make", slow)
     late = double()
@@ -135,12 +135,12 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
 
     make = CopiedBuckets.make
 
-    def slow(self: CopiedBuckets, index: int, speak: Callable[[], None]) -> int:
+    def slow(self: CopiedBuckets, index: int, on_progress: Callable[[], None]) -> int:
         if index == 3 and not reached.is_set():
             until(lambda: len(landed) == 3)
             reached.set()
             go_on.wait(10)
-        return make(self, index, speak)
+        return make(self, index, on_progress)
 
     def count(self, index, nonce, *rest):  # type: ignore[no-untyped-def]
         end = land(self, index, nonce, *rest)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rollout_side.receive import staging
-from rollout_side.receive.ring import Ring
+from rollout_side.receive import transfers
+from rollout_side.receive.incoming_buckets import Ring
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
@@ -70,7 +70,7 @@ def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch,
             super().__init__(*args, **options)
             posted.append(self.ahead)
 
-    monkeypatch.setattr(staging, "Ring", Watched)
+    monkeypatch.setattr(transfers, "Ring", Watched)
     for module in (packer, member):
         monkeypatch.setattr(module, "window", lambda device, backend: number)
     with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048) as publisher:

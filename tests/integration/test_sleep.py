@@ -168,7 +168,7 @@ def test_what_waits_for_its_requests_is_woken_by_a_coordinator_that_has_not_orde
     order = SleepOrder(trainer_id="trainer-a", aborts=False, timeout_seconds=600.0)
     former = pool.start(agent.fall_asleep(order))
     until(lambda: engines[0].is_to_sleep)
-    with pytest.raises(StaleEpochError, match="told to wake"):
+    with pytest.raises(StaleEpochError, match="ordered to wake"):
         former.result(20)
     until(lambda: agent.is_ready)
     assert not engines[0].is_to_sleep

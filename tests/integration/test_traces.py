@@ -17,7 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from rollout_side.receive.ring import Ring
+from rollout_side.receive.incoming_buckets import Ring
 from tests.doubles.collector import Collector, Seen
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool

@@ -34,7 +34,7 @@ LAYOUTS = {layout.digest: layout for layout in (ADAPTER_LAYOUT, BASE_LAYOUT)}
 NUM_BUFFERS = 2
 
 #: A thread that works or waits speaks so often.
-SPEAK_SECONDS = 1.0
+PROGRESS_SECONDS = 1.0
 
 
 def layout_of(policy: str) -> VersionLayout:

@@ -1,4 +1,4 @@
-"""A replica that is told to leave: a model of ``rollout_side.agent.drain``."""
+"""A replica that is told to leave: a model of ``rollout_side.agent.agent``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, any_of
-from tests.sim.data import SPEAK_SECONDS, digest_over, sender_name
+from tests.sim.data import PROGRESS_SECONDS, digest_over, sender_name
 from tests.sim.in_place import AHEAD
 from tests.sim.network import Stream
 from tests.sim.store import Copy, Partial
@@ -168,8 +168,8 @@ class Receiver:
         outcome = self.world.load_outcome()
         seconds = self.world.random.uniform(0.001, outcome.seconds)
         while seconds > 0:
-            yield min(seconds, SPEAK_SECONDS)
-            seconds -= SPEAK_SECONDS
+            yield min(seconds, PROGRESS_SECONDS)
+            seconds -= PROGRESS_SECONDS
             self.stream.up(("progress", transfer.transfer_id))
         if outcome.failure:
             raise LoadFailedError("the engine broke", metadata={"dirty": "true"})
@@ -183,7 +183,7 @@ class Receiver:
         pause = TransferTimeoutError("it speaks")
         while not first.done:
             try:
-                yield any_of(self.world.clock, SPEAK_SECONDS, first, late=pause)
+                yield any_of(self.world.clock, PROGRESS_SECONDS, first, late=pause)
             except TransferTimeoutError as error:
                 if error is not pause:
                     raise

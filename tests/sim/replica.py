@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process
 from tests.sim.clone_source import CloneSource
-from tests.sim.data import SPEAK_SECONDS, layout_of
+from tests.sim.data import PROGRESS_SECONDS, layout_of
 from tests.sim.drain import SimDrain
 from tests.sim.in_place import InPlace
 from tests.sim.probes import Probes
@@ -118,8 +118,8 @@ class SimReplica(Process):
 
     def _do(self, seconds: float) -> Generator[Any, Any, None]:
         while seconds > 0:
-            yield min(seconds, SPEAK_SECONDS)
-            seconds -= SPEAK_SECONDS
+            yield min(seconds, PROGRESS_SECONDS)
+            seconds -= PROGRESS_SECONDS
             self._seen_at = self.clock.now
 
     def work(self) -> ReplicaWork | None:

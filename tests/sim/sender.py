@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.clock import Future, Process, any_of
-from tests.sim.data import NUM_BUFFERS, SPEAK_SECONDS
+from tests.sim.data import NUM_BUFFERS, PROGRESS_SECONDS
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.coordinator.decisions.state.transfer import Group
@@ -153,9 +153,11 @@ class Epoch:
                 return
             left = sending.deadline - self.world.clock.now
             try:
-                yield any_of(self.world.clock, min(left, SPEAK_SECONDS), self.changed(), late=late)
+                yield any_of(
+                    self.world.clock, min(left, PROGRESS_SECONDS), self.changed(), late=late
+                )
             except TransferTimeoutError:
-                if left <= SPEAK_SECONDS:
+                if left <= PROGRESS_SECONDS:
                     raise
                 self.stream.up(("progress", sending.transfer_id, self.num_sent))
 

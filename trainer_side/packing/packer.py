@@ -158,12 +158,12 @@ class Reader(Protocol):
         """Return the elements of known runs where they lie, in their own dtypes and shaped as
         ``fill`` has it; None for those to be filled."""
 
-    def announce(self, payload: torch.Tensor, speak: Callable[[], None]) -> Announced:
+    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> Announced:
         """Fill a bucket's payload with what comes next, where runs are not known before.
 
         Args:
             payload: uint8, a multiple of 256 bytes, on any device; overwritten.
-            speak: Called now and then.
+            on_progress: Called now and then.
         """
 
     def add_up(self, totals: Sequence[int]) -> Sum:
@@ -232,7 +232,7 @@ class Packer:
         nonce: int,
         *,
         finite: bool = False,
-        speak: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> Packed:
         """Fill this sender's bucket ``nth`` and seal it.
 
@@ -244,7 +244,7 @@ class Packer:
             reader: Content of the push; its packing is this one's.
             nonce: Nonce of the transfer.
             finite: Read the bucket once more, and refuse NaN and infinities.
-            speak: Called now and then where runs are announced.
+            on_progress: Called now and then where runs are announced.
 
         Raises:
             NotFiniteError: Names the tensor.
@@ -254,7 +254,7 @@ class Packer:
         payload = self.wire(nth)[: wire.payload_bytes]
         runs: Sequence[Run]
         if packing.runs is None:
-            runs, found = reader.announce(payload, speak)
+            runs, found = reader.announce(payload, on_progress)
             begun, slots = Digests(found), self._slots(wire.bucket, runs) if finite else []
         else:
             runs, slots = packing.runs[nth], self._views[nth].slots
@@ -353,11 +353,11 @@ class PackedBuckets:
         #: Whether the reader has failed, or gave what must not be sent: no other group helps.
         self.spoiled = False
 
-    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None]) -> Sealed:
         """See ``Buckets``: read a bucket's elements, digest and seal it."""
         try:
             packed = self.packer.pack(
-                index, self._reader, self._nonce, finite=self._finite, speak=speak
+                index, self._reader, self._nonce, finite=self._finite, on_progress=on_progress
             )
         except BaseException:
             self.spoiled = True

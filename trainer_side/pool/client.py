@@ -356,7 +356,7 @@ class PoolClient:
     def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
         if self._sender is not None:
             if self._sender.usable and self._sender.ticket.group_id == begun.group.group_id:
-                self._sender.come_to(begun.transfer_id)
+                self._sender.report_packing(begun.transfer_id)
                 return self._sender
             self._sender.close()
             self._sender = None
@@ -497,9 +497,9 @@ class Sender:
         """See ``SendingRank``."""
         self._rank.wait_attended()
 
-    def come_to(self, transfer_id: str) -> None:
+    def report_packing(self, transfer_id: str) -> None:
         """Report in a kept group that this rank is at work for a transfer."""
-        self._rank.come_to(transfer_id)
+        self._rank.report_packing(transfer_id)
 
     def begin(
         self,

@@ -74,7 +74,7 @@ class Peer:
         """
         kept = self._sender
         if kept is not None and kept.usable and kept.ticket.group_id == begun.group.group_id:
-            kept.come_to(begun.transfer_id)
+            kept.report_packing(begun.transfer_id)
             return
         self.close()
         host = data_address(self._data_host, self._coordinator)

@@ -75,7 +75,7 @@ class RankPush:
         """See ``Reader``."""
         return [None] * len(runs)
 
-    def announce(self, payload: torch.Tensor, speak: Callable[[], None]) -> Announced:
+    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> Announced:
         """See ``Reader``."""
         raise NotImplementedError
 
@@ -174,9 +174,9 @@ class NamedPush(RankPush):
         self.sender = packing.sender
         source.begin(packing.manifest)
 
-    def announce(self, payload: torch.Tensor, speak: Callable[[], None]) -> Announced:
+    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> Announced:
         """See ``Reader``."""
-        return Announced(*self._source.fill(payload, speak))
+        return Announced(*self._source.fill(payload, on_progress))
 
 
 class FollowedPush(RankPush):

@@ -251,7 +251,7 @@ def torch_dtype(dtype: DataType) -> torch.dtype:
     return found
 
 
-#: What ``last_report.source`` says.
+#: What ``PushReport.source`` says.
 DESCRIPTION = "named tensors"
 
 
@@ -281,7 +281,9 @@ class RunSource:
         self._slots = {slot.meta.name: (i, slot) for i, slot in enumerate(manifest.tensors)}
         self._tied = TiedDuplicates([slot.meta for slot in manifest.tensors])
 
-    def fill(self, payload: torch.Tensor, speak: Callable[[], None]) -> tuple[list[Run], list[int]]:
+    def fill(
+        self, payload: torch.Tensor, on_progress: Callable[[], None]
+    ) -> tuple[list[Run], list[int]]:
         """Fill a bucket's payload with the next tensors, cast; collective. Return the runs that lie
         there, in order, and the digest of each.
 
@@ -290,7 +292,7 @@ class RunSource:
         Args:
             payload: uint8, a multiple of 256 bytes, on any device; overwritten. All payloads
                 together are as long as the layout's.
-            speak: Called after each tensor.
+            on_progress: Called after each tensor.
 
         Raises:
             InvalidManifestError: A tensor is missing, came twice, or is not the reference's.
@@ -304,7 +306,7 @@ class RunSource:
                 if self._open is None:
                     raise self._missing()
                 self._done = 0
-                speak()
+                on_progress()
             index, slot, tensor = self._open
             room = (payload.numel() - at) // slot.meta.dtype.itemsize_bytes
             run = Run(index, self._done, min(tensor.numel() - self._done, room))

@@ -26,7 +26,7 @@ from weft_rl.transport.backends import (
     open_backend,
     works_to_hold,
 )
-from weft_rl.transport.progress import SPEAK_SECONDS, speaking
+from weft_rl.transport.progress import PROGRESS_SECONDS, report_while
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.transport.wire.options import WHOLE, Arrived, BucketOptions
 
@@ -92,23 +92,25 @@ class Operation:
         self._work = work
         self._buffer = buffer
 
-    def wait(self, deadline: float, speak: Callable[[], None] = _silent) -> None:
+    def wait(self, deadline: float, on_progress: Callable[[], None] = _silent) -> None:
         """Block until the bytes are sent or received.
 
         Args:
             deadline: ``time.monotonic()`` at which to give up.
-            speak: Called at least every ``SPEAK_SECONDS`` while it blocks.
+            on_progress: Called at least every ``PROGRESS_SECONDS`` while it blocks.
 
         Raises:
             TransferTimeoutError: Not done by then; abort the group.
             PeerUnavailableError: The connection broke.
             WeftError: The error that ``SideGroup.abort`` was called with.
         """
-        while not (ended := self._work.wait_until(min(deadline, time.monotonic() + SPEAK_SECONDS))):
+        while not (
+            ended := self._work.wait_until(min(deadline, time.monotonic() + PROGRESS_SECONDS))
+        ):
             self._group.check()
             if time.monotonic() >= deadline:
                 break
-            speak()
+            on_progress()
         self._group.check()
         if not ended:
             raise TransferTimeoutError("a bucket was neither sent nor received before the deadline")
@@ -213,7 +215,7 @@ class SideGroup:
         abandoned, the backend may still use it for up to ``timeout_seconds``.
 
         Args:
-            forming: Called at least every ``SPEAK_SECONDS`` while it connects.
+            forming: Called at least every ``PROGRESS_SECONDS`` while it connects.
             options: Options of what goes beside the buffer; see ``Operation.arrived``.
 
         Raises:
@@ -257,11 +259,11 @@ class SideGroup:
             with with_stream():
                 return backend.broadcast(buffer, timeout_seconds, options)
 
-        def speak() -> None:
+        def on_progress() -> None:
             self.check()
             forming()
 
-        return speaking(first, speak)
+        return report_while(first, on_progress)
 
     def check(self) -> None:
         """Raise the error that ``abort`` was called with, if it was called."""

@@ -1,8 +1,8 @@
 """A rank's place in a side group: channel, store, process group and stream as one thing.
 
-On the stream reports go up and directions come down. The thread that works speaks on it,
+On the stream reports go up and directions come down. The thread that works reports on it,
 never the stream's own: so one that hangs is silent, and is found out. A long step is
-therefore cut so that the thread can speak in between.
+therefore cut so that the thread can report in between.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft_rl.rpc.manifest_codec import manifest_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
-from weft_rl.transport.progress import SPEAK_SECONDS
+from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1 import types_pb2
@@ -143,7 +143,7 @@ class Attendance:
 class Progress:
     """Reporter of what a rank does; any of the rank's threads may use it.
 
-    Nothing is sent where the rank has sent something else less than ``SPEAK_SECONDS``
+    Nothing is sent where the rank has sent something else less than ``PROGRESS_SECONDS``
     ago: a push that is fast is told by its buckets alone.
 
     Args:
@@ -153,7 +153,7 @@ class Progress:
     def __init__(self, attendance: Attendance) -> None:
         self._attendance = attendance
 
-    def say(
+    def report(
         self,
         activity: pb.Activity.ValueType,
         transfer_id: str = "",
@@ -161,9 +161,9 @@ class Progress:
         done: int = 0,
         total: int = 0,
     ) -> None:
-        """Report an activity if the rank's last report is ``SPEAK_SECONDS`` old; returns at once.
-        See ``weft.v1.Progress``."""
-        if time.monotonic() - self._attendance.sent_at < SPEAK_SECONDS:
+        """Report an activity, unless the last report is younger than ``PROGRESS_SECONDS``; returns
+        at once. See ``weft.v1.Progress``."""
+        if time.monotonic() - self._attendance.sent_at < PROGRESS_SECONDS:
             return
         progress = pb.Progress(
             transfer_id=transfer_id, activity=activity, bucket=bucket, done=done, total=total
@@ -294,12 +294,12 @@ class FetchedManifests:
         stub: RendezvousServiceStub,
         credential: pb.GroupCredential,
         timeout_seconds: float,
-        speak: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Return a manifest, from memory or (blocking) from the coordinator.
 
         Args:
-            speak: Called with each part that comes.
+            on_progress: Called with each part that comes.
 
         Raises:
             NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
@@ -310,16 +310,16 @@ class FetchedManifests:
             request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
             try:
                 responses = stub.GetManifest(request, timeout=timeout_seconds)
-                manifest = manifest_from_chunks(_spoken(responses, speak))
+                manifest = manifest_from_chunks(_reporting(responses, on_progress))
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from error
             self._kept.put(layout_digest, manifest)
         return manifest
 
 
-def _spoken(
-    responses: Iterable[pb.GetManifestResponse], speak: Callable[[], None]
+def _reporting(
+    responses: Iterable[pb.GetManifestResponse], on_progress: Callable[[], None]
 ) -> Iterator[types_pb2.ManifestChunk]:
     for response in responses:
-        speak()
+        on_progress()
         yield response.chunk

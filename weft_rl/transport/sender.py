@@ -37,7 +37,7 @@ from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
-from weft_rl.transport.progress import speaking_time
+from weft_rl.transport.progress import seconds_to_report
 from weft_rl.transport.wire.buckets import Sealed
 from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
@@ -70,13 +70,13 @@ class Buckets(Protocol):
     def num_buffers(self) -> int:
         """Number of buckets that are held at once."""
 
-    def make(self, index: int, speak: Callable[[], None]) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None]) -> Sealed:
         """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
         Blocks until its bytes are there.
 
         Args:
             index: Place among the buckets that this sender sends, from 0; see ``Sending.indices``.
-            speak: Called now and then by what may take long.
+            on_progress: Called now and then by what may take long.
         """
 
     def are_summed(self) -> bool:
@@ -185,7 +185,7 @@ class SendingRank:
         """
         self._membership.attendance.wait_welcome()
 
-    def come_to(self, transfer_id: str) -> None:
+    def report_packing(self, transfer_id: str) -> None:
         """Report that this rank works on a transfer, before it sends: in a group that is kept the
         rank attends in any case."""
         said = pb.Progress(transfer_id=transfer_id, activity=pb.ACTIVITY_PACKING)
@@ -302,10 +302,10 @@ class SendingRank:
         return digest
 
     def _make(self, sending: Sending) -> None:
-        speak = partial(self._say, pb.ACTIVITY_PACKING)
-        speak()
+        on_progress = partial(self._say, pb.ACTIVITY_PACKING)
+        on_progress()
         nth, buckets = len(sending.digests), sending.buckets
-        sealed = sending.sealed[nth] = buckets.make(nth, speak)
+        sealed = sending.sealed[nth] = buckets.make(nth, on_progress)
         sending.sealed.pop(nth - buckets.num_buffers, None)
         sending.digests.append(sealed.digest)
 
@@ -357,7 +357,7 @@ class SendingRank:
 
     def _await(self, ready: Callable[[], bool], deadline: float, what: str) -> None:
         woken = partial(self._changed.wait_for, lambda: ready() or self._is_over())
-        while not woken(speaking_time(deadline)):
+        while not woken(seconds_to_report(deadline)):
             if time.monotonic() >= deadline:
                 raise TransferTimeoutError(f"the deadline passed while waiting for {what}")
             self._say(pb.ACTIVITY_WAITING)
@@ -365,7 +365,7 @@ class SendingRank:
 
     def _say(self, activity: pb.Activity.ValueType) -> None:
         """Report what the thread that makes and sends buckets does, if a report is due."""
-        self._membership.progress.say(activity, self._direction.transfer_id, self._num_sent)
+        self._membership.progress.report(activity, self._direction.transfer_id, self._num_sent)
 
     def _report_failure(self, transfer_id: str, error: WeftError) -> None:
         failed = pb.RankFailed(transfer_id=transfer_id, reason=error.reason, message=error.message)

@@ -44,7 +44,7 @@ from weft_rl.ipc.connection import PeerError, PeerGoneError, connect_unix
 from weft_rl.ipc.handshake import Handshake, derive
 from weft_rl.ipc.listener import Listener
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.progress import SPEAK_SECONDS
+from weft_rl.transport.progress import PROGRESS_SECONDS
 from weft_rl.transport.wire.buckets import in_manifest_order
 
 _M = TypeVar("_M")
@@ -182,12 +182,12 @@ def _wait_for(
 ) -> None:
     """Wait for a rank's message of this kind; meanwhile pass on its reports that it works."""
     while True:
-        while not connection.poll(SPEAK_SECONDS):
+        while not connection.poll(PROGRESS_SECONDS):
             if (error := handoff.error) is not None:
                 raise copy_error(error)
         if isinstance(connection.hear(kind, Working), kind):
             return
-        handoff.speak()
+        handoff.report_progress()
 
 
 # -- the other ranks -----------------------------------------------------------------
@@ -215,7 +215,7 @@ class RankHandoff:
         self._digests: list[Sequence[int]] = []
         #: See ``Handoff``; of this rank alone.
         self.is_complete = False
-        self._spoke_at = 0.0
+        self._progress_at = 0.0
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -273,13 +273,13 @@ class RankHandoff:
                         return
                     assert self._connection is not None, "buckets were loaded"
                     self._connection.say(Working())
-                time.sleep(SPEAK_SECONDS)
+                time.sleep(PROGRESS_SECONDS)
 
-    def speak(self) -> None:
+    def report_progress(self) -> None:
         """See ``Handoff``."""
         now = time.monotonic()
-        if now - self._spoke_at >= SPEAK_SECONDS:
-            self._spoke_at = now
+        if now - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = now
             self._send(Working())
 
     def complete(self) -> None:

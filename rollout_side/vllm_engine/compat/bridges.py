@@ -49,7 +49,7 @@ def check_version(version: str) -> None:
     match = _VERSION.fullmatch(version)
     if match is None:
         raise UnsupportedError(
-            f"vLLM's version {version!r} cannot be read; Weft needs vllm{SUPPORTED_RANGE}"
+            f"vLLM's version {version!r} cannot be parsed; Weft needs vllm{SUPPORTED_RANGE}"
         )
     release = (*map(int, match["release"].split(".")), 0)[:2]
     if not OLDEST <= release < TOO_NEW:
@@ -221,7 +221,7 @@ def typed_failures() -> Iterator[None]:
 
     Raises:
         InvalidRequestError: vLLM refuses the request, in its own words.
-        CapacityError: ``TOO_MANY_CALLS``: vLLM has as much to do as it was told to take.
+        CapacityError: ``TOO_MANY_CALLS``: vLLM has as many requests as it may take.
         PeerUnavailableError: vLLM's engine has died.
     """
     try:
@@ -236,7 +236,8 @@ def typed_failures() -> Iterator[None]:
             raise CapacityError(str(error), reason="TOO_MANY_CALLS") from error
         if "EngineDeadError" in kinds:
             raise PeerUnavailableError(
-                "vLLM's engine has died; the replica's log says why", metadata={"member": "engine"}
+                "vLLM's engine has died; the replica's log gives the cause",
+                metadata={"member": "engine"},
             ) from error
         raise
 
@@ -319,7 +320,9 @@ def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     loaders = importlib.import_module("vllm.model_executor.model_loader")
     loader = loaders.get_model_loader(worker.vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
-        raise UnsupportedError(f"{type(loader).__name__} cannot read its files again")
+        raise UnsupportedError(
+            f"vLLM's {type(loader).__name__} cannot read its files again; push a base instead"
+        )
     tensors: Iterator[tuple[str, Any]] = loader.get_all_weights(
         worker.model_config, worker.model_runner.get_model()
     )
@@ -389,3 +392,49 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
         if re.match(rf"(.*\.)?({key})$", module):
             return value
     return default
+
+
+async def fall_asleep(engine: Any, level: int) -> None:
+    """Free the accelerator's memory; move the weights to the host (level 1) or discard them (2).
+
+    Resets the prefix cache.
+    """
+    await engine.sleep(level=level)
+
+
+async def wake_up(engine: Any, tags: list[str]) -> None:
+    """Take back the memory of the "weights" or of the "kv_cache".
+
+    After level 2 the model's buffers are all that has its values again.
+    """
+    await engine.wake_up(tags)
+
+
+def can_sleep_in_part() -> bool:
+    """Return whether an engine with awake weights and a sleeping KV cache can be put to sleep.
+
+    0.26 takes such an engine to be asleep already.
+    """
+    executor = importlib.import_module("vllm.v1.executor.abstract").Executor
+    return isinstance(getattr(executor, "is_sleeping", None), property)
+
+
+def weights_memory() -> list[tuple[int, int]]:
+    """Return address and bytes of what sleep level 2 discards with the weights, in a worker."""
+    held = _held()
+    return [(address, data.handle[1]) for address, data in held.items() if data.tag == "weights"]
+
+
+def waking_bytes() -> int:
+    """Return the bytes that an engine takes of the accelerator as its weights wake, in a worker.
+
+    They are those of all that sleeps but the KV cache.
+    """
+    return sum(data.handle[1] for data in _held().values() if data.tag != "kv_cache")
+
+
+def _held() -> dict[int, Any]:
+    """Return the allocations that sleep gives back, by address, even while they are given back."""
+    device_allocator = importlib.import_module("vllm.device_allocator")
+    held: dict[int, Any] = device_allocator.get_mem_allocator_instance().pointer_to_data
+    return held

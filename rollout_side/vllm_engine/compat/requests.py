@@ -1,14 +1,65 @@
-"""Requests of an engine, in the API process: their tokens, their salts, their failures."""
+"""Requests of an engine: tokens, salts and failures in the API process, blocks in its core."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from rollout_side.vllm_engine.compat import engine_core
+#: ``--scheduler-cls``.
+SCHEDULER = f"{__name__}.make_scheduler"
+#: What ``EngineCore`` can be asked for then; see ``keep_held_blocks``.
+KEEP_REQUESTS = "weft_keep_requests"
+
+
+def make_scheduler(*args: Any, vllm_config: Any, **settings: Any) -> Any:
+    """Make vLLM's own scheduler, and add ``keep_held_blocks`` to ``EngineCore``.
+
+    It is the scheduler that vLLM would have chosen.
+    """
+    core: Any = importlib.import_module("vllm.v1.engine.core").EngineCore
+    setattr(core, KEEP_REQUESTS, keep_held_blocks)
+    own = copy.copy(vllm_config.scheduler_config)
+    own.scheduler_cls = None
+    return own.get_scheduler_cls()(*args, vllm_config=vllm_config, **settings)
+
+
+def keep_held_blocks(core: Any) -> None:
+    """Let requests continue on the blocks that they hold, and stop reuse of old cached blocks.
+
+    To be called while generation is paused, after a load. New requests have another salt. Present
+    requests take no block from the cache any more, so one that is preempted is computed anew under
+    the weights of that time. A request without tokens belongs to no version yet: it gives its
+    blocks back, and all of it is computed under the new weights. So does a request that has outputs
+    of an encoder still to read, which the new weights make anew.
+    """
+    scheduler = core.scheduler
+    for request in scheduler.requests.values():
+        request.skip_reading_prefix_cache = True
+    begun: list[Any] = []
+    others: list[Any] = []
+    for request in scheduler.running:
+        is_kept = request.num_output_tokens and not _reads_encoder(scheduler, request)
+        (begun if is_kept else others).append(request)
+    scheduler.running[:] = begun
+    for request in reversed(others):  # each goes to the front of those that wait
+        scheduler._preempt_request(request, time.monotonic())
+    # The workers are to take them out of their batch, as those of the step before.
+    scheduler.prev_step_scheduled_req_ids.difference_update(
+        request.request_id for request in others
+    )
+
+
+def _reads_encoder(scheduler: Any, request: Any) -> bool:
+    """Return whether a request that has tokens still refers to outputs of an encoder."""
+    if scheduler.is_encoder_decoder:  # its cache manager lists every request until its end
+        return False
+    return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))
+
 
 _POLL_SECONDS = 0.001
 #: Where vLLM has what its server answers as a failure to generate, the newest place first.
@@ -66,7 +117,7 @@ def unfinished_requests(engine: Any) -> frozenset[str]:
     return frozenset(state.external_req_id for state in states)
 
 
-def note_sent(engine: Any, note: Callable[[str], None]) -> None:
+def on_request_sent(engine: Any, note: Callable[[str], None]) -> None:
     """Call ``note`` with the caller's id of each request when it is sent to the engine.
 
     From then on it is among the unfinished requests, until it has finished.
@@ -101,7 +152,7 @@ def salt_requests(engine: Any, salt: Callable[[str | None], str]) -> None:
 
 async def keep_requests(engine: Any) -> None:
     """Call ``keep_requests``, which ``make_scheduler`` added, in the engine's process."""
-    await engine.engine_core.call_utility_async(engine_core.KEEP_REQUESTS)
+    await engine.engine_core.call_utility_async(KEEP_REQUESTS)
 
 
 def failure(message: str, status: int) -> Exception:

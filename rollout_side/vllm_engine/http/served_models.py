@@ -1,4 +1,4 @@
-"""The adapters that vLLM's OpenAI server knows: exact versions and aliases.
+"""Adapters that vLLM's OpenAI server knows: exact versions and aliases.
 
 vLLM's own registry, ``OpenAIServingModels.lora_requests``, maps a requested name
 to a ``LoRARequest``. An exact version maps to its own; an alias maps to that of the
@@ -33,7 +33,7 @@ _MAX_LISTED = 10
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer to a request for a name that is not served, or not now."""
+    """Answer to a request for a name that is not served, or not now."""
 
     status: int
     message: str
@@ -47,7 +47,7 @@ class Refusal:
 
 @dataclass
 class ServedAdapter:
-    """An adapter version that can be requested, or could until ``removed_at``."""
+    """Adapter version that can be requested, or could until ``removed_at``."""
 
     request: Any
     content_digest: bytes
@@ -86,7 +86,7 @@ class ServedModels:
         self._refused = AliasRefusals()
         #: Policies that the pool does not serve any more, by name.
         self.absent: Mapping[str, AbsentPolicy] = {}
-        #: What ``base`` stands for, which is no adapter; see ``set_base``.
+        #: Version that ``base`` stands for; see ``set_base``.
         self.base = PolicyVersion(BASE_POLICY, 0)
         #: Names that vLLM's server has by its own arguments, sorted: of the base model, and
         #: of adapters that it loaded from files.
@@ -122,9 +122,6 @@ class ServedModels:
 
         Args:
             make: Makes the new mapping from the present one.
-            found: Called with a name of the base model that vLLM has looked up.
-
-        Args:
             found: Called with a name of the base model that vLLM has looked up.
         """
         is_base = self._serving.is_base_model
@@ -162,7 +159,7 @@ class ServedModels:
         return self._refused_alias(asked, asked) if asked in self._aliases else None
 
     def explain_unknown(self, name: str) -> Refusal | None:
-        """Return the answer to a name that vLLM does not know; None to keep vLLM's own words.
+        """Return the answer to a name that vLLM does not know; None to keep vLLM's own answer.
 
         For an exact version the answer lists the versions of its policy that can be requested.
         """
@@ -212,7 +209,7 @@ class ServedModels:
         """
         number = next(self._ids)
         if number >= END_LORA_ID:
-            raise UnsupportedError("all adapter ids are used; restart the replica")
+            raise UnsupportedError("all adapter ids of this process are used; restart the replica")
         return number
 
     def check_new(self, version: PolicyVersion) -> None:
@@ -286,7 +283,7 @@ class ServedModels:
             self._serving.lora_requests.pop(policy, None)
 
     def refuse_aliases(self, refused: AliasRefusals) -> None:
-        """Refuse aliases as told, the base model's own name among them, and accept the others.
+        """Refuse these aliases, the base model's own name among them, and accept the others.
 
         Exact versions, and adapters from files, are answered throughout.
         """
@@ -309,7 +306,9 @@ class ServedModels:
         if served is None:
             return None
         if self._aliases.get(version.policy) == version:
-            raise NotReadyError(f"{version} is what {version.policy!r} stands for; never retired")
+            raise NotReadyError(
+                f"{version} cannot be retired: the name {version.policy!r} stands for it"
+            )
         self._serving.lora_requests.pop(str(version), None)
         if served.removed_at is None:
             served.removed_at = mark
@@ -322,7 +321,7 @@ class ServedModels:
     async def _show_available_models(self) -> Any:
         """Answer /v1/models: the base, each version once, each alias that is not refused.
 
-        vLLM would list an alias under its target's name. An alias's ``root`` says
+        vLLM would list an alias under its target's name. An alias's ``root`` names
         what it stands for.
         """
         models = await self._serving.registry.show_available_models()

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI application on an event loop that is not its own."""
+"""Server of vLLM's OpenAI application, on the event loop of the replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from rollout_side.ticks import seconds_to_tick
+from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 
 _POLL_SECONDS = 0.01
@@ -25,7 +25,7 @@ def listen(host: str, port: int) -> socket.socket:
     bound could share its port with another process's, until one of the two listened.
 
     Raises:
-        InvalidRequestError: The address cannot be had; says why.
+        InvalidRequestError: The address is taken or invalid.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -37,18 +37,15 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         why = getattr(error, "strerror", None) or str(error)
         raise InvalidRequestError(
-            f"cannot listen on {host}:{port} for HTTP: {why}; give another --http-port, 0 takes "
-            "a free one"
+            f"cannot listen on {host}:{port} for HTTP: {why}; give another --http-port (0 takes a "
+            "free one)"
         ) from error
     return sock
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn server without signal handlers, and without polling for its end.
-
-    Signal handlers belong to the process's composer. Uvicorn itself looks ten times a second
-    whether it is to end.
-    """
+    """Uvicorn server without signal handlers, which belong to the process, and without polling for
+    its end ten times a second."""
 
     def __init__(self, config: Any) -> None:
         self._ending = asyncio.Event()
@@ -80,12 +77,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-class HttpServer:
+class OpenAiServer:
     """An ASGI application on a socket.
 
     Args:
-        app: What to serve.
-        sock: Listens; owned and closed by this object.
+        app: ASGI application.
+        sock: Listening socket, owned and closed by this object.
         tls: uvicorn's ``ssl_*`` settings; empty for plain HTTP.
         settings: Further settings of ``uvicorn.Config``.
     """
@@ -121,7 +118,7 @@ class HttpServer:
         """Return the end of an error message: what has ended the server, if that is known."""
         task = self._task
         if task is None or not task.done() or task.cancelled() or task.exception() is None:
-            return "; its log says why"
+            return "; its log gives the cause"
         return f": {task.exception()!r}"
 
     async def stopped(self, timeout_seconds: float) -> bool:

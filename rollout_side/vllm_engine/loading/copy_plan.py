@@ -1,15 +1,21 @@
-"""Loading a base by plain copies, where the engine holds weights as they travel.
+"""Loading of a base by plain copies, if the engine holds weights as they travel.
 
-vLLM's layerwise reload costs Python and launches for every parameter, on every push.
-What it does for unquantised weights are copies: from a tensor, or a slice of it, to a
-slice of a parameter. So they are learnt once, by watching the model's own ``load_weights``
-with every copy held back. From then on they are repeated, whatever layout a base comes in: over a
-whole segment, or bucket by bucket as they arrive.
+vLLM's layerwise reload costs Python and launches for every parameter, on every push. For
+unquantised weights it amounts to copies: from a tensor, or a slice of it, to a slice of a
+parameter. So the copies are learnt once, by tracing the model's own ``load_weights`` with every
+write held back. Then they are repeated for any layout of a base, over a whole segment or bucket by
+bucket as they arrive.
 
-A plan is believed only when it is proven: a base was loaded by vLLM itself, the copies cover every
-parameter once, and each destination holds its source's bits (seen side by side here; by digests
-where the source has gone: ``plan_proof``; of base@0 by those of its files: ``files_proof``). No
-plan is made for a model whose layers post-process their weights after loading.
+A plan is used only once it is proven: the copies cover every parameter once, and each destination
+holds its source's bits after vLLM's own load. Three proofs exist:
+
+- ``learn`` compares a staged copy with the parameters;
+- ``PlanProof`` compares digests of what passes on the wire with digests of the parameters after the
+  reload, so that no copy is needed and each rank proves its own part;
+- ``learn_from_files`` compares the parameters with digests of the files that the engine was started
+  with, so that even the first push needs no reload.
+
+There is no plan for a model whose layers post-process their weights after loading.
 """
 
 from __future__ import annotations
@@ -17,15 +23,162 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rollout_side.memory.versions import StagedVersion, bucket_starts
-from rollout_side.vllm_engine.loading.copy_trace import Piece, bits, watch
-from weft_rl.contract.layout.manifest import Manifest, TensorSlot
+from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
+from rollout_side.vllm_engine.compat import bridges
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.layout.manifest import Manifest, TensorSlot, plan_buckets
+from weft_rl.contract.tensors import DataType, Reference
 from weft_rl.transport.digests.wsum64 import digests_of, tensor_digest
+
+
+@dataclass(frozen=True)
+class PlannedCopy:
+    """A copy: part of a bucket's bytes to part of a parameter."""
+
+    target: torch.Tensor
+    offset: int
+    """Start of the source in its bucket, in elements of its dtype."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def source(self, wire: torch.Tensor) -> torch.Tensor:
+        """Return the view of a bucket's bytes that is copied from (or, to read it back, to)."""
+        typed = wire.view(self.target.dtype)
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
+
+    def is_all_of(self, shape: Sequence[int]) -> bool:
+        """Return whether the source is a whole tensor of that shape, its elements in order."""
+        is_first = self.offset == 0 and prod(self.shape) == prod(shape)
+        return is_first and self.stride == tuple(_row_major(self.shape))
+
+    @property
+    def is_expanded(self) -> bool:
+        """True if several elements of the parameter come from one of the wire."""
+        return any(s == 0 and n > 1 for n, s in zip(self.shape, self.stride, strict=True))
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def trace_copies(
+    model: torch.nn.Module, manifest: Manifest, data: torch.Tensor, rename: Callable[[str], str]
+) -> list[list[PlannedCopy]]:
+    """Return the copies that ``load_weights`` would make, by bucket.
+
+    Args:
+        data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
+        rename: Maps the manifest's names to those that ``load_weights`` knows.
+
+    Raises:
+        ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
+    """
+    watcher = _CopyTracer(manifest, data, model.parameters())
+    with torch.no_grad(), watcher:
+        model.load_weights(  # type: ignore[operator]
+            (rename(name), tensor) for name, tensor in tensors_in(manifest, data)
+        )
+    watcher.check_covered()
+    return watcher.pieces
+
+
+class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that holds back writes to parameters, and notes their sources."""
+
+    def __init__(
+        self, manifest: Manifest, data: torch.Tensor, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pieces: list[list[PlannedCopy]] = [[] for _ in manifest.buckets]
+        self._starts = bucket_starts(manifest)
+        self._data = data
+        self._wire = storage_of(data)
+        #: Bytes of each parameter that nothing was copied to yet, by its storage.
+        self._left = {storage_of(p): p.numel() * p.element_size() for p in parameters}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let views through, and note copies from the wire.
+
+        Refuse all else that would change a parameter, or compute something from a tensor.
+        """
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        storages = [storage_of(x) for x in given]
+        name = func.overloadpacket.__name__
+        if func._schema.is_mutable and any(where in self._left for where in storages):
+            target = given[0]
+            if name == "copy_" and storages[0] in self._left:
+                self._note(target, args[1])
+            elif storages[0] in self._left and _is_zeroing(name, args):
+                self._count(target)  # padding
+            else:
+                raise ValueError(f"its weights are loaded by {func}")
+            return target
+        if self._wire not in storages:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            raise ValueError(f"its tensors go elsewhere by {func}")
+        result = func(*args, **kwargs)
+        made = tree_leaves(result)
+        if not all(isinstance(x, torch.Tensor) and storage_of(x) == self._wire for x in made):
+            raise ValueError(f"something is computed from its tensors by {func}")
+        return result
+
+    def check_covered(self) -> None:
+        """Refuse a trace that does not fill every parameter once."""
+        if wrong := [size for size in self._left.values() if size]:
+            raise ValueError(f"{len(wrong)} parameters are not filled exactly once by copies")
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if storage_of(source) != self._wire or source.dtype != target.dtype:
+            raise ValueError("a parameter is filled with what was computed from a tensor")
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
+        # Relative to the bucket: another one has the same layout, not the same place. A
+        # tensor never spans two, and neither does a view of it.
+        within = int(source.storage_offset()) * source.element_size()
+        begin = within - int(self._data.storage_offset())
+        bucket = bisect_right(self._starts, begin) - 1
+        offset, rest = divmod(begin - self._starts[bucket], source.element_size())
+        if rest:
+            raise ValueError("a tensor is not aligned in its bucket")
+        self._count(target)
+        piece = PlannedCopy(target, offset, tuple(source.shape), source.stride())
+        self.pieces[bucket].append(piece)
+
+    def _count(self, target: torch.Tensor) -> None:
+        self._left[storage_of(target)] -= target.numel() * target.element_size()
+
+
+def _is_zeroing(name: str, args: tuple[Any, ...]) -> bool:
+    return name == "zero_" or (name == "fill_" and float(args[1]) == 0)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an identifier of a tensor's storage, valid while that lives; views share it.
+
+    It is not the address: storages of the meta device have none.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's elements as integers of their size: a NaN equals itself there."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        tensor.element_size()
+    ])  # fmt: skip
+
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +201,7 @@ class CopyPlan:
         pieces: Copies of each bucket.
     """
 
-    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> None:
         self.layout_digest = manifest.layout_digest
         self._manifest = manifest
         self.num_copies = sum(map(len, pieces))
@@ -69,7 +222,7 @@ class CopyPlan:
         if manifest.layout_digest == self.layout_digest:
             return self
         by_name = {slot.meta.name: (slot.meta, own) for slot, own in self._by_tensor()}
-        pieces: list[list[Piece]] = [[] for _ in manifest.buckets]
+        pieces: list[list[PlannedCopy]] = [[] for _ in manifest.buckets]
         for slot in manifest.tensors:
             meta, own = by_name[slot.meta.name]
             if slot.meta != meta:
@@ -78,15 +231,15 @@ class CopyPlan:
             pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
         return CopyPlan(manifest, pieces)
 
-    def load(self, data: torch.Tensor, speak: Callable[[], None] = lambda: None) -> None:
+    def load(self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
 
         Args:
             data: uint8, the segment; on this device, or on one that it can read.
-            speak: Called at each bucket.
+            on_progress: Called at each bucket.
         """
         with torch.no_grad():
-            _launch(self._segment_pairs(data, speak))
+            _launch(self._segment_pairs(data, on_progress))
         wait_for_copies(self.device)
 
     def load_bucket(self, index: int, wire: torch.Tensor) -> None:
@@ -119,7 +272,9 @@ class CopyPlan:
             ValueError: Not ``is_readable``.
         """
         if not self.is_readable:
-            raise ValueError("what is held in part, or was expanded, cannot be read back")
+            raise ValueError(
+                "parameters that hold parts of tensors, or expanded ones, cannot be read back"
+            )
         payload = self._payload(index, out)
         with torch.no_grad():
             payload.zero_()
@@ -141,43 +296,43 @@ class CopyPlan:
         return [self._digest(piece.target) for piece in self._pieces[index]]
 
     def first_unlike(self, digests: Sequence[int]) -> str:
-        """Return the name of a tensor that the parameters do not hold as digested; empty if none.
+        """Return the name of a tensor whose digest the parameters do not have; empty if none.
 
         Every place that a tensor is copied to is compared. Blocks.
 
         Args:
             digests: Expected digests of the layout's tensors, in the manifest's order.
         """
-        lying: list[torch.Tensor] = []
+        resident: list[torch.Tensor] = []
         expected: list[tuple[str, int]] = []
         for (slot, pieces), digest in zip(self._by_tensor(), digests, strict=True):
             meta = slot.meta
             if all(piece.is_all_of(meta.shape) for piece in pieces):
-                lying += [piece.target.contiguous() for piece in pieces]
+                resident += [piece.target.contiguous() for piece in pieces]
                 expected += [(meta.name, digest)] * len(pieces)
             elif sum(p.target.nbytes for p in pieces) != meta.num_bytes or (
                 self._read_digest(slot, pieces) != digest
             ):
                 return meta.name
-        found = zip(digests_of(lying), expected, strict=True)
+        found = zip(digests_of(resident), expected, strict=True)
         return next((name for own, (name, digest) in found if own != digest), "")
 
-    def _read_digest(self, slot: TensorSlot, pieces: Sequence[Piece]) -> int:
-        """Return the digest of a tensor that lies in pieces here, put together for it."""
+    def _read_digest(self, slot: TensorSlot, pieces: Sequence[PlannedCopy]) -> int:
+        """Return the digest of a tensor that the parameters hold in several pieces."""
         out = torch.empty(slot.meta.num_bytes, dtype=torch.uint8, device=self.device)
         for piece in pieces:
             piece.source(out).copy_(piece.target)
         return tensor_digest(out)
 
-    def _by_tensor(self) -> Iterator[tuple[TensorSlot, list[Piece]]]:
+    def _by_tensor(self) -> Iterator[tuple[TensorSlot, list[PlannedCopy]]]:
         """Yield each tensor, in the manifest's order, and its pieces, offset from its start."""
         for index, slot in enumerate(self._manifest.tensors):
             first = slot.offset_bytes // slot.meta.dtype.itemsize_bytes
             yield slot, [replace(p, offset=p.offset - first) for p in self._of_tensor[index]]
 
     @cached_property
-    def _of_tensor(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self._manifest.tensors]
+    def _of_tensor(self) -> list[list[PlannedCopy]]:
+        found: list[list[PlannedCopy]] = [[] for _ in self._manifest.tensors]
         for tensors, pieces in zip(self._manifest.tensors_by_bucket, self._pieces, strict=True):
             begins = [self._manifest.tensors[tensor].offset_bytes for tensor in tensors]
             for piece in pieces:
@@ -199,10 +354,10 @@ class CopyPlan:
         return ((piece.target, piece.source(wire)) for piece in self._pieces[index])
 
     def _segment_pairs(
-        self, data: torch.Tensor, speak: Callable[[], None] = lambda: None
+        self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
     ) -> Iterator[_Pair]:
         for index, start in enumerate(self._starts):
-            speak()
+            on_progress()
             yield from self._pairs(index, self._payload(index, data[start:]))
 
     def _equal(self, pairs: Iterable[_Pair]) -> bool:
@@ -212,7 +367,7 @@ class CopyPlan:
         return not bool(differs)
 
 
-def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[Piece]]) -> bool:
+def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> bool:
     """Return whether every byte of every tensor goes to a place of its own."""
     for index, part in enumerate(pieces):
         if any(piece.is_expanded for piece in part):
@@ -269,15 +424,15 @@ def make_plan(
     segment: torch.Tensor,
     rename: Callable[[str], str],
 ) -> tuple[CopyPlan | None, str]:
-    """Make a plan that is not proven yet; or say why there is none.
+    """Make a plan that is not proven yet, or return the reason why there is none.
 
     Args:
-        segment: Stands for the wire; see ``watch``.
+        segment: Stands for the wire; see ``trace_copies``.
     """
     if why := why_not_plain(model):
         return None, why
     try:
-        return CopyPlan(manifest, watch(model, manifest, segment, rename)), ""
+        return CopyPlan(manifest, trace_copies(model, manifest, segment, rename)), ""
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         return None, f"{type(error).__name__}: {error}"
 
@@ -285,10 +440,15 @@ def make_plan(
 def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
     """Return the plan, or None if there is a reason against it; log which."""
     if plan is None or why:
-        _log.info("bases are loaded layer by layer: %s", why)
+        _log.info("bases are loaded by vLLM's own reload, not by copies: %s", why)
         return None
     _log.debug("bases are loaded by %d plain copies", plan.num_copies)
     return plan
+
+
+def can_learn(worker: Any) -> bool:
+    """Return whether there may be a copy plan at all: a CPU holds its weights packed."""
+    return bool(worker.device.type == "cuda")
 
 
 def why_not_plain(model: torch.nn.Module) -> str:
@@ -300,3 +460,121 @@ def why_not_plain(model: torch.nn.Module) -> str:
         if "MLA" in type(layer).__name__:
             return f"{name} derives matrices from its weights"
     return ""
+
+
+class PlanProof:
+    """Plan that is believed once the reload that is about to begin has proven it.
+
+    Args:
+        model: vLLM's model, as it serves before the reload.
+        manifest: Layout of what is reloaded.
+        rename: Maps the manifest's names to those that the model's ``load_weights`` knows.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, manifest: Manifest, rename: Callable[[str], str]
+    ) -> None:
+        self._model, self._manifest = model, manifest
+        # No memory stands for the wire: a host may have less of it than a GPU.
+        stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+        self._plan, self._why = make_plan(model, manifest, stand_in, rename)
+        self._places = _places(model)
+        self._passed: list[list[int]] = []
+
+    def pass_bucket(self, index: int, wire: torch.Tensor) -> None:
+        """Digest the pieces of a bucket that the model is about to be given; never raises."""
+        if self._plan is None or self._why:
+            return
+        try:
+            self._passed.append(self._plan.source_digests(index, wire))
+        except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+            self._why = f"{type(error).__name__}: {error}"
+
+    def plan(self) -> CopyPlan | None:
+        """Return the plan, after the reload; None if that did not prove it. Never raises."""
+        if self._plan is not None and not self._why:
+            try:
+                self._why = self._unproven(self._plan)
+            except Exception as error:  # noqa: BLE001 (as above)
+                self._why = f"{type(error).__name__}: {error}"
+        return accepted(self._plan, self._why)
+
+    def _unproven(self, plan: CopyPlan) -> str:
+        if _places(self._model) != self._places:
+            return "the parameters lie elsewhere after a reload"
+        if len(self._passed) != len(self._manifest.buckets):
+            return f"{len(self._passed)} of {len(self._manifest.buckets)} buckets were digested"
+        for index, digests in enumerate(self._passed):
+            if plan.target_digests(index) != digests:
+                return f"a parameter of bucket {index} does not hold what was loaded into it"
+        return ""
+
+
+def _places(model: torch.nn.Module) -> dict[str, int]:
+    return {name: storage_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def learn_from(
+    worker: Any, reference: Reference, stored: Iterable[StoredTensor]
+) -> CopyPlan | None:
+    """Call ``learn_from_files`` on a worker's model; return None where it holds weights packed.
+
+    A CPU holds them so.
+    """
+    if not can_learn(worker):
+        return None
+    model = worker.model_runner.get_model()
+    with bridges.vllm_config_context(worker.vllm_config):
+        return learn_from_files(model, reference, stored, bridges.base_names(model))
+
+
+def learn_from_files(
+    model: torch.nn.Module,
+    reference: Reference,
+    stored: Iterable[StoredTensor],
+    rename: Callable[[str], str],
+) -> CopyPlan | None:
+    """Return the plan of a model that holds what it was started with; None if that fails the proof.
+
+    Logs the reason then. Never raises; nothing that the model computes with changes. Blocks for one
+    reading of the parameters.
+
+    Args:
+        model: vLLM's model, as it serves.
+        reference: Tensors that the model consists of.
+        stored: The tensors of its files, those that it does not consist of included.
+        rename: Maps the reference's names to those that the model's ``load_weights`` knows.
+    """
+    why: str
+    try:
+        digests, why = _served_as_stored(reference, stored)
+        if not why:
+            # A tensor a bucket: one layout is as good as any other.
+            manifest = plan_buckets(reference.tensors, 1)
+            stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+            plan, why = make_plan(model, manifest, stand_in, rename)
+            if plan is not None:
+                unlike = plan.first_unlike(digests)
+                if not unlike:
+                    return accepted(plan, "")
+                why = f"{unlike!r} is held with other values than in the files"
+    except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
+        why = f"{type(error).__name__}: {error}"
+    _log.info("the first base is loaded by vLLM's own reload, not by copies: %s", why)
+    return None
+
+
+def _served_as_stored(
+    reference: Reference, stored: Iterable[StoredTensor]
+) -> tuple[list[int], str]:
+    """Return the digests of the reference's tensors; or why they are not known."""
+    found = {tensor.name: tensor for tensor in stored}
+    digests = []
+    for meta in reference.tensors:
+        tensor = found.get(meta.name)
+        if tensor is None:
+            return [], f"the files have no {meta.name!r}"
+        if DataType.of_safetensors(tensor.dtype) is not meta.dtype or tensor.shape != meta.shape:
+            return [], f"{meta.name!r} is {tensor.dtype} in the files, and served in another dtype"
+        digests.append(tensor.digest)
+    return digests, ""

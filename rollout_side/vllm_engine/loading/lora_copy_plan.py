@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.copy_trace import bits, storage_of
+from rollout_side.vllm_engine.loading.copy_plan import bits, storage_of
 from weft_rl.containers.lru import Lru
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _MAX_SLOTS_OF_VIEWS = 4
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SlotCopy:
     """A copy: part of an adapter's bytes to part of a slot."""
 
     stacked: torch.Tensor
@@ -85,7 +85,7 @@ class _Piece:
 class _Cuts:
     """Places of flat pieces in an adapter's elements of their dtype: one call views them all."""
 
-    def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
+    def __init__(self, pieces: Sequence[_SlotCopy], dtype: torch.dtype) -> None:
         self.sizes: list[int] = []
         self.end = 0
         #: Of which pieces, and which of the views each is.
@@ -108,7 +108,7 @@ class _Cuts:
 class SlotPlan:
     """Copies that fill a slot with an adapter of one layout and configuration."""
 
-    def __init__(self, pieces: list[_Piece], cleared: list[torch.Tensor]) -> None:
+    def __init__(self, pieces: list[_SlotCopy], cleared: list[torch.Tensor]) -> None:
         self._pieces, self._cleared = pieces, cleared
         self._strided = [index for index, piece in enumerate(pieces) if not piece.is_flat]
         filled = {storage_of(piece.stacked) for piece in pieces if piece.fills_slot}
@@ -292,8 +292,8 @@ def _learn(worker: Any, entry: AdapterEntry, request: Any, data: torch.Tensor) -
 
 
 @contextmanager
-def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_Watcher]:
-    watcher = _Watcher(_stacked_tensors(adapters), own)
+def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_SlotWriteTracer]:
+    watcher = _SlotWriteTracer(_stacked_tensors(adapters), own)
     with watcher:
         yield watcher
 
@@ -309,7 +309,7 @@ def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that lets all happen, and notes writes to slots and to the adapter's bytes."""
 
     def __init__(self, stacked: list[torch.Tensor], own: torch.Tensor) -> None:
@@ -374,7 +374,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shape = tuple(target.shape)
             expanded = source.expand(shape)
             pieces.append(
-                _Piece(
+                _SlotCopy(
                     stacked,
                     int(within),
                     int(offset) // source.element_size(),

@@ -90,7 +90,7 @@ def load_from_store(manager: Any, lora_request: Any) -> Any:
 
     Raises:
         LoRAAdapterNotFoundError: The store does not hold it.
-        ValueError: vLLM cannot serve it; says why.
+        ValueError: vLLM cannot serve it.
     """
     entry = _find(lora_request)
     _log.debug("%s is loaded from memory", entry.staged.version)

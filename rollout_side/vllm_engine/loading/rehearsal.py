@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import reload
-from rollout_side.vllm_engine.loading.copy_trace import storage_of
+from rollout_side.vllm_engine.loading.copy_plan import storage_of
 from weft_rl.contract.tensors import Reference, TensorMeta
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _rehearse(
     rename = bridges.base_names(model)
     try:
         layerwise.initialize_layerwise_reload(model)
-        with _unprocessed(layerwise), HoldingBack(_tensors_of(model)):
+        with _unprocessed(layerwise), WriteBlocker(_tensors_of(model)):
             loaded = model.load_weights(  # type: ignore[operator]
                 (rename(meta.name), _zeros(meta)) for meta in reference.tensors
             )
@@ -110,11 +110,11 @@ def _unprocessed(layerwise: Any) -> Iterator[None]:
     What vLLM has kept of the layer's weights until then is dropped.
     """
 
-    def let_go(_: torch.nn.Module, info: Any) -> None:
+    def drop_weights(_: torch.nn.Module, info: Any) -> None:
         info.loaded_weights[:] = [(name, None) for name, _ in info.loaded_weights]
 
     process = layerwise._layerwise_process
-    layerwise._layerwise_process = let_go
+    layerwise._layerwise_process = drop_weights
     try:
         yield
     finally:
@@ -137,7 +137,7 @@ def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-class HoldingBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode in which no operation writes to these tensors, or to views of them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,25 +1,36 @@
-"""Loading of a staged base into a running model, in a worker.
+"""Loading of a base into a running model, in a worker: staged, or in place as it arrives.
 
-vLLM's layerwise reload moves parameters to the meta device. It rebuilds each layer
-when its last weight has come, and copies the values into the old storage (so
-captured graphs stay valid). Nothing of it is atomic: once it is open, a failure
-leaves mixed weights, which is reported as *dirty*.
+vLLM's layerwise reload moves parameters to the meta device. It rebuilds each layer once its last
+weight has come, and copies the values into the old storage, so that captured graphs stay valid. It
+is not atomic: a failure midway leaves mixed weights, which is reported as *dirty*.
+
+A base is loaded in place if a replica has no room for a second copy of its model. Each bucket is
+loaded as soon as it is verified, and its memory is used again for the next one. The old weights are
+lost from the first bucket on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from rollout_side.memory.versions import StagedVersion
+from rollout_side.memory.versions import StagedVersion, tensor_in
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, wait_for_copies
+from rollout_side.vllm_engine.loading.copy_plan import (
+    CopyPlan,
+    PlanProof,
+    can_learn,
+    learn,
+    wait_for_copies,
+)
 from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
 from weft_rl.contract.tensors import Reference, check_base
 
@@ -33,7 +44,7 @@ def apply_base(
     staged: StagedVersion,
     reference: Reference,
     plan: CopyPlan | None = None,
-    speak: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> CopyPlan | None:
     """Replace the model's weights by a staged version. Call it while paused.
 
@@ -42,7 +53,7 @@ def apply_base(
 
     Args:
         plan: The copies that loading amounts to, of whatever layout, where they are known.
-        speak: Called at each tensor, or bucket, that is loaded.
+        on_progress: Called at each tensor, or bucket, that is loaded.
 
     Returns:
         The plan for the next one, if there is any.
@@ -57,44 +68,39 @@ def apply_base(
     plan = plan and plan.for_layout(staged.manifest)
     if plan is not None:
         with mixing(staged.version, "copying"):
-            plan.load(staged.segment.data, speak)
+            plan.load(staged.segment.data, on_progress)
         return plan
     model = worker.model_runner.get_model()
     with bridges.vllm_config_context(worker.vllm_config):
-        tensors = _spoken(staged.tensors(), speak)
+        tensors = _reporting(staged.tensors(), on_progress)
         reload_layers(worker, staged.version, tensors, len(staged.manifest.tensors))
         if not can_learn(worker):
             return None
         return learn(model, staged, bridges.base_names(model))
 
 
-def reload_files(worker: Any, speak: Callable[[], None] = lambda: None) -> None:
+def reload_files(worker: Any, on_progress: Callable[[], None] = lambda: None) -> None:
     """Load what the engine was started with, from its files. Call it while paused.
 
     Args:
-        speak: Called with each tensor.
+        on_progress: Called with each tensor.
 
     Raises:
         UnsupportedError: They cannot be read again.
         LoadFailedError: As ``apply_base``.
     """
-    tensors = _spoken(bridges.checkpoint_tensors(worker), speak)
+    tensors = _reporting(bridges.checkpoint_tensors(worker), on_progress)
     with bridges.vllm_config_context(worker.vllm_config):
         reload_layers(worker, STARTED_WITH, tensors, None)
 
 
-def _spoken(
-    tensors: Iterable[tuple[str, torch.Tensor]], speak: Callable[[], None]
+def _reporting(
+    tensors: Iterable[tuple[str, torch.Tensor]], on_progress: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors; call ``speak`` once the model has taken each."""
+    """Yield the tensors; call ``on_progress`` once the model has taken each."""
     for named in tensors:
         yield named
-        speak()
-
-
-def can_learn(worker: Any) -> bool:
-    """Return whether there may be a copy plan at all: a CPU holds its weights packed."""
-    return bool(worker.device.type == "cuda")
+        on_progress()
 
 
 @contextlib.contextmanager
@@ -176,7 +182,7 @@ def _reload(
 def quiet_about_idle_layers() -> Iterator[None]:
     """Keep vLLM's "Failed to load weights" out of the log.
 
-    vLLM says so of every layer without weights of its own. Layers that should have got weights are
+    vLLM logs it for every layer without weights of its own. Layers that should have got weights are
     refused before.
     """
 
@@ -226,10 +232,10 @@ def is_attention(layer: torch.nn.Module) -> bool:
 
 
 def why_incomplete(model: torch.nn.Module, loaded: object, *, quantised: bool) -> str:
-    """Return which parameters were not reported as loaded, or stayed on meta; empty if none.
+    """Return the parameters that were not reported as loaded, or stayed on meta; empty if none.
 
-    As vLLM's own loader does: models that report nothing, and quantised ones (whose
-    processing adds parameters), are only checked for meta.
+    Like vLLM's own loader: models that report nothing, and quantised ones (whose processing adds
+    parameters), are only checked for meta.
     """
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if not missing and isinstance(loaded, set | frozenset | list | tuple) and not quantised:
@@ -263,4 +269,125 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
         bridges.reset_lora_state(worker.model_runner)
     with contextlib.suppress(Exception):  # what comes next may use another stream
         wait_for_copies(worker.device)
-    _log.error("a base update failed midway; the weights are mixed until the next one")
+    _log.error("a load of a base failed midway: the weights are mixed until another base is loaded")
+
+
+_Bucket = tuple[int, torch.Tensor]
+
+
+class IncomingBase(Protocol):
+    """Base that is being received, bucket by bucket."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Version of the base."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Layout of the base; known before its first bucket."""
+
+    def buckets(self) -> Iterator[_Bucket]:
+        """Yield index and wire bytes of every bucket, in order, each once, verified.
+
+        The bytes are uint8, the bucket's ``wire_bytes``, on the device that they were
+        received on; their memory is reused once the next bucket is asked for. Blocks.
+
+        Raises:
+            WeftError: The transfer ended early.
+        """
+
+    def report_progress(self) -> None:
+        """Report that the calling thread makes progress."""
+
+
+def load_in_place(
+    worker: Any, arriving: IncomingBase, reference: Reference, plan: CopyPlan | None = None
+) -> CopyPlan | None:
+    """Replace the model's weights by a base that arrives meanwhile. Call it while paused.
+
+    May run on another thread than the engine's. On CUDA that thread's current device is
+    the engine's, and its current stream waits for what the engine began before: all work
+    is given to that stream, and is done when this returns. Blocks for the transfer.
+    Adapters that were loaded come back at their next use.
+
+    Args:
+        plan: The copies that loading amounts to, of whatever layout, where they are known.
+
+    Returns:
+        The plan for the next one, if there is any.
+
+    Raises:
+        InvalidManifestError: It is not exactly what the model consists of; nothing
+            changed, and no bucket was asked for.
+        WeftError: From ``arriving.buckets()``, before the first bucket; nothing changed.
+        LoadFailedError: If metadata ``dirty`` is "true", the weights are mixed, and the
+            next base that loads repairs it; else nothing changed.
+    """
+    manifest = arriving.manifest
+    check_base([slot.meta for slot in manifest.tensors], reference)
+    plan = plan and plan.for_layout(manifest)
+    arrived = _begun(arriving)
+    # Set here, since it is the thread's own: another than the engine's has gradients on.
+    with torch.no_grad():
+        if plan is not None:
+            with mixing(arriving.version):
+                for index, wire in arrived:
+                    plan.load_bucket(index, wire)
+            return plan
+        with bridges.vllm_config_context(worker.vllm_config):
+            proof: PlanProof | None = None
+            if can_learn(worker):
+                model = worker.model_runner.get_model()
+                proof = PlanProof(model, manifest, bridges.base_names(model))
+                arrived = _passing(proof, arrived)
+            tensors = _tensors(manifest, arrived, arriving.report_progress, worker.device)
+            reload_layers(worker, arriving.version, tensors, len(manifest.tensors))
+            return proof.plan() if proof is not None else None
+
+
+def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:
+    for index, wire in arrived:
+        proof.pass_bucket(index, wire)
+        yield index, wire
+
+
+def _begun(arriving: IncomingBase) -> Iterator[_Bucket]:
+    """Wait for the first bucket, and return all: until then a failure changes nothing."""
+    buckets = arriving.buckets()
+    first = next(buckets, None)
+    if first is None:
+        raise LoadFailedError(f"no bucket of {arriving.version} arrived")
+    return _checked(itertools.chain([first], buckets), len(arriving.manifest.buckets))
+
+
+def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
+    """Yield the buckets; fail if one is missing, since its old weights would stay."""
+    due = 0
+    for index, wire in buckets:
+        if index != due:
+            raise LoadFailedError(f"bucket {index} arrived in place of bucket {due}")
+        yield index, wire
+        due += 1
+    if due != num_buckets:
+        raise LoadFailedError(f"only {due} of {num_buckets} buckets arrived")
+
+
+def _tensors(
+    manifest: Manifest,
+    arrived: Iterator[_Bucket],
+    on_progress: Callable[[], None],
+    device: torch.device,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and copy of every tensor, by bucket; report each that the model has taken.
+
+    They are copies since vLLM keeps what it is given until a layer is complete. A layer may
+    continue in the next bucket, which comes into the memory of this one. Each copy is freed with
+    its layer, so about one layer is held at a time. Copies lie on this rank's own accelerator, if
+    the bucket lies on another's.
+    """
+    for index, wire in arrived:
+        place = device if wire.is_cuda else wire.device
+        for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
+            yield slot.meta.name, tensor_in(slot, wire).to(place, copy=True)
+            on_progress()
+        wait_for_copies(wire.device)

@@ -1,6 +1,6 @@
 """Refusals of a replica before its engine starts, and the vLLM endpoints that it closes.
 
-Each would make answers that no version vouches for, or fail minutes later.
+Each refused setting would change weights without a version, or fail minutes later.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _OPENING = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "/v1/load_lora_adapter and the adapter resolvers",
     "VLLM_SERVER_DEV_MODE": "/collective_rpc, /update_weights, /sleep and others",
 }
-#: One of them tells what a directory holds; the first is the usual one.
+#: Files of which a model's directory has one; the first is the usual one.
 _MODEL_FILES = ("config.json", "params.json", "model_index.json")
 _MAX_CHARS = 500
 _OFF = {"", "0", "false", "no", "off"}
-#: Endpoints of vLLM that are taken away: one engine a replica, whose workers are Weft's.
+#: Endpoints of vLLM that are removed: they would change the engine's workers.
 _CLOSED = frozenset({"/scale_elastic_ep"})
-#: The connector of vLLM's whose ``reset_cache`` empties all that it finds blocks in, of those
-#: that keep them in this process: its tiers of files and of other machines keep theirs.
+#: Connector of vLLM's whose ``reset_cache`` empties all its blocks, if they are in this process:
+#: its tiers of files and of other machines keep theirs.
 _RESETTABLE = "OffloadingConnector"
 _RESETTABLE_SPEC = "CPUOffloadingSpec"
-# As vLLM finds them; a model has at most one.
+# Names in a model's config, of which it has at most one.
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
 def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
-    """Refuse an environment in which vLLM's server takes weights from others than Weft.
+    """Refuse an environment in which vLLM's server takes weights not only from Weft.
 
     Args:
         environ: Environment of this process; vLLM reads the same.
@@ -53,16 +53,16 @@ def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
         return
     opens = "; ".join(f"{name} opens {_OPENING[name]}" for name in opening)
     if allow:
-        _log.warning("versions do not vouch for what these endpoints change: %s", opens)
+        _log.warning("these endpoints change weights without a version: %s", opens)
         return
     raise UnsupportedError(
-        f"{opens}: they change weights behind Weft's back, and answers would still carry its "
-        f"versions; unset {' and '.join(opening)}, or say --allow-unversioned-changes"
+        f"{opens}: they would change weights while answers carry the old version; unset "
+        f"{' and '.join(opening)}, or give --allow-unversioned-changes"
     )
 
 
 def refuse_sleep_without_gpu() -> None:
-    """Refuse sleep where the engine has no memory of a GPU to give back.
+    """Refuse sleep on a machine without a GPU whose memory could be freed.
 
     Raises:
         UnsupportedError: This machine has no GPU, or none that vLLM can do so on.
@@ -88,7 +88,7 @@ def refuse_backend(choice: BackendChoice) -> None:
         why = why_unavailable()
     if why:
         raise UnsupportedError(
-            f"--backend {choice}: {why}; leave it out to take what all have, or say gloo"
+            f"--backend {choice} cannot be used: {why}; leave it out, or choose gloo"
         )
 
 
@@ -100,28 +100,32 @@ def refuse_unsupported(args: Namespace) -> None:
     """
     if (getattr(args, "data_parallel_size", 1) or 1) > 1:
         raise UnsupportedError(
-            f"--data-parallel-size {args.data_parallel_size}: one engine a replica; start more "
-            "replicas instead, the pool is the data parallelism"
+            f"--data-parallel-size {args.data_parallel_size}: a replica has one engine; start more "
+            "replicas instead"
         )
     if (getattr(args, "pipeline_parallel_size", 1) or 1) > 1:
         raise UnsupportedError(
-            f"--pipeline-parallel-size {args.pipeline_parallel_size}: no rank would hold all "
-            "layers, which Weft cannot load yet; use --tensor-parallel-size"
+            f"--pipeline-parallel-size {args.pipeline_parallel_size}: Weft cannot load ranks that "
+            "lack layers; use --tensor-parallel-size"
         )
     if getattr(args, "api_server_count", None) and args.api_server_count > 1:
         raise UnsupportedError(
-            f"--api-server-count {args.api_server_count}: adapters are made known to one API "
-            "server, which shares the replica's process"
+            f"--api-server-count {args.api_server_count}: a replica has one API server, in its own "
+            "process; leave it out"
         )
     if getattr(args, "nnodes", 1) and getattr(args, "nnodes", 1) > 1:
-        raise UnsupportedError("--nnodes: the ranks of a replica must share one machine")
+        raise UnsupportedError(
+            "--nnodes: all ranks of a replica must be on one machine; leave it out"
+        )
     for flag in ("headless", "grpc", "uds"):
         if getattr(args, flag, None):
-            raise UnsupportedError(f"--{flag}: the replica serves OpenAI's API over TCP")
+            raise UnsupportedError(
+                f"--{flag}: the replica serves OpenAI's API over TCP; leave it out"
+            )
 
 
 def refuse_missing_model(model: str) -> None:
-    """Refuse a model path at which there is nothing, or no model.
+    """Refuse a model path that does not exist, or is no model.
 
     Raises:
         InvalidRequestError: Names the path.
@@ -139,7 +143,7 @@ def refuse_missing_model(model: str) -> None:
 
 
 @contextlib.contextmanager
-def sentences(model: str) -> Iterator[None]:
+def plain_errors(model: str) -> Iterator[None]:
     """Turn vLLM's errors about the model or its arguments into errors of one sentence.
 
     vLLM raises them before it starts its engine's processes. Any other error passes.
@@ -152,9 +156,9 @@ def sentences(model: str) -> Iterator[None]:
     except WeftError:
         raise
     except Exception as error:
-        missing = [e for e in (error, *_causes(error)) if _says_missing(e)]
+        missing = [e for e in (error, *_causes(error)) if _is_missing_model(e)]
         if missing:
-            why = f"it is no directory here; {_first_words(missing[-1])}"
+            why = f"it is no directory here, and {_first_words(missing[-1])}"
             raise InvalidRequestError(f"the model {model!r} cannot be found: {why}") from error
         if isinstance(error, ValueError):  # pydantic's, too
             said = _first_words(error)
@@ -164,8 +168,8 @@ def sentences(model: str) -> Iterator[None]:
         raise
 
 
-def _says_missing(error: BaseException) -> bool:
-    """Return whether an error says that a model is missing.
+def _is_missing_model(error: BaseException) -> bool:
+    """Return whether an error means that a model is missing.
 
     Known are errors of the hub's client and of transformers.
     """
@@ -200,16 +204,16 @@ def refuse_keep(args: Namespace) -> None:
     for name in ("scheduler_cls", "kv_transfer_config", "kv_offloading_size"):
         if getattr(args, name, None):
             raise UnsupportedError(
-                f"--{name.replace('_', '-')} with --running-requests keep: blocks of the KV cache "
-                "that running requests keep are told apart by vLLM's own scheduler, in the "
-                "engine's own cache; use --running-requests recompute"
+                f"--{name.replace('_', '-')} with --running-requests keep: only vLLM's own "
+                "scheduler can keep blocks of running requests apart, in the engine's own cache; "
+                "use --running-requests recompute"
             )
 
 
 def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> None:
-    """Refuse caches of what a base has computed that no switch can empty.
+    """Refuse caches of computed values that a switch cannot empty.
 
-    They find it again by tokens or by an image alone: answers would be of a former base.
+    They are found by tokens or an image alone, so answers would be of a former base.
 
     Args:
         args: vLLM's arguments.
@@ -222,20 +226,19 @@ def refuse_caches_beyond_reach(args: Namespace, environ: Mapping[str, str]) -> N
     why = _why_beyond_reach(name, args)
     if why:
         raise UnsupportedError(
-            f"{flag} {name}: {why}, so that blocks of the KV cache which a former base has "
-            "computed would be used under a new one; start the replica without it, or offload "
-            "to the host's memory: --kv-offloading-size GIB"
+            f"{flag} {name}: {why}. Blocks of the KV cache that a former base has computed would "
+            "be used under a new one; start the replica without it, or offload to the host's "
+            "memory: --kv-offloading-size GIB"
         )
     if getattr(args, "ec_transfer_config", None):
         raise UnsupportedError(
-            "--ec-transfer-config: what an encoder has made of an image is kept where a switch of "
-            "the base cannot empty it, and would be used under the next one; start the replica "
-            "without it"
+            "--ec-transfer-config: a switch of the base cannot empty this cache of encoder "
+            "outputs, which would be used under the next base; start the replica without it"
         )
     if getattr(args, "calculate_kv_scales", False):
         raise UnsupportedError(
-            "--calculate-kv-scales: the scales of the KV cache are of the first base that answers, "
-            "and stay for the next ones; start the replica without it"
+            "--calculate-kv-scales: the scales of the KV cache are measured under the first base "
+            "and kept for the next ones; start the replica without it"
         )
 
 
@@ -259,19 +262,21 @@ def _why_beyond_reach(name: str, args: Namespace) -> str:
     if not name:
         return ""
     if name != _RESETTABLE:
-        return "it cannot be emptied at a switch, or not of what other replicas put there"
+        return "a switch cannot empty it of all blocks, those of other replicas included"
     transfer = getattr(args, "kv_transfer_config", None)
     if getattr(transfer, "kv_connector_module_path", None):
-        return "it is not vLLM's own, and nobody knows what its reset leaves"
+        return "it is not vLLM's own, so its reset may leave blocks"
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
     spec = extra.get("spec_name", _RESETTABLE_SPEC)
     if spec != _RESETTABLE_SPEC:
-        return f"its {spec} keeps blocks in files or on other machines, which no reset empties"
+        return (
+            f"its {spec} keeps blocks in files or on other machines, which a reset does not empty"
+        )
     v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
     base = importlib.import_module(f"{v1}.base").KVConnectorBase_V1
     own = getattr(importlib.import_module(f"{v1}.offloading_connector"), name)
     if own.reset_cache is getattr(base, "reset_cache", None):
-        return "in this version of vLLM it cannot be emptied at a switch"
+        return "this version of vLLM cannot empty it at a switch"
     return ""
 
 
@@ -289,9 +294,9 @@ def refuse_experts_without_triton(args: Namespace) -> None:
     experts = num_experts(_model_config(args))
     if experts:
         raise UnsupportedError(
-            f"--enable-lora with {args.model}, a mixture of {experts} experts, on a CPU: vLLM has "
-            "no LoRA layers for experts without Triton; start without --enable-lora, which takes "
-            "pushes of the base, or on a GPU"
+            f"--enable-lora with {args.model}, a mixture of {experts} experts, on a CPU: vLLM's "
+            "LoRA layers for experts need Triton; start without --enable-lora (pushes of the base "
+            "still work), or on a GPU"
         )
 
 
@@ -305,7 +310,7 @@ def num_experts(hf_config: Any) -> int:
 
 
 def close_endpoints(app: Any) -> None:
-    """Take away vLLM's endpoints that would change the engine under Weft; they answer 404."""
+    """Remove vLLM's endpoints that would change the engine; they answer 404."""
     routes = app.router.routes
     routes[:] = [route for route in routes if getattr(route, "path", "") not in _CLOSED]
 
@@ -317,7 +322,7 @@ def _lacks_triton() -> bool:
 
 
 def _model_config(args: Namespace) -> Any:
-    """Return transformers' config of the model; None if it cannot be read: vLLM says why."""
+    """Return transformers' config of the model; None if it cannot be read, which vLLM reports."""
     get_config = importlib.import_module("vllm.transformers_utils.config").get_config
     try:
         return get_config(args.model, args.trust_remote_code, args.revision)

@@ -1,7 +1,7 @@
-"""Calls to the workers of a vLLM engine: each bounded, its answers checked.
+"""Calls to the workers of a vLLM engine, each with a deadline and checked results.
 
-``call`` calls a method of ``worker.extension.WeftWorker`` on all ranks. Those that change
-weights have a method here that says what becomes of the engine if they fail.
+``call`` calls a method of ``worker.extension.WeftWorker`` on all ranks. Each method that changes
+weights has a wrapper here, which decides whether a failure leaves the engine dirty.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollout_side.owed_answers import OwedAnswers
-from rollout_side.vllm_engine.worker.answers import RECEIVER_RANK, check_answers
-from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, RECEIVER_RANK, check_results
+from rollout_side.waits import UnansweredCalls
 from weft_rl.contract.errors import LoadFailedError, TransferTimeoutError, WeftError
 from weft_rl.contract.names import PolicyVersion
 
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """Bounds of the engine's own work; ``WorkerCalls.bounded`` says what becomes of late work."""
+    """Bounds of the engine's own work; see ``WorkerCalls.bounded`` for late work."""
 
     load_seconds: float = 600.0
     """Seconds for loading an adapter or a base in the workers, and for each step of a switch."""
@@ -31,11 +30,8 @@ class Deadlines:
     call_seconds: float = 120.0
     """Seconds for any other call to the workers, which waits for the engine's step."""
     quiet_seconds: float = 60.0
-    """Seconds that an engine may say nothing while it moves all its weights in one call of vLLM's.
-
-    That is to sleep, to wake, or to learn how they are loaded. Elsewhere it reports progress as it
-    loads.
-    """
+    """Seconds without progress while an engine moves all its weights in one call of vLLM's: to
+    sleep, to wake or to learn a copy plan. Loads report progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,15 +47,15 @@ class LoadEnd:
 class WorkerCalls:
     """Caller of worker methods on all ranks of one engine; used on its event loop.
 
-    Every method raises the WeftError of the first rank that failed; TransferTimeoutError if
-    the engine is too slow; LoadFailedError, dirty, if it is gone, or too slow at what changes
-    weights.
+    Every method raises the WeftError of the first rank that failed. It raises TransferTimeoutError
+    if the engine is too slow, or LoadFailedError (dirty) if the call changes weights. An engine
+    that is gone is a LoadFailedError (dirty), too.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        deadlines: How long the calls may take.
+        deadlines: Bounds of the calls.
         num_ranks: Number of ranks of the engine.
-        spoken_at: Returns when a worker last reported progress, as ``time.monotonic()``.
+        progress_at: Returns when a worker last reported progress, as ``time.monotonic()``.
     """
 
     def __init__(
@@ -68,13 +64,13 @@ class WorkerCalls:
         deadlines: Deadlines,
         *,
         num_ranks: int,
-        spoken_at: Callable[[], float] = lambda: 0.0,
+        progress_at: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._engine = engine
         self._deadlines = deadlines
         self._num_ranks = num_ranks
-        #: What is not answered yet, whoever still waits for it.
-        self.owed = OwedAnswers(spoken_at)
+        #: Calls that are not answered yet, even if their callers have gone.
+        self.owed = UnansweredCalls(progress_at)
 
     async def call(
         self,
@@ -88,12 +84,12 @@ class WorkerCalls:
         """Call a worker method on all ranks; return the values of all.
 
         ``changes_weights`` and ``is_quiet`` are explained at ``bounded``, ``mixed_is_dirty`` at
-        ``check_answers``.
+        ``check_results``.
 
         Raises:
             WeftError: From the first rank that failed, or as ``bounded``.
         """
-        # Never pass vLLM's own timeout: its expiry would leave replies queued.
+        # Never pass vLLM's own timeout: when it expires, replies stay queued.
         answers = await self.bounded(
             self._engine.collective_rpc(method, args=args),
             method,
@@ -101,7 +97,7 @@ class WorkerCalls:
             changes_weights=changes_weights,
             is_quiet=is_quiet,
         )
-        return check_answers(answers, mixed_is_dirty=mixed_is_dirty)
+        return check_results(answers, mixed_is_dirty=mixed_is_dirty)
 
     async def bounded(
         self,
@@ -112,18 +108,16 @@ class WorkerCalls:
         changes_weights: bool = True,
         is_quiet: bool = False,
     ) -> T:
-        """Await the engine's work until a deadline, without ever cancelling it.
-
-        The engine would finish it anyhow.
+        """Await the engine's work until a deadline. It is never cancelled: the engine would finish
+        it anyhow.
 
         Args:
-            work: What the engine is to do.
+            work: Awaitable of the work.
             what: Description of the work, for error messages.
             timeout_seconds: By default ``Deadlines.call_seconds``.
-            changes_weights: Whether the weights are unknown while the work has not ended. Workers
-                that were only away for a while (stopped, swapped out) do the rest when they are
-                back, and nothing needs repair.
-            is_quiet: Whether the work may take ``Deadlines.quiet_seconds`` without a word.
+            changes_weights: Whether the weights are unknown until the work has ended. Workers that
+                were only stopped or swapped out finish it later, and nothing needs repair.
+            is_quiet: Whether the work may take ``Deadlines.quiet_seconds`` without progress.
 
         Raises:
             TransferTimeoutError: The deadline passed (the work continues unattended).
@@ -153,7 +147,7 @@ class WorkerCalls:
     def _finished(self, task: asyncio.Future[Any]) -> None:
         self.owed.end(task)
         if not task.cancelled():
-            task.exception()  # seen: an unattended one has been reported as an overrun
+            task.exception()  # retrieved: an overrun was reported already
 
     # -- calls that change weights, or share them ---------------------------------
 
@@ -161,12 +155,12 @@ class WorkerCalls:
         """End an in-place load, unless it is complete and to be kept."""
         values = await self.call("weft_discard", transfer_id, keep_loaded, changes_weights=True)
         kept = [value["kept"] for value in values]
-        if any(kept) and not all(kept):  # a rank was done before the others
+        if any(kept) and not all(kept):  # one rank had finished before the others
             values += await self.call("weft_discard", transfer_id, False, changes_weights=True)
         return LoadEnd(changed=any(value["changed"] for value in values), kept=all(kept))
 
     async def share(self, transfer_id: str, content_digest: bytes) -> None:
-        """Let every rank map what the receiving rank staged.
+        """Let every rank map the version that the receiving rank staged.
 
         With one rank there is nothing to share: the load itself checks the staging.
 
@@ -208,16 +202,16 @@ class WorkerCalls:
             mixed_is_dirty=True,
         )
 
-    async def load_arriving(self, transfer_id: str, version: PolicyVersion) -> None:
+    async def load_in_place(self, transfer_id: str, version: PolicyVersion) -> None:
         """Begin to load a base as it arrives; returns at once.
 
         Raises:
             NotReadyError: It was not prepared, or has ended. Nothing changed: no rank is given
                 a bucket before the receiving one.
-            LoadFailedError: Only the receiving rank has begun: dirty.
+            LoadFailedError: Metadata ``dirty``: only the receiving rank has begun.
         """
         try:
-            await self.call("weft_load_arriving", transfer_id, str(version), changes_weights=True)
+            await self.call("weft_load_in_place", transfer_id, str(version), changes_weights=True)
         except WeftError as error:
             if int(error.metadata.get("rank", RECEIVER_RANK)) == RECEIVER_RANK:
                 raise
@@ -228,7 +222,7 @@ class WorkerCalls:
 
         Raises:
             NotReadyError: It was not loaded whole; nothing changed.
-            LoadFailedError: Not whole, or other bytes: dirty.
+            LoadFailedError: Metadata ``dirty``: it was loaded in part, or with other bytes.
         """
         values = await self.call(
             "weft_loaded", transfer_id, content_digest, changes_weights=True, mixed_is_dirty=True

@@ -2,8 +2,8 @@
 
 vLLM mixes ``WeftWorker`` into its worker class; ``collective_rpc`` calls the
 methods on the engine's thread, between steps. They return at once (loading
-excepted) and never raise: see ``answers``. Arguments and values are plain, since
-they travel by msgpack.
+excepted) and never raise: see ``rank_results``. Arguments and values are plain,
+since they travel by msgpack.
 
 Importing this module installs the adapter loader and the CPU corrections, so no
 plugin entry point is needed.
@@ -19,21 +19,19 @@ from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
 from rollout_side.memory.digest_reading import DigestReading
-from rollout_side.memory.handoff import Handoff
+from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
-from rollout_side.receive.in_place_load import InPlaceLoad
-from rollout_side.vllm_engine.compat import cpu_fixes, sleep_mode
+from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.files_proof import learn_from
+from rollout_side.vllm_engine.loading.copy_plan import learn_from
 from rollout_side.vllm_engine.loading.kept_tensors import keep
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
-from rollout_side.vllm_engine.worker.answers import guarded
-from rollout_side.vllm_engine.worker.config import OpenConfig
-from rollout_side.vllm_engine.worker.opening import open_worker
-from rollout_side.vllm_engine.worker.orders import FROM_FILES
+from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, guarded
 from rollout_side.vllm_engine.worker.state import (
+    OpenConfig,
     loader,
+    open_worker,
     served_base,
     state_of,
 )
@@ -63,10 +61,10 @@ class WeftWorker:
         """
         if getattr(self, "weft_state", None) is not None:
             raise RequestConflictError("weft_open was called before on this worker")
-        state, told = open_worker(self, OpenConfig(**config))
+        state, declared = open_worker(self, OpenConfig(**config))
         self.weft_state = state
         lora_hook.set_store(state.store)
-        return told
+        return declared
 
     @guarded
     def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
@@ -88,7 +86,7 @@ class WeftWorker:
 
     @guarded
     def weft_adopt(self: Any, handle: bytes, content_digest: bytes) -> None:
-        """Map what the receiving rank staged, unless this is that rank."""
+        """Map a version that the receiving rank staged, unless this is that rank."""
         state = state_of(self)
         staged = unpack_handle(handle)
         if state.receiver is None:
@@ -135,9 +133,8 @@ class WeftWorker:
     def weft_apply_base(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
         """Load a staged base, which stays staged; call it while paused.
 
-        A base that the engine has whole, since it was loaded in place, is left as it is.
-        ``FROM_FILES`` names no transfer: the base is loaded from the files that the engine was
-        started with.
+        A base that was loaded in place is already there. ``FROM_FILES`` loads the files that the
+        engine was started with.
 
         Ranks share the receiving rank's copy, so it must not be discarded before every rank has
         answered.
@@ -148,22 +145,22 @@ class WeftWorker:
         begin = time.perf_counter()
         if transfer_id == FROM_FILES:
             state.store.served.set(None)
-            reload_files(self, state.speak)
+            reload_files(self, state.report_progress)
             return {"load_seconds": time.perf_counter() - begin}
         if state.store.served.is_of(transfer_id, content_digest):
             return {"load_seconds": 0.0}
         staged = state.store.staged(transfer_id, content_digest)
         state.store.served.set(None)
-        # Forgotten meanwhile: a load that fails leaves nothing that a plan may rely on.
+        # Forgotten until the load is done: one that fails leaves nothing to rely on.
         plan, state.copy_plan = state.copy_plan, None
-        state.copy_plan = apply_base(self, staged, state.reference, plan, state.speak)
+        state.copy_plan = apply_base(self, staged, state.reference, plan, state.report_progress)
         return {"load_seconds": time.perf_counter() - begin}
 
     @guarded
     def weft_learn_copies(self: Any, stored: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Learn how bases are loaded by copies from base@0, which the engine must still have.
+        """Learn a copy plan from base@0, which the engine must still have.
 
-        Nothing changes; the engine's step waits for one reading of the parameters.
+        Changes nothing; the engine's step waits until the parameters are read once.
 
         Args:
             stored: Tensors of base@0's files, each a name, a dtype, a shape and a digest.
@@ -177,11 +174,11 @@ class WeftWorker:
         return {"has_learnt": state.copy_plan is not None}
 
     @guarded
-    def weft_load_arriving(self: Any, transfer_id: str, version: str) -> None:
+    def weft_load_in_place(self: Any, transfer_id: str, version: str) -> None:
         """Begin to load a base as it arrives; call it while paused.
 
-        Returns at once, and succeeds if it has begun before. A rank that does not receive needs no
-        prepared transfer: it is given nothing unless the receiving one has begun.
+        Returns at once, and succeeds if it has begun before. Other ranks than the receiving one
+        need no prepared transfer: they get no bucket before it has begun.
         """
         state = state_of(self)
         load, receives = state.load, state.receiver is not None
@@ -195,15 +192,17 @@ class WeftWorker:
             parsed = PolicyVersion.parse(version)
             handoff = RankHandoff(state.ranks_secret, self.rank, transfer_id, parsed)
         if handoff is None:
-            raise NotReadyError(f"transfer {transfer_id} was not prepared here, or has ended")
+            raise NotReadyError(
+                f"transfer {transfer_id} was not prepared here, or has ended; push again"
+            )
         state.load = InPlaceLoad(handoff, loader(self, state))
         state.store.threads.add(state.load.thread)
 
     @guarded
     def weft_loaded(self: Any, transfer_id: str, content_digest: bytes) -> dict[str, Any]:
-        """Confirm, for its commit, that a base was loaded in place whole, as it was sent.
+        """Confirm for its commit that a base was loaded in place, whole and as it was sent.
 
-        Afterwards nothing of it is held here any more.
+        Forgets its transfer.
         """
         state = state_of(self)
         load = state.load
@@ -219,10 +218,7 @@ class WeftWorker:
 
     @guarded
     def weft_keep_base(self: Any, transfer_id: str) -> None:
-        """Retain, on the receiving rank, a base that every rank has loaded.
-
-        The other ranks let go of their mapping.
-        """
+        """Retain, on the receiving rank, a base that every rank has loaded; others unmap it."""
         state = state_of(self)
         if state.receiver is None:
             state.store.discard(transfer_id)
@@ -236,10 +232,8 @@ class WeftWorker:
 
     @guarded
     def weft_held(self: Any, policy: str, version: int) -> dict[str, Any]:
-        """Return what is held of a version: what ``weft_apply_base`` takes, and its manifest.
-
-        Empty from ranks that do not receive.
-        """
+        """Return the transfer, digest and manifest of a held version; empty from other ranks than
+        the receiving one."""
         state = state_of(self)
         if state.receiver is None:
             return {"transfer_id": "", "content_digest": b"", "manifest": b""}
@@ -253,9 +247,7 @@ class WeftWorker:
     @guarded
     def weft_digest(self: Any, policy: str, version: int) -> None:
         """Begin to digest the tensors of a held version, on the receiving rank; returns at once.
-
-        It takes the place of what was digested before.
-        """
+        Ends the reading before."""
         state = state_of(self)
         if state.receiver is not None:
             state.end_reading()
@@ -263,10 +255,8 @@ class WeftWorker:
 
     @guarded
     def weft_digested(self: Any) -> dict[str, Any]:
-        """Return what was digested since the last call, and whether that is all.
-
-        None from ranks that do not receive.
-        """
+        """Return the digests since the last call, and whether they are all; None from other ranks
+        than the receiving one."""
         reading = state_of(self).reading
         if reading is None:
             return {"tensors": None, "is_all": False}
@@ -308,22 +298,24 @@ class WeftWorker:
 
     @guarded
     def weft_restored(self: Any, transfer_id: str) -> None:
-        """Confirm that a spilled version was read and is staged; fails as the reading did.
+        """Confirm that a spilled version is staged; call it once the holdings report its end.
 
-        To be called once the holdings say that the reading has ended.
+        Fails with the error of the read.
         """
         spiller = state_of(self).spiller
         if spiller is not None and not spiller.restored(transfer_id):
-            raise NotReadyError(f"{transfer_id} is still being read", reason="NOT_RETAINED")
+            raise NotReadyError(
+                f"transfer {transfer_id} is still being read", reason="NOT_RETAINED"
+            )
 
     @guarded
     def weft_discard(self: Any, transfer_id: str, keep_loaded: bool = False) -> dict[str, Any]:
-        """Forget a staged version; its memory may be reused at once.
+        """Forget a staged version, whose memory may be reused at once.
 
-        If it is being loaded in place, end that, and return whether it has changed the weights.
+        End its load in place, and return whether that has changed the weights.
 
         Args:
-            keep_loaded: Whether a base that was loaded in place whole waits on for its commit.
+            keep_loaded: Whether a complete load in place keeps waiting for its commit.
         """
         state = state_of(self)
         load = state.load
@@ -340,28 +332,28 @@ class WeftWorker:
 
     @guarded
     def weft_sleep(self: Any, level: int) -> dict[str, Any]:
-        """Free what lies on the accelerator for Weft, before the engine sleeps.
+        """Free Weft's memory on the accelerator, before the engine sleeps.
 
-        Returns whether nothing reads the engine's weights any more; call it until so. Where weights
-        are to be discarded, it keeps what no base brings.
+        Returns whether the engine's weights are not being read; call it until they are not. At
+        level 2, keeps the tensors that no base brings.
         """
         state = state_of(self)
         is_free = state.store.fall_asleep(keep_newest=level == DISCARDS)
         if is_free:
-            state.store.memory.fall_asleep(sleep_mode.waking_bytes())
+            state.store.memory.fall_asleep(bridges.waking_bytes())
             if level == DISCARDS:
-                state.kept = keep(self.model_runner.get_model(), sleep_mode.weights_memory())
+                state.kept = keep(self.model_runner.get_model(), bridges.weights_memory())
         return {"is_free": is_free}
 
     @guarded
     def weft_wake(self: Any, discarded: bool) -> None:
-        """Note that the engine's weights are there again, or memory for them alone (``discarded``).
+        """Record that the weights are awake, or only their memory is (``discarded``).
 
-        In that case, what no base brings is restored.
+        In that case, restore the tensors that no base brings.
         """
         state = state_of(self)
         if discarded:
-            state.copy_plan = None  # which leaves be what was not in the last base
+            state.copy_plan = None  # a plan sets only what was in the last base
             if state.kept is not None:
                 state.kept.restore()
         state.kept = None
@@ -370,10 +362,10 @@ class WeftWorker:
 
     @guarded
     def weft_awake(self: Any) -> None:
-        """Note that the KV cache is there again, or that the engine did not sleep after all."""
+        """Record that the KV cache is awake, or that the engine did not sleep after all."""
         state_of(self).store.memory.wake_up()
 
     @guarded
     def weft_close(self: Any) -> None:
-        """End the receiver, and what is being sent or spilled."""
+        """End the receiver, clones, spilling and loads."""
         state_of(self).close()

@@ -15,32 +15,31 @@ _CONCEPTS = _ROOT / "docs" / "concepts.md"
 MAX_WORDS = 50
 
 #: Nouns that need no page.
-GENERAL = frozenset(
-    """
+_GENERAL = """
     activity answer attempt backoff backend bound cache call caller capabilities catalog certificate
-    change channel check checker client codec collector config connection counter credentials decoder
+    change channel check checker client codec collector config connection counter credentials
+    decoder
     device digest document driver encoder engine entry error event exporter facts failure feed file
     flag folder formatter gate guard handle handler history id interceptor key kind layout level
     limit link list listing loader lock log loop member memory message metadata meta method metrics
     mark name note number object operation option order page pair part phase plan process
     progress proof queue range reader record rectangle refusal request response role row rule
-    sampling security server service servicer settings size slot snapshot span spec state step store stream summary
+    sampling security server service servicer settings size slot snapshot span spec state step store
+    stream summary
     table tensor thread ticket time token trace tracer transaction type value vector view wait
     watcher watermark work worker writer
-    """.split()
-)
+"""
+GENERAL = frozenset(_GENERAL.split())
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
-VERBS = frozenset(
-    """
+_VERBS = """
     abort acquire announce await begin call check close commit describe discard drain drop fit
     forget join leave load look open rebind refuse register release renew reply report restore
     retire save send set sleep take tick uncordon wake
-    """.split()
-)
+"""
+VERBS = frozenset(_VERBS.split())
 _VERB_PHRASES = ("state/events.py", "state/effects.py")
 #: Classes of today whose names are not plain; this list only shrinks.
-KNOWN = frozenset(
-    """
+_KNOWN = """
     Access Admitted Agent Agreement Announced Arrivals Arrived Arriving Ask Asleep Assembly
     Attendance BackendSelection Background BaseOf BaseSwitch Begun Block Buffers Carried Cell
     Cloner Compared Complete Contact Content Conversion DTensorPlaces Deadlines Deferred Delta
@@ -62,15 +61,14 @@ KNOWN = frozenset(
     _Gloo _Held _Hello _InForce _Kept _Lent _LinkSum _Merge _Nccl _OutgoingIfThere _Overlaid
     _OwnSum _Parked _Pem _Pending _Piece _Place _Places _Printed _Running _Sending _Slice _Stop
     _Tell _Waiting _Wanted _Whole _WithoutCopies
-    """.split()
-)
+"""
+KNOWN = frozenset(_KNOWN.split())
 #: Public names of today that two classes or more have; this list only shrinks.
-KNOWN_TWICE = frozenset(
-    """
+_KNOWN_TWICE = """
     AbsentPolicy Answer Arrived HeartbeatAnswer HttpServer Identity Part Place Sender Sending
     Shared Sum Traffic Wanted WeftServer
-    """.split()
-)
+"""
+KNOWN_TWICE = frozenset(_KNOWN_TWICE.split())
 
 
 def _words() -> set[str]:

@@ -32,14 +32,14 @@ def test_nothing_is_said_right_after_something_was(monkeypatch: pytest.MonkeyPat
     said = Progress(stream)  # type: ignore[arg-type]
     for step in range(40):
         now = 100.0 + step * 0.1
-        said.say(pb.ACTIVITY_WAITING, "t1", bucket=step)
+        said.report(pb.ACTIVITY_WAITING, "t1", bucket=step)
     assert [m.progress.bucket for m in stream.sent] == [10, 20, 30]
     assert stream.sent[0].progress == pb.Progress(
         transfer_id="t1", activity=pb.ACTIVITY_WAITING, bucket=10
     )
     stream.sent_at = now  # a bucket was reported
     now += 0.9
-    said.say(pb.ACTIVITY_ALLOCATING, done=1, total=2)
+    said.report(pb.ACTIVITY_ALLOCATING, done=1, total=2)
     assert len(stream.sent) == 3
 
 
@@ -100,34 +100,34 @@ def test_a_wait_ends_with_its_deadline_or_its_group() -> None:
 
 
 def test_one_long_call_is_spoken_for_and_may_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0.001)
     go_on, spoken = threading.Event(), []
 
     def work() -> int:
         assert go_on.wait(10.0)
         return 7
 
-    def speak() -> None:
+    def on_progress() -> None:
         spoken.append(1)
         if len(spoken) == 3:
             go_on.set()
 
-    assert progress.speaking(work, speak) == 7
+    assert progress.report_while(work, on_progress) == 7
     assert len(spoken) >= 3
     with pytest.raises(ZeroDivisionError):
-        progress.speaking(lambda: 1 // 0, lambda: None)
+        progress.report_while(lambda: 1 // 0, lambda: None)
     go_on.clear()
 
     def give_up() -> None:
         raise TransferAbortedError("aborted meanwhile")
 
     with pytest.raises(TransferAbortedError):
-        progress.speaking(work, give_up)
+        progress.report_while(work, give_up)
     go_on.set()
 
 
 def test_a_group_that_takes_long_to_form_is_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0.001)
     formed, spoken = threading.Event(), []
 
     class Backend:

@@ -39,7 +39,7 @@ class _Operation:
         self._group, self._options = group, options
         self.is_kept = False
 
-    def wait(self, deadline: float, speak: Any) -> None:
+    def wait(self, deadline: float, on_progress: Any) -> None:
         if self._group.lost:
             raise PeerUnavailableError("a connection broke")
 
@@ -60,14 +60,14 @@ class Group:
         self.reports: list[rendezvous_pb2.AttendRequest] = []
         self.lanes = {ticket.rank: self}
         self.attendance = SimpleNamespace(send=self.reports.append)
-        self.progress = SimpleNamespace(say=lambda *args: None)
+        self.progress = SimpleNamespace(report=lambda *args: None)
         self.lost = False
 
     def abort(self, error: WeftError) -> None:
         pass
 
     def broadcast(
-        self, wire: torch.Tensor, seconds: float, speak: Any, options: BucketOptions
+        self, wire: torch.Tensor, seconds: float, on_progress: Any, options: BucketOptions
     ) -> Any:
         assert options[:3] == (False, 2, bytes([wire[0]]))  # each goes with its own
         self.sent.append(int(wire[0]))
@@ -97,8 +97,8 @@ class Buckets:
         self.made: list[int] = []
         self.buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
-    def make(self, index: int, speak: Any) -> Sealed:
-        speak()
+    def make(self, index: int, on_progress: Any) -> Sealed:
+        on_progress()
         self.made.append(index)
         self.wire(index)[0] = index
         return Sealed(index + 10, 6, bytes([index]))

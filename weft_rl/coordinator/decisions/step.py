@@ -232,7 +232,7 @@ def _await_transfer(change: Change, event: events.AwaitTransfer) -> None:
     under_way = change.state.transfers.get(event.transfer_id)
     if ended and ended.failure:
         raise ended.failure.error()
-    elif ended:
+    if ended:
         change.reply(event.ticket, ended)
     elif under_way:
         tickets = (*under_way.await_tickets, event.ticket)
@@ -245,16 +245,15 @@ def _abort_transfer(change: Change, event: events.AbortTransfer) -> None:
     transfer = _named(change.state, event)
     if transfer is None:
         raise unknown_transfer(event.transfer_id or event.request_id)
-    elif not _owns(transfer, event):
+    if not _owns(transfer, event):
         raise not_its_owner(event.transfer_id, event.policy, event.fencing_token)
-    elif transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
+    if transfer.phase in (Phase.COMMITTING, Phase.COMMITTED):
         raise already_committed(str(transfer.policy_version))
-    else:
-        if transfer.uncommitted:
-            message = event.message or "no reason given"
-            failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
-            abort.abort(change, transfer, failure)
-        change.reply(event.ticket, EmptyAnswer())
+    if transfer.uncommitted:
+        message = event.message or "no reason given"
+        failure = Failure("TRANSFER_ABORTED", f"given up by its trainer: {message}")
+        abort.abort(change, transfer, failure)
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def _named(state: PoolState, event: events.AbortTransfer) -> Transfer | None:

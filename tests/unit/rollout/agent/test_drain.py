@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_side.agent import drain as drain_module
+from rollout_side.agent import agent as drain_module
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.heartbeat import HeartbeatAnswer, OrderKey
+from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
 from rollout_side.config import AgentConfig
-from rollout_side.service.main import _Stop
+from rollout_side.service.main import _StopSignals
 from tests.doubles.agent import Registered
 from tests.doubles.engine import EngineDouble
 from weft_rl.contract.replica_report import DrainNote
@@ -57,7 +57,7 @@ async def test_an_order_begins_it_and_hurries_one_heartbeat(
 
 async def test_it_waits_for_the_word_of_a_coordinator_that_knows_of_it(agent: Agent) -> None:
     agent.drain(60.0, "told to stop")
-    over = asyncio.create_task(agent.drained())
+    over = asyncio.create_task(agent.wait_drained())
     _told(agent, in_transfer=False)  # the answer to a heartbeat from before
     _told(agent, is_draining=True, in_transfer=True)
     with pytest.raises(TimeoutError):
@@ -71,13 +71,13 @@ async def test_nobody_is_asked_while_the_coordinator_is_away(
 ) -> None:
     agent.drain(60.0, "told to stop")
     registered.is_known = False
-    assert await asyncio.wait_for(agent.drained(), 10) == "drained: told to stop"
+    assert await asyncio.wait_for(agent.wait_drained(), 10) == "drained: told to stop"
 
 
 async def test_what_was_left_is_said(agent: Agent) -> None:
     agent.engine.running = 3  # type: ignore[attr-defined]
     agent.drain(0.2, "told to stop")
-    why = await asyncio.wait_for(agent.drained(), 10)
+    why = await asyncio.wait_for(agent.wait_drained(), 10)
     assert why.endswith("; the time was over, 3 requests were cut, a transfer was left")
 
 
@@ -102,8 +102,11 @@ async def test_a_refusal_stays_while_it_drains(agent: Agent) -> None:
 async def test_signals(
     agent: Agent, signals: list[int], seconds: float, drains: bool, at_once: bool
 ) -> None:
-    stop = _Stop(seconds)
+    stop = _StopSignals(seconds)
     stop.agent = agent
     for number in signals:
         stop.signal(number)
-    assert ((agent._holdings().report.drain is not None), stop.told.is_set()) == (drains, at_once)
+    assert ((agent._holdings().report.drain is not None), stop.received.is_set()) == (
+        drains,
+        at_once,
+    )

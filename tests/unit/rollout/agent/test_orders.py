@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rollout_side.agent.orders import ProbeOrders, Turns
+from rollout_side.agent.orders import OrderQueue, ProbeOrders
 from rollout_side.engine import JoinOrder
 from weft_rl.contract.group import GroupTicket
 
@@ -38,7 +38,7 @@ def _order(group_id: str) -> JoinOrder:
 
 async def _given_up(orders: ProbeOrders, group_id: str) -> None:
     """The coordinator's call reaches its deadline."""
-    call = asyncio.create_task(orders.tell(_order(group_id)))
+    call = asyncio.create_task(orders.start(_order(group_id)))
     for _ in range(5):
         await asyncio.sleep(0)
     call.cancel()
@@ -55,25 +55,25 @@ def test_workers_are_told_of_a_probe_once_however_often_it_is_repeated() -> None
         await _given_up(orders, "p2")
         assert engine.orders == ["p1"], "the next one waits for it"
         engine.go_on.set()
-        await orders.tell(_order("p2"))
-        await orders.tell(_order("p2"))
+        await orders.start(_order("p2"))
+        await orders.start(_order("p2"))
         assert engine.orders == ["p1", "p2"]
 
     asyncio.run(run())
 
 
-def test_the_order_whose_turn_it_is_can_be_told_until_it_has_ended() -> None:
+def test_the_running_order_is_known_until_it_has_ended() -> None:
     async def run() -> None:
-        turns, go_on = Turns(), asyncio.Event()
-        order = asyncio.create_task(turns.take(go_on.wait(), "switching to math@1"))
-        after = asyncio.create_task(turns.take(go_on.wait(), "switching to math@2"))
+        orders, go_on = OrderQueue(), asyncio.Event()
+        order = asyncio.create_task(orders.run(go_on.wait(), "switching to math@1"))
+        after = asyncio.create_task(orders.run(go_on.wait(), "switching to math@2"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert turns.begun is not None
-        assert turns.begun.what == "switching to math@1"
+        assert orders.running is not None
+        assert orders.running.what == "switching to math@1"
         go_on.set()
         await asyncio.gather(order, after)
-        assert turns.begun is None
-        assert not turns.taken
+        assert orders.running is None
+        assert not orders.is_busy
 
     asyncio.run(run())

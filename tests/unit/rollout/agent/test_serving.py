@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout_side.agent.agent import Agent
+from rollout_side.agent.serving import VersionCopy
 from rollout_side.config import AgentConfig
 from rollout_side.engine import SwitchTimes
 from rollout_side.memory.store import WorkerStore
@@ -47,12 +48,12 @@ async def test_a_commit_that_failed_does_not_succeed_when_it_is_repeated() -> No
     _stage(engine.store, "t1")
     engine.fail_next_load = LoadFailedError("out of slots")
     with pytest.raises(LoadFailedError):
-        await agent.serving.commit("t1", BASE, "", b"digest")
+        await agent.serving.commit(VersionCopy("t1", BASE, b"digest"))
     with pytest.raises(NotReadyError, match="failed to load here before"):
-        await agent.serving.commit("t1", BASE, "", b"digest")
+        await agent.serving.commit(VersionCopy("t1", BASE, b"digest"))
     assert agent.serving.vector.base == 0
     _stage(engine.store, "t2")
-    await agent.serving.commit("t2", BASE, "", b"digest")
+    await agent.serving.commit(VersionCopy("t2", BASE, b"digest"))
     assert agent.serving.vector.base == 1
 
 
@@ -63,11 +64,11 @@ async def test_a_repeated_commit_does_not_bring_back_what_was_retired() -> None:
     old, new = PolicyVersion("math", 1), PolicyVersion("math", 2)
     for transfer_id, version in (("t1", old), ("clone", old), ("t2", new)):
         _stage(engine.store, transfer_id, version)
-        await serving.commit(transfer_id, version, "{}", b"digest")
+        await serving.commit(VersionCopy(transfer_id, version, b"digest", "{}"))
     await serving.retire([old])
     assert engine.store.usage().transfer_ids == ()
     with pytest.raises(NotReadyError):
-        await serving.commit("clone", old, "{}", b"digest", alias=1)
+        await serving.commit(VersionCopy("clone", old, b"digest", "{}", alias=1))
     assert serving.vector.adapters["math"] == AdapterVersions(versions=(2,), alias=2)
 
 
@@ -75,11 +76,11 @@ async def test_a_base_that_is_loading_in_place_is_not_served_yet() -> None:
     """A clone in place of the number that is served: its commit is what ends the load."""
     engine = _LoadingInPlace({"w": torch.zeros(4)})
     serving = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine).serving
-    await serving.commit("t1", BASE, "", b"digest")
-    await serving.commit("t1", BASE, "", b"digest")
+    await serving.commit(VersionCopy("t1", BASE, b"digest"))
+    await serving.commit(VersionCopy("t1", BASE, b"digest"))
     assert engine.applied == ["t1"]
     engine.loading = "clone"
-    await serving.commit("clone", BASE, "", b"digest")
+    await serving.commit(VersionCopy("clone", BASE, b"digest"))
     assert engine.applied == ["t1", "clone"]
 
 
@@ -97,10 +98,10 @@ async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
         return await apply(*args)
 
     engine.apply_base = slow  # type: ignore[method-assign]
-    order = asyncio.create_task(agent.serving.commit("t1", BASE, "", b"digest"))
+    order = asyncio.create_task(agent.serving.commit(VersionCopy("t1", BASE, b"digest")))
     await begun.wait()
     waiting = asyncio.create_task(
-        agent.serving.commit("t2", PolicyVersion("base", 2), "", b"digest")
+        agent.serving.commit(VersionCopy("t2", PolicyVersion("base", 2), b"digest"))
     )
     await asyncio.sleep(0)
     for task in (order, waiting):
@@ -114,7 +115,7 @@ async def test_a_load_whose_caller_goes_away_is_carried_out() -> None:
             await asyncio.sleep(0.001)
     assert not agent.serving.dirty_reason
     # Its turn has ended; repeated, it succeeds.
-    await agent.serving.commit("t1", BASE, "", b"digest")
+    await agent.serving.commit(VersionCopy("t1", BASE, b"digest"))
 
 
 def test_an_order_to_discard_may_come_before_the_last_bucket() -> None:

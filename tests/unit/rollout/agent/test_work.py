@@ -30,7 +30,7 @@ def test_an_order_that_does_not_get_on_grows_silent(engine: EngineDouble) -> Non
     async def run() -> None:
         agent = _agent(engine)
         ended = asyncio.Event()
-        order = asyncio.create_task(agent.serving.turns.take(ended.wait(), "switching to math@1"))
+        order = asyncio.create_task(agent.serving.orders.run(ended.wait(), "switching to math@1"))
         await asyncio.sleep(0.1)
         work = agent._holdings().report.work
         assert work is not None

@@ -195,7 +195,7 @@ def test_what_nobody_asks_for_any_more_ends_and_holds_nothing(
     thread.join(10)
     assert not thread.is_alive()
     assert len(reading._found) <= 2
-    assert "nobody asks" in str(_fails(reading))
+    assert "not taken in time" in str(_fails(reading))
 
 
 def test_one_that_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:

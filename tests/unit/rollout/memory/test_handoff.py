@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from rollout_side.memory import handoff as handoff_module
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.store import WorkerStore
-from rollout_side.receive.in_place_load import InPlaceLoad
 from weft_rl.contract.errors import (
     DigestMismatchError,
     InvalidManifestError,
@@ -186,7 +185,7 @@ def test_the_end_tells_whether_the_weights_have_changed(num_put: int) -> None:
             assert_soon(lambda: handoff.is_begun)
     assert load.end() == (num_put > 0)
     assert not load.is_running
-    with pytest.raises(NotReadyError, match="given up"):
+    with pytest.raises(NotReadyError, match="was ended"):
         load.check()
 
 
@@ -280,13 +279,13 @@ def assert_soon(condition: Callable[[], bool]) -> None:
 def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handoff_module, "SPEAK_SECONDS", 0.001)
+    monkeypatch.setattr(handoff_module, "PROGRESS_SECONDS", 0.001)
     handoff, said = make(), list[tuple[int, str]]()
-    handoff.tell(lambda bucket: said.append((bucket, threading.current_thread().name)))
+    handoff.report_to(lambda bucket: said.append((bucket, threading.current_thread().name)))
     put_all(handoff)
     loaded = handoff.buckets()
     next(loaded)
-    handoff.speak()  # between two tensors of a bucket
+    handoff.report_progress()  # between two tensors of a bucket
     me = threading.current_thread().name
     assert said == [(0, me), (0, me)]
     waited, num_looks = threading.Event(), 0
@@ -304,14 +303,14 @@ def test_the_loader_says_what_it_loads_and_the_receiver_does_not_say_it_for_him(
     assert [bucket for bucket, who in said if who == me] == [0, 0, *range(1, COUNT)]
     assert len(rest) == COUNT - 1
     finishing = threading.Event()
-    handoff.tell(lambda bucket: finishing.set())
-    assert finishing.wait(WAIT_SECONDS), "the engine ends its layers, and cannot speak"
+    handoff.report_to(lambda bucket: finishing.set())
+    assert finishing.wait(WAIT_SECONDS), "the engine ends its layers, and cannot report"
     monkeypatch.setattr(handoff_module, "FINISHING_SECONDS", 0.0)
     waited = threading.Event()
     num_looks = 0
     assert waited.wait(WAIT_SECONDS)
     spoke_late = list[int]()
-    handoff.tell(spoke_late.append)
+    handoff.report_to(spoke_late.append)
     waited = threading.Event()
     num_looks = 0
     assert waited.wait(WAIT_SECONDS)

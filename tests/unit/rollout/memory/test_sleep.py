@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout_side.memory import placement
-from rollout_side.memory.placement import MARGIN_BYTES, Memory
-from rollout_side.memory.segment import DeviceSegment, HostSegment
+from rollout_side.memory import segment
+from rollout_side.memory.segment import MARGIN_BYTES, DeviceSegment, HostSegment, Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import PartialTransfer, ServedBase, StagedVersion
-from tests.unit.rollout.memory.test_retained import MANIFEST, SIZE
+from tests.unit.rollout.memory.test_retained_bases import MANIFEST, SIZE
 from weft_rl.contract.errors import CapacityError, NotFoundError
 from weft_rl.contract.names import PolicyVersion
 
@@ -157,7 +156,7 @@ class _Gpu:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.kept_bytes)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
-        monkeypatch.setattr(placement, "DeviceSegment", self)
+        monkeypatch.setattr(segment, "DeviceSegment", self)
 
     def _empty_cache(self) -> None:
         self.free_bytes, self.kept_bytes = self.free_bytes + self.kept_bytes, 0
@@ -190,7 +189,7 @@ def test_a_push_without_room_beside_the_sleeping_weights_is_refused(
     gpu = _Gpu(monkeypatch, 42)
     memory = Memory(GPU, in_place=True)
     memory.fall_asleep(40 * GIB)
-    with pytest.raises(CapacityError, match=r"42.0 GiB free.* 40.0 GiB of weights that sleep"):
+    with pytest.raises(CapacityError, match=r"42.0 GiB free.* 40.0 GiB of sleeping weights"):
         memory.room_for(GIB, GPU, 64 * GIB, 3)
     gpu.kept_bytes = GIB  # by torch, of a push before
     assert memory.room_for(GIB, GPU, 64 * GIB, 3) == 0
@@ -207,7 +206,7 @@ def test_a_copy_is_staged_on_the_device_beside_the_sleeping_weights_alone(
     gpu = _Gpu(monkeypatch, 50)
     store = WorkerStore(99 * GIB, 99 * GIB, memory=Memory(GPU, base_on_device=True))
     store.memory.fall_asleep(40 * GIB)
-    with pytest.raises(CapacityError, match="weights that sleep"):
+    with pytest.raises(CapacityError, match="sleeping weights"):
         store.reserve("t1", 11 * GIB, adapter=False)
     assert store.usage().staging_bytes == 0
     store.reserve("t1", 10 * GIB, adapter=False)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import Carried, PartialTransfer
+from rollout_side.memory.versions import BucketContents, PartialTransfer
 from weft_rl.contract.errors import CapacityError
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
@@ -20,12 +20,14 @@ def _interrupted(store: WorkerStore, name: str, trainer_id: str, *, adapter: boo
     is_clone = trainer_id.startswith("replica:")
     segment = store.reserve(name, SIZE, adapter=adapter, clone=is_clone)
     store.put_partial(
-        PartialTransfer(name, trainer_id, MANIFEST, segment, [Carried((), [1]), Carried((), [2])])
+        PartialTransfer(
+            name, trainer_id, MANIFEST, segment, [BucketContents((), [1]), BucketContents((), [2])]
+        )
     )
     store.settle_partial(trainer_id)
 
 
-def _digests(store: WorkerStore, name: str, trainer_id: str) -> list[Carried] | None:
+def _digests(store: WorkerStore, name: str, trainer_id: str) -> list[BucketContents] | None:
     partial = store.take_partial(name, trainer_id)
     return partial and partial.verified
 
@@ -37,7 +39,10 @@ def test_what_a_clone_has_brought_outlasts_the_pushes_of_trainers() -> None:
     store.release("push", segment)
     assert store.usage().staging_bytes == SIZE
     assert store.usage().transfer_ids == ("clone",)
-    assert _digests(store, "clone", "replica:r0") == [Carried((), [1]), Carried((), [2])]
+    assert _digests(store, "clone", "replica:r0") == [
+        BucketContents((), [1]),
+        BucketContents((), [2]),
+    ]
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -56,7 +61,7 @@ def test_it_does_not_give_way_to_another_clone_nor_do_pushes_to_it() -> None:
         store.reserve("clone", SIZE, adapter=False, clone=True)
     with pytest.raises(CapacityError):
         store.reserve("second", SIZE, adapter=False)
-    assert _digests(store, "push", "trainer") == [Carried((), [1]), Carried((), [2])]
+    assert _digests(store, "push", "trainer") == [BucketContents((), [1]), BucketContents((), [2])]
 
 
 def test_of_clones_one_is_kept() -> None:
@@ -79,7 +84,9 @@ def test_a_push_waits_for_a_clone_that_has_still_to_hear_that_it_was_ended() -> 
     thread = threading.Thread(target=push)
     thread.start()
     assert not got.is_set()
-    store.put_partial(PartialTransfer("clone", "replica:r0", MANIFEST, segment, [Carried((), [1])]))
+    store.put_partial(
+        PartialTransfer("clone", "replica:r0", MANIFEST, segment, [BucketContents((), [1])])
+    )
     assert got.wait(10)
     thread.join()
     assert store.usage().transfer_ids == ()

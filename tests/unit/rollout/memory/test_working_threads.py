@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rollout_side.memory.working_threads import WorkingThreads
+from rollout_side.memory.store import WorkingThreads
 
 WAIT_SECONDS = 10.0
 

@@ -24,7 +24,7 @@ class _Lent:
         self._sender_left, self._lent = sender_left, True
         self.num_given_back = self.num_kept = 0
 
-    def wait(self, deadline: float, speak: Callable[[], None]) -> None:
+    def wait(self, deadline: float, on_progress: Callable[[], None]) -> None:
         pass
 
     def give_back(self) -> None:
@@ -83,7 +83,7 @@ def test_what_a_sender_has_left_behind_is_not_taken_for_what_it_sent(
     lent = _Lent(sender_left=sender_left)
     lane = SimpleNamespace(broadcast=lambda *given, **how: lent)
     membership: Any = SimpleNamespace(
-        lanes={0: lane}, progress=SimpleNamespace(say=lambda *said: None)
+        lanes={0: lane}, progress=SimpleNamespace(report=lambda *said: None)
     )
     prepared: Any = SimpleNamespace(
         transfer_id="t1", num_buckets=1, nonce=7, deadline=time.monotonic() + 10,
@@ -138,7 +138,7 @@ def test_what_is_kept_is_told_and_nothing_that_only_was_verified(
 
     membership: Any = SimpleNamespace(
         lanes={0: lane},
-        progress=SimpleNamespace(say=lambda *said: None),
+        progress=SimpleNamespace(report=lambda *said: None),
         attendance=SimpleNamespace(send=report),
     )
     prepared: Any = SimpleNamespace(

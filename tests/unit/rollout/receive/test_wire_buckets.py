@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
-from rollout_side.receive.ring import Ring, arrival_buffers
-from rollout_side.receive.staging import StagingSink
+from rollout_side.receive.incoming_buckets import Ring, arrival_buffers
+from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets

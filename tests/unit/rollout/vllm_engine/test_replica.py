@@ -12,8 +12,8 @@ import pytest
 from rollout_side.engine import JoinOrder, SpillOrder
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.replica import GRACE_SECONDS
-from rollout_side.vllm_engine.worker.answers import Answer
-from rollout_side.vllm_engine.worker.holdings_page import HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.holdings import HoldingsPage, HoldingsWriter
+from rollout_side.vllm_engine.worker.rank_results import RankResult
 from tests.doubles.vllm import BASE, TICKET, FakeEngine, failed, make_replica, ok
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -97,7 +97,7 @@ async def test_nothing_changed_means_that_requests_go_on() -> None:
     ],
     ids=["a rank says so", "one rank loaded, one did not"],
 )
-async def test_mixed_weights_stay_paused_until_a_base_loads(answers: list[Answer]) -> None:
+async def test_mixed_weights_stay_paused_until_a_base_loads(answers: list[RankResult]) -> None:
     engine = FakeEngine(num_ranks=2)
     replica = make_replica(engine)
     engine.answers["weft_apply_base"] = lambda: answers
@@ -231,7 +231,7 @@ async def test_an_interrupted_switch_is_dirty() -> None:
 async def test_a_dead_engine_is_a_dirty_one() -> None:
     engine = FakeEngine()
 
-    def die() -> list[Answer]:
+    def die() -> list[RankResult]:
         raise RuntimeError("EngineCore encountered an issue")
 
     engine.answers["weft_pin_bases"] = die

@@ -167,13 +167,12 @@ def drain(change: Change, event: events.DrainReplica) -> None:
     replica = change.state.replicas.get(event.replica_id)
     if replica is None:
         raise unknown_replica(event.replica_id)
-    elif not 0.0 <= event.seconds <= MAX_DRAIN_SECONDS:
+    if not 0.0 <= event.seconds <= MAX_DRAIN_SECONDS:
         raise InvalidRequestError(f"timeout must be between 0 and {MAX_DRAIN_SECONDS:.0f} seconds")
-    else:
-        reason = ": ".join(filter(None, ["by an operator", event.reason]))
-        note = DrainNote(event.seconds, reason)
-        change.put_replica(replace(replica, drain=updated_drain(replica, note, change.now)))
-        change.reply(event.ticket, EmptyAnswer())
+    reason = ": ".join(filter(None, ["by an operator", event.reason]))
+    note = DrainNote(event.seconds, reason)
+    change.put_replica(replace(replica, drain=updated_drain(replica, note, change.now)))
+    change.reply(event.ticket, EmptyAnswer())
 
 
 def updated_drain(

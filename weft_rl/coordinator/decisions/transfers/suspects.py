@@ -4,7 +4,7 @@ The thread may be a receiver's, the engine's, or the one that takes orders. Hear
 another thread, so they do not clear a suspect. It takes no part in transfers until each of its
 receivers has attended a *probe*: a group of its own, in which nothing is sent. A receiver attends
 only once its threads that may be stuck have answered or ended (see
-rollout_side/receive/probe.py).
+rollout_side/receive/receiver.py).
 
 The order to attend passes through the thread that takes orders and through the engine. Until it
 is taken, nobody is routed to the replica. The order is repeated with growing pauses until then,

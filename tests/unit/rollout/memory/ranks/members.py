@@ -11,8 +11,8 @@ from typing import Any
 
 from rollout_side.memory.handoff import Handoff, HandoffQueue
 from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
-from rollout_side.receive.loading import LoadingSink
-from rollout_side.receive.ring import Ring
+from rollout_side.receive.incoming_buckets import Ring
+from rollout_side.receive.transfers import LoadingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import (
     LoadFailedError,
@@ -86,7 +86,7 @@ class Loader:
                     assert self.gate.wait(WAIT_SECONDS)
                 size = MANIFEST.buckets[index].payload_bytes
                 assert (wire[:size] == index + 1).all()
-                handoff.speak()
+                handoff.report_progress()
                 self.seen.append(index)
         except WeftError as error:
             if not handoff.is_begun:

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from rollout_side.memory import handoff as queue_module
-from rollout_side.memory.handoff import HandoffQueue
+from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.ranks import handoff as rank_handoff
 from rollout_side.memory.ranks.handoff import RankHandoff
-from rollout_side.receive.in_place_load import InPlaceLoad
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     COUNT,
@@ -129,7 +128,7 @@ def test_a_rank_that_is_ended_by_its_own_engine_ends_the_others(replica: Replica
     assert loads[1].end()  # it waits for a bucket
     with contextlib.suppress(TransferAbortedError):  # by now, or at the next bucket
         replica.land(1)
-    with pytest.raises(TransferAbortedError, match="given up"):
+    with pytest.raises(TransferAbortedError, match="was ended"):
         replica.queue.wait_complete(nothing)
     assert loads[0].end()
 
@@ -176,7 +175,7 @@ def test_what_is_not_loaded_here_is_refused(replica: Replica) -> None:
     with pytest.raises(NotReadyError, match="no longer, loaded in place"):
         _ = replica.rank(transfer_id="another").manifest
     for rank in (0, 2):
-        with pytest.raises(NotReadyError, match=f"by rank {rank} anew"):
+        with pytest.raises(NotReadyError, match=f"rank {rank} has no load"):
             next(replica.rank(rank).buckets())
         replica.queue = HandoffQueue("t", BASE, MANIFEST, time.monotonic() + WAIT_SECONDS, 2)
 
@@ -197,9 +196,9 @@ def test_nobody_listens() -> None:
 
 
 def test_a_rank_that_works_is_heard(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_handoff, "SPEAK_SECONDS", 0.0)
+    monkeypatch.setattr(rank_handoff, "PROGRESS_SECONDS", 0.0)
     said: list[str] = []
-    replica.queue.tell(lambda bucket: said.append(threading.current_thread().name))
+    replica.queue.report_to(lambda bucket: said.append(threading.current_thread().name))
     InPlaceLoad(replica.queue, Loader())
     InPlaceLoad(replica.rank(), Loader())
     for index in range(COUNT):
@@ -223,9 +222,9 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process may be stopped there: then it says nothing, and the push goes on without."""
-    monkeypatch.setattr(rank_handoff, "SPEAK_SECONDS", 0.01)
-    monkeypatch.setattr(queue_module, "SPEAK_SECONDS", 0.01)
-    InPlaceLoad(replica.queue, Loader())
+    monkeypatch.setattr(rank_handoff, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(queue_module, "PROGRESS_SECONDS", 0.01)
+    own = InPlaceLoad(replica.queue, Loader())
     handoff = replica.rank()
     buckets = handoff.buckets()
     for index in range(COUNT):
@@ -233,8 +232,9 @@ def test_a_rank_says_itself_that_its_engine_finishes_and_nobody_says_it_for_a_si
         replica.land(index)
         given.result(WAIT_SECONDS)
     waiting = in_thread(replica.queue.wait_complete, nothing)
+    own.thread.join(WAIT_SECONDS)  # until then it is reported for
     said = threading.Event()
-    replica.queue.tell(lambda bucket: said.set())
+    replica.queue.report_to(lambda bucket: said.set())
     assert not said.wait(0.2), "it has the last bucket, and is silent"
     assert next(buckets, None) is None
     assert said.wait(WAIT_SECONDS), "its engine finishes its layers"

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rollout_side.memory.handoff import InPlaceLoad
 from rollout_side.memory.ranks import handoff as rank_handoff
 from rollout_side.memory.ranks.handoff import RankHandoff, address_of, connect
 from rollout_side.memory.ranks.messages import (
@@ -27,7 +28,6 @@ from rollout_side.memory.ranks.messages import (
     Wanted,
     Working,
 )
-from rollout_side.receive.in_place_load import InPlaceLoad
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     MANIFEST,

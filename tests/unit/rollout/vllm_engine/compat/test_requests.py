@@ -1,15 +1,99 @@
-"""What vLLM's server is to answer as something that can be asked again."""
+"""What running requests keep of the cache, in the place of vLLM's scheduler."""
 
 from __future__ import annotations
 
 import sys
 from http import HTTPStatus
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_side.vllm_engine.compat import requests
+
+
+class _Scheduler:
+    """As far as it is used."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.running: list[Any] = []
+        self.waiting: list[Any] = []
+        self.requests: dict[str, Any] = {}
+        self.prev_step_scheduled_req_ids: set[str] = set()
+        self.is_encoder_decoder = False
+        #: Of images whose outputs a request refers to, by its id.
+        self.encoder_inputs: dict[str, set[int]] = {}
+        self.encoder_cache_manager = SimpleNamespace(
+            get_cached_input_ids=lambda r: self.encoder_inputs.get(r.request_id, set())
+        )
+
+    def add(self, name: str, num_output_tokens: int, *, runs: bool = True) -> None:
+        request = SimpleNamespace(
+            request_id=name, num_output_tokens=num_output_tokens, skip_reading_prefix_cache=False
+        )
+        self.requests[name] = request
+        (self.running if runs else self.waiting).append(request)
+        if runs:
+            self.prev_step_scheduled_req_ids.add(name)
+
+    def _preempt_request(self, request: Any, timestamp: float) -> None:
+        assert request not in self.running
+        self.waiting.insert(0, request)
+
+
+def test_what_has_tokens_keeps_its_blocks_and_the_rest_begins_anew() -> None:
+    scheduler = _Scheduler()
+    for name, num_tokens in (("a", 5), ("b", 0), ("c", 1), ("d", 0)):
+        scheduler.add(name, num_tokens)
+    scheduler.add("e", 0, runs=False)
+    scheduler.add("f", 9, runs=False)  # it was preempted before
+    queue = scheduler.running
+    requests.keep_held_blocks(SimpleNamespace(scheduler=scheduler))
+    assert [request.request_id for request in scheduler.running] == ["a", "c"]
+    assert scheduler.running is queue
+    assert [request.request_id for request in scheduler.waiting] == ["b", "d", "e", "f"]
+    assert scheduler.prev_step_scheduled_req_ids == {"a", "c"}
+    assert all(request.skip_reading_prefix_cache for request in scheduler.requests.values())
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_what_is_still_to_read_of_an_image_begins_anew(is_encoder_decoder: bool) -> None:
+    scheduler = _Scheduler()
+    scheduler.is_encoder_decoder = is_encoder_decoder
+    for name in ("a", "b"):
+        scheduler.add(name, 5)
+    scheduler.encoder_inputs["b"] = {0}
+    requests.keep_held_blocks(SimpleNamespace(scheduler=scheduler))
+    kept = ["a", "b"] if is_encoder_decoder else ["a"]
+    assert [request.request_id for request in scheduler.running] == kept
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_scheduler_is_the_one_that_vllm_would_have_chosen(
+    monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    class Async(_Scheduler):
+        """The other one."""
+
+    class Config:
+        """As vLLM's."""
+
+        scheduler_cls: str | None = requests.SCHEDULER
+
+        def get_scheduler_cls(self) -> type[_Scheduler]:
+            assert self.scheduler_cls is None
+            return Async if is_async else _Scheduler
+
+    core: Any = ModuleType("vllm.v1.engine.core")
+    core.EngineCore = type("EngineCore", (), {})
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", core)
+    config = SimpleNamespace(scheduler_config=Config())
+    made = requests.make_scheduler(vllm_config=config, block_size=16)
+    assert type(made) is (Async if is_async else _Scheduler)
+    assert made.settings == {"vllm_config": config, "block_size": 16}
+    assert config.scheduler_config.scheduler_cls == requests.SCHEDULER
+    assert getattr(core.EngineCore, requests.KEEP_REQUESTS) is requests.keep_held_blocks
 
 
 class GenerationError(Exception):

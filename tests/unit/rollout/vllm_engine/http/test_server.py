@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_side.vllm_engine.http.server import HttpServer, listen
+from rollout_side.vllm_engine.http.server import OpenAiServer, listen
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 
 
@@ -22,8 +22,8 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"here"})
 
 
-def _server() -> HttpServer:
-    return HttpServer(_app, listen("127.0.0.1", 0), tls={}, settings={"log_level": "warning"})
+def _server() -> OpenAiServer:
+    return OpenAiServer(_app, listen("127.0.0.1", 0), tls={}, settings={"log_level": "warning"})
 
 
 def test_no_two_processes_have_one_port() -> None:
@@ -39,7 +39,7 @@ def test_no_two_processes_have_one_port() -> None:
 
 async def test_a_server_that_does_not_start_says_why() -> None:
     closed = listen("127.0.0.1", 0)
-    server = HttpServer(_app, closed, tls={}, settings={"log_level": "critical"})
+    server = OpenAiServer(_app, closed, tls={}, settings={"log_level": "critical"})
     closed.close()
     with pytest.raises(PeerUnavailableError, match="did not start: "):
         await server.start()

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from rollout_side.engine import AliasRefusals
 from rollout_side.vllm_engine.compat import requests
-from rollout_side.vllm_engine.http.version_headers import name_versions
+from rollout_side.vllm_engine.http.middleware import name_versions
 from tests.doubles.vllm import BASE, GeneratingEngine, make_replica, sampling_params
 from weft_rl.contract.capabilities import RunningRequests
 

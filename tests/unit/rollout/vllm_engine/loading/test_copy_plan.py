@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from rollout_side.vllm_engine.loading.copy_plan import learn
+from rollout_side.memory.segment import HostSegment
+from rollout_side.memory.versions import StagedVersion, tensors_in
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, learn_from_files
+from rollout_side.vllm_engine.loading.reload import apply_base, load_in_place
+from tests.unit.rollout.vllm_engine.loading.test_reload import (
+    REFERENCE,
+    ReusedMemory,
+    whole_columns,
+    worker,
+)
 from tests.unit.rollout.vllm_engine.loading.toy_model import (
     CHANGES,
     F32,
@@ -22,6 +36,10 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     rename,
     staged,
 )
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.tensors import DataType, Reference
+from weft_rl.transport.digests.wsum64 import tensor_digest
 
 
 @pytest.mark.parametrize("any_bits", [False, True])
@@ -129,3 +147,154 @@ def test_nothing_that_is_loaded_is_left_out(change: Change) -> None:
     if plan is not None:
         plan.load(second.segment.data)
         assert ours.digests() == load_own_way(theirs, second).digests()
+
+
+METAS = [slot.meta for slot in MANIFEST.tensors]
+#: As a trainer may lay it out that has other buckets, and another order.
+OTHER = plan_buckets(METAS[::-1], 2**22)
+
+
+def files(version: StagedVersion) -> list[StoredTensor]:
+    """The tensors of a version as a checkpoint's files hold them, and one that nobody serves."""
+    found = [
+        StoredTensor(
+            name,
+            DataType[str(tensor.dtype).removeprefix("torch.").upper()].safetensors_name,
+            tuple(tensor.shape),
+            tensor_digest(tensor.reshape(-1).view(torch.uint8)),
+        )
+        for name, tensor in version.tensors()
+    ]
+    return [*found, StoredTensor("rotary_emb.inv_freq", "F32", (4,), 7)]
+
+
+def started(version: StagedVersion, change: Change = lambda model: None) -> Model:
+    """A model that was started with a version, and holds all columns."""
+    model = whole_columns(Model())
+    change(model)
+    return load_own_way(model, version)
+
+
+def learnt_from_files(model: Model, stored: list[StoredTensor]) -> CopyPlan | None:
+    return learn_from_files(model, REFERENCE, stored, rename)
+
+
+def in_other_layout(version: StagedVersion) -> StagedVersion:
+    """The same tensors, laid out otherwise."""
+    values = dict(version.tensors())
+    segment = HostSegment.allocate(OTHER.wire_bytes)
+    for name, tensor in tensors_in(OTHER, segment.data):
+        tensor.copy_(values[name])
+    return dataclasses.replace(version, manifest=OTHER, segment=segment)
+
+
+@pytest.mark.parametrize("any_bits", [False, True])
+@pytest.mark.parametrize("layout", [lambda version: version, in_other_layout])
+def test_the_first_base_is_copied_whatever_its_layout(
+    layout: Callable[[StagedVersion], StagedVersion], any_bits: bool
+) -> None:
+    first, second = staged(1, any_bits=any_bits), staged(2, any_bits=any_bits)
+    expected = started(second).digests()
+    for in_place in (False, True):
+        model = started(first)
+        before = model.digests()
+        plan = learnt_from_files(model, files(first))
+        assert plan is not None
+        assert model.digests() == before
+        pushed = layout(second)
+        if in_place:
+            used = load_in_place(worker(model), ReusedMemory(pushed), REFERENCE, plan)
+        else:
+            used = apply_base(worker(model), pushed, REFERENCE, plan)
+        assert used is not None
+        assert used.layout_digest == pushed.manifest.layout_digest
+        assert used.is_readable
+        assert model.digests() == expected
+
+
+def test_a_plan_of_one_layout_is_one_of_each() -> None:
+    model = started(staged(1))
+    plan = learnt_from_files(model, files(staged(1)))
+    assert plan is not None
+    other = plan.for_layout(OTHER)
+    assert other is not None
+    assert other.for_layout(OTHER) is other
+    again = other.for_layout(MANIFEST)
+    assert again is not None
+    assert (again.num_copies, again.layout_digest) == (plan.num_copies, MANIFEST.layout_digest)
+    version = in_other_layout(staged(1))
+    assert other.holds(version.segment.data)
+    assert again.holds(staged(1).segment.data)
+
+
+def test_a_tensor_of_another_dtype_is_not_copied() -> None:
+    plan = learnt_from_files(started(staged(1)), files(staged(1)))
+    assert plan is not None
+    wider = [dataclasses.replace(meta, dtype=DataType.FLOAT32) for meta in METAS]
+    assert plan.for_layout(plan_buckets(wider)) is None
+
+
+@pytest.mark.parametrize("layer", ["embed", "qkv", "down", "up", "norm", "scale"])
+def test_one_other_bit_of_any_parameter_disproves_it(layer: str) -> None:
+    model = started(staged(1))
+    model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)[0] ^= 1
+    assert learnt_from_files(model, files(staged(1))) is None
+    assert learnt_from_files(started(staged(1)), files(staged(2))) is None  # of another checkpoint
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_no_plan_of_files_where_loading_is_more_than_copying(change: Change) -> None:
+    model = started(staged(1), change)
+    before = model.digests()
+    assert learnt_from_files(model, files(staged(1))) is None
+    assert model.digests() == before
+
+
+def test_a_rank_that_holds_a_part_of_a_tensor_proves_nothing() -> None:
+    model = load_own_way(Model(), staged(1))  # which holds some columns
+    assert learnt_from_files(model, files(staged(1))) is None
+
+
+def _two_places(model: Model) -> None:
+    model.head.weight = torch.nn.Parameter(torch.zeros_like(model.embed.weight))
+
+    def load_both(param: torch.Tensor, weight: torch.Tensor) -> None:
+        for own in (model.embed.weight, model.head.weight):
+            own[: weight.shape[0]].data.copy_(weight)
+            own[weight.shape[0] :].data.fill_(0)
+
+    model.loaders["embed"] = load_both
+
+
+def test_every_place_of_a_tensor_is_looked_at() -> None:
+    model = started(staged(1), _two_places)
+    assert learnt_from_files(model, files(staged(1))) is not None
+    model.head.weight.data[0, 0] += 1
+    assert learnt_from_files(model, files(staged(1))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda t: dataclasses.replace(t, dtype="F16"), "in another dtype"),
+        (lambda t: dataclasses.replace(t, shape=(1, *t.shape)), "in another"),
+        (lambda t: dataclasses.replace(t, name="other"), "have no 'wire.embed.weight'"),
+    ],
+)
+def test_files_that_hold_something_else_say_so(
+    change: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, *others = files(staged(1))
+    with caplog.at_level("INFO"):
+        assert learnt_from_files(started(staged(1)), [change(first), *others]) is None
+    assert why in caplog.text
+
+
+def test_whatever_goes_wrong_is_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model = started(staged(1))
+    model.load_weights = None  # type: ignore[method-assign,assignment]
+    with caplog.at_level("INFO"):
+        assert learnt_from_files(model, files(staged(1))) is None
+    assert "vLLM's own reload" in caplog.text
+    reference = Reference("Toy", (SimpleNamespace(name="x"),))  # type: ignore[arg-type]
+    assert learn_from_files(model, reference, [], rename) is None

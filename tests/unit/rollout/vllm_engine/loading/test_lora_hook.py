@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.worker.opening import lora_modules
+from rollout_side.vllm_engine.worker.state import lora_modules
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 TEXT = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -16,12 +16,12 @@ from rollout_side.vllm_engine.server import refusals
 from rollout_side.vllm_engine.server.refusals import (
     close_endpoints,
     num_experts,
+    plain_errors,
     refuse_caches_beyond_reach,
     refuse_environment,
     refuse_keep,
     refuse_missing_model,
     refuse_sleep_without_gpu,
-    sentences,
 )
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
@@ -57,7 +57,11 @@ def _transfer(name: str | None, module: str | None = None, **extra: object) -> S
 @pytest.mark.parametrize(
     ("fields", "environ", "text"),
     [
-        ({"kv_transfer_config": _transfer("ExampleConnector")}, {}, "ExampleConnector: it cannot"),
+        (
+            {"kv_transfer_config": _transfer("ExampleConnector")},
+            {},
+            "ExampleConnector: a switch",
+        ),
         ({"kv_transfer_config": _transfer("MultiConnector")}, {}, "MultiConnector"),
         (
             {"kv_transfer_config": _transfer("OffloadingConnector", "theirs")},
@@ -187,14 +191,16 @@ def test_a_backend_that_the_machine_cannot_use_is_refused(
     monkeypatch.setattr(refusals, "why_unavailable", lambda: "no directory for sockets")
     for always in ("auto", "gloo"):
         refusals.refuse_backend(always)
-    with pytest.raises(UnsupportedError, match="--backend one-sided: no directory for sockets; "):
+    with pytest.raises(
+        UnsupportedError, match="one-sided cannot be used: no directory for sockets; "
+    ):
         refusals.refuse_backend("one-sided")
     monkeypatch.setattr(refusals, "why_unavailable", lambda: "")
     refusals.refuse_backend("one-sided")
     if is_cuda:
         refusals.refuse_backend("nccl")
         return
-    with pytest.raises(UnsupportedError, match=r"--backend nccl: .* NVIDIA GPUs; leave it out"):
+    with pytest.raises(UnsupportedError, match=r"--backend nccl .* NVIDIA GPUs; leave it out"):
         refusals.refuse_backend("nccl")
 
 
@@ -243,14 +249,14 @@ class _Invalid(ValueError):
 def test_what_vllm_raises_before_its_engine_starts_is_a_sentence(
     error: Exception, said: str
 ) -> None:
-    with pytest.raises(InvalidRequestError) as caught, sentences("org/m"):
+    with pytest.raises(InvalidRequestError) as caught, plain_errors("org/m"):
         raise error
     assert re.search(said, caught.value.message), caught.value.message
     assert "\n" not in caught.value.message
 
 
 def test_what_is_behind_an_error_of_vllm_is_told() -> None:
-    with pytest.raises(InvalidRequestError, match=r"cannot be found: .* cache"), sentences("m"):
+    with pytest.raises(InvalidRequestError, match=r"cannot be found: .* cache"), plain_errors("m"):
         raise RuntimeError("no config") from _HubError("not in the cache")
 
 
@@ -258,6 +264,6 @@ def test_what_is_behind_an_error_of_vllm_is_told() -> None:
     "error", [RuntimeError("Engine core"), OSError("disk full"), UnsupportedError("x")]
 )
 def test_other_failures_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, sentences("org/m"):
+    with pytest.raises(type(error)) as caught, plain_errors("org/m"):
         raise error
     assert caught.value is error

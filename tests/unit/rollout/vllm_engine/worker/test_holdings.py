@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from rollout_side.memory.placement import Memory
+from rollout_side.memory.segment import Memory
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import StagedVersion
-from rollout_side.vllm_engine.worker.answers import guarded
-from rollout_side.vllm_engine.worker.holdings_page import (
+from rollout_side.vllm_engine.worker.holdings import (
     SLOT_BYTES,
     HoldingsPage,
+    HoldingsReport,
     HoldingsWriter,
     ProgressWriter,
 )
-from rollout_side.vllm_engine.worker.holdings_report import HoldingsReport
-from rollout_side.vllm_engine.worker.state import WorkerState, look_at, memory_of
+from rollout_side.vllm_engine.worker.rank_results import guarded
+from rollout_side.vllm_engine.worker.state import WorkerState, comparable_state, memory_of
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
@@ -61,13 +61,13 @@ def test_what_was_written_last_is_read(page: HoldingsPage) -> None:
 
 
 def test_the_last_word_of_any_rank_that_it_gets_on_is_read(page: HoldingsPage) -> None:
-    assert page.spoken_at() == 0.0
+    assert page.progress_at() == 0.0
     before = time.monotonic()
-    ProgressWriter(page.path, 0).speak()
-    first = page.spoken_at()
+    ProgressWriter(page.path, 0).report_progress()
+    first = page.progress_at()
     assert before <= first <= time.monotonic()
-    ProgressWriter(page.path, 7).speak()
-    assert page.spoken_at() > first
+    ProgressWriter(page.path, 7).report_progress()
+    assert page.progress_at() > first
     assert page.read().adapter_bytes == 0, "what is held is not touched"
 
 
@@ -91,7 +91,7 @@ def test_a_slot_that_is_being_written_is_not_read(page: HoldingsPage) -> None:
 def test_what_does_not_fit_leaves_what_was_there(page: HoldingsPage) -> None:
     writer = HoldingsWriter(page.path)
     writer.write({**EMPTY, "adapter_bytes": 3})
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="does not fit"):
         writer.write({**EMPTY, "spilled": ["x" * SLOT_BYTES]})
     assert page.read().adapter_bytes == 3
 
@@ -156,7 +156,7 @@ def _state(page: HoldingsPage) -> WorkerState:
     state = WorkerState(WorkerStore(2**20, 2**20, 1, Memory()), Reference("Model", ()))
     state.receiver = SimpleNamespace()  # type: ignore[assignment]
     state.report = HoldingsReport(
-        HoldingsWriter(page.path), lambda: look_at(state), lambda: memory_of(state)
+        HoldingsWriter(page.path), lambda: comparable_state(state), lambda: memory_of(state)
     )
     return state
 

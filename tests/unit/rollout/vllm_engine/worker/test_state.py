@@ -14,8 +14,13 @@ from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.worker import state as worker_state
-from rollout_side.vllm_engine.worker.state import WorkerState, loader
-from weft_rl.contract.errors import LoadFailedError, TransferAbortedError, WeftError
+from rollout_side.vllm_engine.worker.state import WorkerState, loader, usable_backends
+from weft_rl.contract.errors import (
+    LoadFailedError,
+    TransferAbortedError,
+    UnsupportedError,
+    WeftError,
+)
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
@@ -69,3 +74,11 @@ def test_nothing_is_left_of_what_failed_midway(monkeypatch: pytest.MonkeyPatch) 
     state = _end(monkeypatch, LoadFailedError("a layer burned", metadata={"dirty": "true"}))
     assert state.copy_plan is None
     assert state.store.retained_bases() == ()
+
+
+def test_a_worker_without_the_backend_that_was_chosen_says_what_it_has() -> None:
+    cpu = torch.device("cpu")
+    assert "gloo" in usable_backends(cpu, "auto")
+    assert usable_backends(cpu, "gloo") == ("gloo",)
+    with pytest.raises(UnsupportedError, match=r"nccl cannot be used: a worker on cpu has .*gloo;"):
+        usable_backends(cpu, "nccl")

@@ -1,0 +1,483 @@
+"""gRPC services of a replica: the coordinator's orders, and requests for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from rollout_side.agent.agent import Agent
+from rollout_side.agent.registration import OrderKey
+from rollout_side.agent.serving import VersionCopy
+from rollout_side.engine import (
+    FinishReason,
+    GenerateOrder,
+    JoinOrder,
+    SampleChunk,
+    SendOrder,
+    SleepOrder,
+    SwitchTimes,
+    VersionFacts,
+)
+from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
+from weft_rl.contract.group import GroupTicket
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.contract.sampling import Sampling
+from weft_rl.rpc.codec import (
+    aborts_from_proto,
+    capabilities_to_proto,
+    chunk_ranges,
+    duration_from_proto,
+    duration_to_proto,
+    level_from_proto,
+    report_to_proto,
+    sleep_to_proto,
+    tensors_to_proto,
+    ticket_from_proto,
+    vector_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
+from weft_rl.rpc.inbound import on_call_end
+from weft_rl.rpc.manifest_codec import manifest_to_chunks
+from weft_rl.tracing import NO_TRACER, Span, Tracer, parent_in
+from weft_rl.v1 import generate_pb2, publish_pb2, types_pb2
+from weft_rl.v1 import replica_pb2 as pb
+from weft_rl.v1.generate_pb2_grpc import GenerateServiceServicer
+from weft_rl.v1.replica_pb2_grpc import ReplicaServiceServicer
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
+    """Return the version that an order names.
+
+    Raises:
+        InvalidNameError: Its policy has no valid name.
+    """
+    check_name(message.policy, "policy")
+    return version_from_proto(message)
+
+
+def _named(transfer_id: str) -> str:
+    """Return the transfer that an order names. Engines use the empty name for no transfer.
+
+    Raises:
+        InvalidRequestError: It is empty.
+    """
+    if not transfer_id:
+        raise InvalidRequestError("transfer_id is empty; it must name a transfer")
+    return transfer_id
+
+
+class ReplicaServicer(ReplicaServiceServicer):
+    """One replica's service; see protos/weft/v1/replica.proto for each call.
+
+    Args:
+        on_switched: Called with the policy and the cost of each switch.
+        tracer: Tracer for the spans of loads and switches; its owner closes it.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        on_switched: Callable[[str, SwitchTimes], None] | None = None,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self._agent = agent
+        self._tracer = tracer
+        self._on_switched = on_switched or (lambda policy, times: None)
+
+    @contextlib.contextmanager
+    def _signed(self) -> Iterator[None]:
+        """Add this process's incarnation to a refusal, which holds for this process only."""
+        try:
+            yield
+        except WeftError as error:
+            error.metadata["incarnation"] = self._agent.config.incarnation
+            raise
+
+    @contextlib.contextmanager
+    def _traced(
+        self, name: str, context: _Context, version: types_pb2.PolicyVersion
+    ) -> Iterator[Span]:
+        """Open a span for an order of the coordinator, under the span of its transfer."""
+        replica_id = self._agent.config.replica_id
+        parent = parent_in(context.invocation_metadata())
+        with self._tracer.span(
+            name, parent=parent, replica=replica_id, policy=version.policy, version=version.version
+        ) as span:
+            yield span
+
+    def _check_generation(self, generation: int) -> None:
+        """Refuse an order of a coordinator older than the one registered with.
+
+        Raises:
+            StaleEpochError: It is older.
+        """
+        registration = self._agent.registration
+        newest = registration.coordinator_generation if registration else 0
+        if generation < newest:
+            raise StaleEpochError(
+                f"the order is of coordinator generation {generation}, which {newest} has replaced"
+            )
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        """Refuse an order for another process at this address.
+
+        Raises:
+            StaleEpochError: It names another one.
+        """
+        if incarnation not in ("", self._agent.config.incarnation):
+            raise StaleEpochError(
+                f"the order is for process {incarnation[:80]!r} of this replica, which "
+                f"{self._agent.config.incarnation!r} has replaced"
+            )
+
+    async def JoinGroup(  # noqa: N802
+        self, request: pb.JoinGroupRequest, context: _Context
+    ) -> pb.JoinGroupResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        order = JoinOrder(
+            ticket=self._ticket(request.group, agent.engine.capabilities),
+            trainer_id=request.trainer_id,
+            is_probe=request.is_probe,
+        )
+        await agent.join_group(order)
+        return pb.JoinGroupResponse()
+
+    async def CommitTransfer(  # noqa: N802
+        self, request: pb.CommitTransferRequest, context: _Context
+    ) -> pb.CommitTransferResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        with self._signed(), self._traced("weft.switch", context, request.version) as span:
+            times = await agent.serving.commit(_copy(request, _version(request.version)))
+            span.set(**_cost(times))
+        self._on_switched(request.version.policy, times)
+        return pb.CommitTransferResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            pause=duration_to_proto(times.pause_seconds),
+            load=duration_to_proto(times.load_seconds),
+            retained_base_versions=agent.serving.memory.retained_bases,
+            base_as_started=agent.serving.is_as_started(agent.serving.vector.base),
+        )
+
+    async def LoadTransfer(  # noqa: N802
+        self, request: pb.LoadTransferRequest, context: _Context
+    ) -> pb.LoadTransferResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        with self._traced("weft.load", context, request.version):
+            await agent.serving.load_in_place(
+                _named(request.transfer_id),
+                _version(request.version),
+                duration_from_proto(request.timeout),
+            )
+        return pb.LoadTransferResponse()
+
+    async def SwitchVersion(  # noqa: N802
+        self, request: pb.SwitchVersionRequest, context: _Context
+    ) -> pb.SwitchVersionResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        with self._signed(), self._traced("weft.switch", context, request.version) as span:
+            version, has_copy = _version(request.version), request.HasField("spilled")
+            spilled = _copy(request.spilled, version) if has_copy else None
+            times = await agent.serving.switch(version, spilled)
+            span.set(**_cost(times))
+        self._on_switched(request.version.policy, times)
+        return pb.SwitchVersionResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            pause=duration_to_proto(times.pause_seconds),
+            load=duration_to_proto(times.load_seconds),
+            retained_base_versions=agent.serving.memory.retained_bases,
+        )
+
+    async def DescribeVersion(  # noqa: N802
+        self, request: pb.DescribeVersionRequest, context: _Context
+    ) -> AsyncIterator[pb.DescribeVersionResponse]:
+        version = _version(request.version)
+        if request.facts_of_digest:
+            facts = await self._agent.serving.describe(version, request.facts_of_digest)
+            yield pb.DescribeVersionResponse(facts=facts.to_proto())
+            return
+        manifest = await self._agent.engine.manifest(version)
+        for chunk in manifest_to_chunks(manifest):
+            yield pb.DescribeVersionResponse(chunk=chunk)
+
+    async def DigestVersion(  # noqa: N802
+        self, request: pb.DigestVersionRequest, context: _Context
+    ) -> AsyncIterator[pb.DigestVersionResponse]:
+        version = _version(request.version)
+        facts = self._agent.serving.known.facts.get(version)
+        adapter = facts.to_proto().adapter if facts and version.policy != BASE_POLICY else None
+        found: list[StoredTensor] = []
+        async with contextlib.aclosing(self._agent.engine.digest_tensors(version)) as parts:
+            async for part in parts:
+                found += part
+                for some in chunk_ranges(len(part)):
+                    tensors = tensors_to_proto(part[some])
+                    chunk = types_pb2.TensorDigestChunk(tensors=tensors, adapter=adapter)
+                    yield pb.DigestVersionResponse(chunk=chunk)
+                    adapter = None
+        digest = await asyncio.to_thread(checkpoint_digest, found)
+        yield pb.DigestVersionResponse(chunk=types_pb2.TensorDigestChunk(digest=digest))
+
+    async def SendVersion(  # noqa: N802
+        self, request: pb.SendVersionRequest, context: _Context
+    ) -> pb.SendVersionResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        version = _version(request.version)
+        order = SendOrder(
+            ticket=self._ticket(request.group, None),
+            transfer_id=_named(request.transfer_id),
+            policy=version.policy,
+            version=version.version,
+            nonce=request.nonce,
+            timeout_seconds=duration_from_proto(request.timeout),
+        )
+        await agent.send(order)
+        return pb.SendVersionResponse()
+
+    def _ticket(self, group: publish_pb2.GroupPlan, receives: Capabilities | None) -> GroupTicket:
+        """Return the ticket of this replica's receivers in a group, or of its sender.
+
+        Raises:
+            InvalidRequestError: The group has no such rank, no name, or a backend that this replica
+                does not offer.
+        """
+        last = group.rank + (receives.num_receivers - 1 if receives else 0)
+        num_senders = group.num_senders or 1
+        if (group.rank < num_senders) is not (receives is None) or last >= group.size:
+            raise InvalidRequestError(
+                f"rank {group.rank} of a group of {group.size} does not fit "
+                f"{f'{receives.num_receivers} receivers' if receives else 'a sender'}"
+            )
+        if not group.group_id or group.backend not in self._agent.engine.capabilities.backends:
+            raise InvalidRequestError(
+                f"group {group.group_id!r} over {group.backend[:40]!r}: a group needs a name and "
+                f"one of the backends {', '.join(self._agent.engine.capabilities.backends)}"
+            )
+        coordinator = self._agent.config.coordinator
+        return ticket_from_proto(group, coordinator=coordinator, host=self._agent.host)
+
+    async def DiscardTransfer(  # noqa: N802
+        self, request: pb.DiscardTransferRequest, context: _Context
+    ) -> pb.DiscardTransferResponse:
+        self._check_generation(request.coordinator_generation)
+        agent = self._agent
+        await agent.serving.discard(_named(request.transfer_id))
+        return pb.DiscardTransferResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            incarnation=agent.config.incarnation,
+        )
+
+    async def RetireVersions(  # noqa: N802
+        self, request: pb.RetireVersionsRequest, context: _Context
+    ) -> pb.RetireVersionsResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        mistaken = request.mistaken_versions
+        await agent.serving.drop_mistaken(
+            [(_version(held.version), held.content_digest) for held in mistaken]
+        )
+        await agent.serving.retire(
+            [_version(version) for version in request.versions], frozenset(request.ended_policies)
+        )
+        return pb.RetireVersionsResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            draining=[version_to_proto(version) for version in sorted(agent.serving.retiring)],
+        )
+
+    async def RefuseRequests(  # noqa: N802
+        self, request: pb.RefuseRequestsRequest, context: _Context
+    ) -> pb.RefuseRequestsResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        order = OrderKey(request.coordinator_generation, request.order_number)
+        agent.order_refusal(order, request.refuse_reason)
+        agent.hurry()
+        return pb.RefuseRequestsResponse(refusing=agent.refusing, order_number=agent.order_number)
+
+    async def Sleep(  # noqa: N802
+        self, request: pb.SleepRequest, context: _Context
+    ) -> pb.SleepResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        order = SleepOrder(
+            trainer_id=request.trainer_id,
+            level=level_from_proto(request.level),
+            aborts=aborts_from_proto(request.when_running),
+            timeout_seconds=duration_from_proto(request.timeout),
+        )
+        await agent.fall_asleep(order)
+        return pb.SleepResponse(sleep=sleep_to_proto(agent.report().asleep))
+
+    async def WakeUp(  # noqa: N802
+        self, request: pb.WakeUpRequest, context: _Context
+    ) -> pb.WakeUpResponse:
+        agent = self._agent
+        self._check_generation(request.coordinator_generation)
+        self._check_incarnation(request.incarnation)
+        await agent.wake_up()
+        return pb.WakeUpResponse(
+            version_vector=vector_to_proto(agent.serving.vector),
+            dirty_reason=agent.serving.dirty_reason,
+        )
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: _Context
+    ) -> pb.GetStatusResponse:
+        agent = self._agent
+        return pb.GetStatusResponse(
+            replica_id=agent.config.replica_id,
+            incarnation=agent.config.incarnation,
+            capabilities=capabilities_to_proto(agent.engine.capabilities),
+            staging_used_bytes=agent.serving.memory.staging_bytes,
+            report=report_to_proto(agent.report()),
+        )
+
+
+def _cost(times: SwitchTimes) -> dict[str, float]:
+    return {"pause_seconds": times.pause_seconds, "load_seconds": times.load_seconds}
+
+
+def _copy(order: pb.CommitTransferRequest | pb.SpilledCopy, version: PolicyVersion) -> VersionCopy:
+    """Decode the copy that an order names. It has no facts if the coordinator does not name the
+    layout."""
+    facts = None
+    if order.layout_digest:
+        message = types_pb2.VersionFacts(
+            content_digest=order.content_digest,
+            layout_digest=order.layout_digest,
+            adapter=order.adapter if order.HasField("adapter") else None,
+        )
+        facts = VersionFacts(order.content_digest.value, message.SerializeToString())
+    return VersionCopy(
+        _named(order.transfer_id),
+        version,
+        order.content_digest.value,
+        order.adapter.config_json,
+        order.alias,
+        order.layout_digest,
+        facts,
+    )
+
+
+_FINISH_REASONS = {
+    None: generate_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generate_pb2.FINISH_REASON_ABORT,
+}
+
+
+class GenerateServicer(GenerateServiceServicer):
+    """One replica's service; see protos/weft/v1/generate.proto."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def Generate(  # noqa: N802
+        self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        version = self._agent.requested(request.policy)
+        adapter = None if version.policy == BASE_POLICY else version
+        # Nothing is awaited since the name was resolved, so the version is still there.
+        answer = self._agent.engine.generate(
+            GenerateOrder(
+                prompt=_prompt(request),
+                adapter=adapter,
+                num_samples=request.sampling.num_samples or 1,
+                sampling=_sampling(request.sampling),
+                strict=request.strict,
+                exact_base=adapter is None and request.policy != BASE_POLICY,
+                chunk_tokens=request.chunk_tokens,
+            )
+        )
+        on_call_end(context, answer.end)
+        try:
+            admission: generate_pb2.Admission | None = None
+            capabilities = self._agent.engine.capabilities
+            async for chunks in answer.chunks():
+                if admission is None:
+                    admission = generate_pb2.Admission(
+                        adapter=version_to_proto(adapter) if adapter else None,
+                        base_version=answer.base,
+                        logprobs_mode=capabilities.logprobs_mode,
+                        logprobs_truncated=capabilities.logprobs_truncated,
+                        prompt_token_ids=answer.prompt_token_ids,
+                    )
+                    yield _response(chunks, adapter, admission)
+                else:
+                    yield _response(chunks, adapter)
+        finally:
+            answer.end()
+
+
+def _prompt(request: generate_pb2.GenerateRequest) -> str | list[int]:
+    """Return the prompt to complete: text or token ids, as given.
+
+    Raises:
+        InvalidRequestError: It is empty.
+    """
+    prompt = request.text or list(request.token_ids.ids)
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; give token_ids or text")
+    return prompt
+
+
+def _sampling(given: generate_pb2.Sampling) -> Sampling:
+    return Sampling(
+        temperature=given.temperature if given.HasField("temperature") else 1.0,
+        top_p=given.top_p if given.HasField("top_p") else 1.0,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=(
+            given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
+        ),
+        seed=given.seed if given.HasField("seed") else None,
+        max_tokens=given.max_tokens or None,
+        min_tokens=given.min_tokens,
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
+    )
+
+
+def _response(
+    chunks: Sequence[SampleChunk],
+    adapter: PolicyVersion | None,
+    admission: generate_pb2.Admission | None = None,
+) -> generate_pb2.GenerateResponse:
+    response = generate_pb2.GenerateResponse(admission=admission)
+    for chunk in chunks:
+        made = response.chunks.add(
+            index=chunk.index,
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            finish_reason=_FINISH_REASONS[chunk.finish_reason],
+        )
+        if chunk.finish_reason is not None:
+            if adapter is not None:
+                made.adapter.CopyFrom(version_to_proto(adapter))
+            for span in chunk.base_spans:
+                made.base_spans.add(
+                    version=span.version,
+                    start=span.start,
+                    end=span.end,
+                    older_cache=span.older_cache,
+                )
+    return response

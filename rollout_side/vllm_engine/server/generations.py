@@ -1,0 +1,229 @@
+"""Generations for GenerateService, by vLLM, with the versions behind their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
+from typing import Any
+
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.vllm_engine.compat import bridges, requests
+from rollout_side.vllm_engine.http.middleware import RequestTracker
+from rollout_side.vllm_engine.http.served_models import ServedModels
+from weft_rl.contract.errors import PeerUnavailableError, VersionChangedError
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+
+_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+class Generations:
+    """Running generations of one engine; used on its event loop.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        generate: Its method; raises nothing if a generation is aborted.
+        tracker: Refuses new requests, and counts those that run, as over HTTP.
+        models: Models that can be requested.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        generate: Callable[..., AsyncGenerator[Any, None]],
+        tracker: RequestTracker,
+        models: ServedModels,
+    ) -> None:
+        self._engine, self._tracker, self._models = engine, tracker, models
+        self._generate = generate
+        self._numbers = itertools.count(1)
+        self._running: set[VllmGeneration] = set()
+        self._aborts: set[asyncio.Future[None]] = set()
+
+    def begin(self, order: GenerateOrder) -> VllmGeneration:
+        """Begin to complete a prompt, as ``Engine.generate``.
+
+        Raises:
+            InvalidRequestError: vLLM refuses the sampling settings.
+        """
+        if self._tracker.refuse_reason:
+            raise PeerUnavailableError(self._tracker.refuse_reason, reason="REFUSING")
+        lora = self._models.request_of(order.adapter) if order.adapter else None
+        with bridges.typed_failures():
+            params = bridges.sampling_params(order.sampling, order.num_samples, order.chunk_tokens)
+        request_id = f"weft-{next(self._numbers)}"
+        prompt = (
+            order.prompt if isinstance(order.prompt, str) else {"prompt_token_ids": order.prompt}
+        )
+        outputs = self._generate(prompt, params, request_id, lora_request=lora)
+        ended = contextlib.ExitStack()
+        answer = VllmGeneration(request_id, order, self._models.base.version, outputs, ended)
+        ended.enter_context(self._tracker.running())
+        self._running.add(answer)
+        ended.callback(self._running.discard, answer)
+        ended.callback(self._abort, answer)
+        return answer
+
+    def _abort(self, answer: VllmGeneration) -> None:
+        if not answer.is_over:
+            abort = asyncio.ensure_future(self._engine.abort(answer.request_id))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborted)
+
+    def _aborted(self, abort: asyncio.Future[None]) -> None:
+        self._aborts.discard(abort)
+        if not abort.cancelled():
+            abort.exception()  # an engine that has died ends the process elsewhere
+
+    def expect_aborts(self, version: PolicyVersion, aborted: Set[str]) -> None:
+        """Mark the generations that are about to be ended because the base changes.
+
+        Args:
+            version: The base that it changes to.
+            aborted: Ids of their requests.
+        """
+        for answer in self._running:
+            if answer.request_id in aborted:
+                answer.changed_to = version.version
+
+    async def switch_base(self, version: PolicyVersion, *, kept: bool) -> None:
+        """Record that tokens are of another base from now on; call it while paused.
+
+        Generations that need the former base are ended.
+
+        Args:
+            version: The new base.
+            kept: Whether the other generations keep their cache.
+        """
+        before = await requests.tokens_before(self._engine)
+        is_other = version != self._models.base
+        self._models.set_base(version)
+        ended = [
+            answer.request_id
+            for answer in self._running
+            if answer.note_base(version.version, before, kept=kept)
+        ]
+        if ended and is_other:
+            # Their last tokens still arrive, then their end.
+            await self._engine.abort(ended)
+
+
+class VllmGeneration:
+    """Answer of a vLLM engine, as ``rollout_side.engine.Answer``.
+
+    Args:
+        outputs: vLLM's ``RequestOutput``s, each with the new tokens only.
+        ended: Stack that is closed when the generation ends.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        order: GenerateOrder,
+        base: int,
+        outputs: AsyncGenerator[Any, None],
+        ended: contextlib.ExitStack,
+    ) -> None:
+        self.request_id, self.base = request_id, base
+        self._strict, self._is_exact = order.strict, order.exact_base
+        self.prompt_token_ids: Sequence[int] = ()
+        #: True if the engine is done with it.
+        self.is_over = False
+        #: Base that it is ended for.
+        self.changed_to: int | None = None
+        self._is_text = isinstance(order.prompt, str)
+        self._outputs, self._ended = outputs, ended
+        self._num_tokens = [0] * order.num_samples
+        #: By sample, the tokens at which a version of the base began, unless vLLM reports them.
+        self._starts = [[(base, 0)] for _ in self._num_tokens]
+        self._has_begun = False
+        self._is_void = self._was_aborted = self._is_kept = False
+
+    def note_base(self, version: int, before: Mapping[tuple[str, int], int], *, kept: bool) -> bool:
+        """Record that tokens are of another base; return whether the generation must end.
+
+        Args:
+            before: See ``requests.tokens_before``.
+            kept: Whether samples that have tokens keep their cache.
+        """
+        self._is_kept |= kept
+        for index, starts in enumerate(self._starts):
+            count = before.get((self.request_id, index))
+            if count is not None or not self._has_begun:  # else the sample has ended
+                starts.append((version, count or 0))
+        must_end = self._must_end
+        if must_end and version != self.base and not self.is_over:
+            self.changed_to = version
+            # vLLM may not have the request yet: then its tokens would be of the new base.
+            self._is_void = not self._has_begun
+        return must_end
+
+    @property
+    def _must_end(self) -> bool:
+        """True if it must not have tokens of another base."""
+        return self._strict or (self._is_exact and not self._has_begun)
+
+    async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
+        """See ``Answer``."""
+        with bridges.typed_failures():
+            async for output in self._outputs:
+                if self._is_void:
+                    break
+                self._has_begun = True
+                if self._is_text:
+                    self.prompt_token_ids = output.prompt_token_ids
+                self.is_over = output.finished
+                yield [self._chunk(completion) for completion in output.outputs]
+            else:
+                self.is_over = True
+        if self._is_void:
+            yield [
+                SampleChunk(index=i, token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
+                for i in range(len(self._num_tokens))
+            ]
+        if self._is_void or (self.changed_to is not None and self._was_aborted):
+            raise VersionChangedError(
+                f"the base changed from {BASE_POLICY}@{self.base} to "
+                f"{BASE_POLICY}@{self.changed_to}, and this request wanted one only; ask again"
+            )
+
+    def _chunk(self, completion: Any) -> SampleChunk:
+        tokens = list(completion.token_ids)
+        index = completion.index
+        self._num_tokens[index] += len(tokens)
+        reason = None
+        if completion.finish_reason:
+            reason = _REASONS.get(completion.finish_reason, FinishReason.ABORT)
+            self._was_aborted |= reason is FinishReason.ABORT
+        return SampleChunk(
+            index=index,
+            token_ids=tokens,
+            logprobs=bridges.sampled_logprobs(completion),
+            finish_reason=reason,
+            base_spans=self._spans(completion) if reason else (),
+        )
+
+    def _spans(self, completion: Any) -> tuple[BaseSpan, ...]:
+        """Return the base spans of an ended sample, from vLLM or as recorded at each switch."""
+        starts = [
+            (version, start, end) for version, start, end in self._named(completion) if end > start
+        ]
+        spans: list[BaseSpan] = []
+        for version, start, end in starts:
+            if spans and spans[-1].version == version:
+                start = spans.pop().start
+            spans.append(BaseSpan(version, start, end, self._is_kept and start > 0))
+        return tuple(spans)
+
+    def _named(self, completion: Any) -> list[tuple[int, int, int]]:
+        named = getattr(completion, "weight_versions", None)
+        if named is not None:
+            return [(PolicyVersion.parse(s.version).version, s.start, s.end) for s in named]
+        starts = self._starts[completion.index]
+        ends = [start for _, start in starts[1:]] + [self._num_tokens[completion.index]]
+        return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+
+    def end(self) -> None:
+        """See ``Answer``."""
+        self._ended.close()

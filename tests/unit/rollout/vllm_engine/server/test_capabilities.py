@@ -1,0 +1,104 @@
+"""Which tensors a model has, by its files or its configuration, and what adapters may name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rollout_side.vllm_engine.server.capabilities import (
+    build_reference,
+    lora_modules,
+    served_dtypes,
+)
+from weft_rl.contract.tensors import DataType, TensorMeta
+
+
+def test_experts_are_not_named_as_modules() -> None:
+    assert lora_modules(["q_proj", "experts", "experts.0.up_proj", "k_proj"]) == (
+        "k_proj",
+        "q_proj",
+    )
+
+
+def _config(**settings: Any) -> Any:
+    config = SimpleNamespace(architectures=["TinyForCausalLM"], **settings)
+    config.get_text_config = lambda: config
+    return config
+
+
+def test_the_reference_is_read_from_headers(tmp_path: Path) -> None:
+    save_file(
+        {
+            "b.weight": torch.zeros(2, 3, dtype=torch.bfloat16),
+            "a.weight": torch.zeros(4, dtype=torch.bfloat16),
+            "router.bias": torch.zeros(4, dtype=torch.float32),
+            "packed": torch.zeros(4, dtype=torch.int32),
+            "lm_head.weight": torch.zeros(2, 3, dtype=torch.bfloat16),
+            "model.rotary_emb.inv_freq": torch.zeros(4),
+        },
+        tmp_path / "model.safetensors",
+    )
+    save_file({"other": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    reference = build_reference(tmp_path, _config(tie_word_embeddings=True), DataType.FLOAT16)
+    assert reference.architecture == "TinyForCausalLM"
+    assert {m.name: (m.dtype, m.shape) for m in reference.tensors} == {
+        "a.weight": (DataType.FLOAT16, (4,)),
+        "b.weight": (DataType.FLOAT16, (2, 3)),
+        "packed": (DataType.INT32, (4,)),
+        "router.bias": (DataType.FLOAT32, (4,)),
+    }
+    untied = build_reference(tmp_path, _config(tie_word_embeddings=False), DataType.FLOAT16)
+    assert "lm_head.weight" in untied.by_name
+
+
+def test_only_the_files_of_an_index_count(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        save_file({f"{name}.weight": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {"x.weight": "x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    reference = build_reference(tmp_path, _config(), DataType.FLOAT32)
+    assert [meta.name for meta in reference.tensors] == ["x.weight"]
+
+
+def test_without_files_the_names_are_those_transformers_saves() -> None:
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        architectures=["MixtralForCausalLM"],
+    )
+    reference = build_reference(None, config, DataType.BFLOAT16)
+    expert = reference.by_name["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
+    assert expert == TensorMeta(expert.name, DataType.BFLOAT16, (8, 16))
+
+
+def test_floats_wider_than_most_keep_their_width() -> None:
+    metas = [
+        TensorMeta(n, d, (1,))
+        for n, d in (
+            ("a", DataType.FLOAT32),
+            ("b", DataType.FLOAT32),
+            ("c", DataType.BFLOAT16),
+            ("d", DataType.FLOAT8_E4M3FN),
+            ("e", DataType.FLOAT64),
+        )
+    ]
+    dtypes = [meta.dtype for meta in served_dtypes(metas, DataType.BFLOAT16)]
+    assert dtypes == [
+        DataType.BFLOAT16,
+        DataType.BFLOAT16,
+        DataType.BFLOAT16,
+        DataType.FLOAT8_E4M3FN,
+        DataType.FLOAT64,
+    ]

@@ -1,0 +1,451 @@
+"""What an engine is told to sleep and to wake, in order, and what each failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollout_side.agent.orders import OrderQueue, SleepOrders
+from rollout_side.engine import SleepOrder
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.replica import VllmReplica
+from tests.doubles.vllm import BASE, FakeEngine, failed, make_replica, ok
+from weft_rl.contract.errors import (
+    LoadFailedError,
+    NotReadyError,
+    StaleEpochError,
+    TransferTimeoutError,
+)
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.replica_report import Sleep
+
+SLEPT = ["weft_sleep", "sleep 1"]
+LOADED = ["pause", "weft_apply_base", "base@3", "reset", "weft_keep_base"]
+
+
+def _order(*, level: int = 1, aborts: bool = False, seconds: float = 5.0) -> SleepOrder:
+    return SleepOrder(trainer_id="t1", level=level, aborts=aborts, timeout_seconds=seconds)
+
+
+@pytest.fixture(autouse=True)
+def _sleeps_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's newer executors do; theirs is not imported."""
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: True)
+
+
+async def fall_asleep(replica: VllmReplica, order: SleepOrder) -> None:
+    """By an agent."""
+    await SleepOrders(replica, OrderQueue()).fall_asleep(order)
+
+
+def _refused(replica: VllmReplica) -> str:
+    return replica.tracker.refuse_reason
+
+
+async def test_asleep_it_refuses_requests_and_awake_it_takes_them() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order())
+    assert engine.calls == SLEPT
+    assert replica.asleep == Sleep("t1")
+    assert _refused(replica) == (
+        "the replica sleeps by order of trainer 't1'; ask another replica, or again once it is "
+        "awake"
+    )
+    await replica.wake_up()
+    assert engine.calls == [
+        *SLEPT,
+        "wake weights",
+        "weft_wake",
+        "wake kv_cache",
+        "weft_awake",
+        "resume",
+    ]
+    assert (replica.asleep, _refused(replica)) == (None, "")
+    await replica.wake_up()
+    assert engine.calls[-1] == "resume"
+
+
+async def test_one_that_was_not_started_for_it_is_refused() -> None:
+    engine = FakeEngine()
+    with pytest.raises(NotReadyError, match="--enable-sleep") as caught:
+        await fall_asleep(make_replica(engine), _order())
+    assert caught.value.reason == "SLEEP_DISABLED"
+    assert engine.calls == []
+
+
+async def test_a_base_wakes_the_weights_and_nothing_else() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order())
+    await replica.apply_base("t", BASE, b"")
+    assert engine.calls == [*SLEPT, "wake weights", "weft_wake", *LOADED]  # it stays paused
+    assert replica.asleep == Sleep("t1", weights_awake=True)
+    assert _refused(replica)
+    await fall_asleep(replica, _order())  # again
+    assert engine.calls[-2:] == SLEPT
+    assert replica.asleep == Sleep("t1")
+
+
+async def test_woken_weights_are_not_woken_twice() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order())
+    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    await replica.wake_up()
+    assert engine.calls.count("wake weights") == 1
+    assert engine.calls[-3:] == ["wake kv_cache", "weft_awake", "resume"]
+
+
+async def test_asleep_no_adapter_is_dropped() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    version = PolicyVersion("math", 1)
+    await replica.load_adapter("t", version, "{}", b"")
+    await replica.load_adapter("u", PolicyVersion("math", 2), "{}", b"")
+    await fall_asleep(replica, _order())
+    assert not await replica.retire(version)
+    await asyncio.sleep(0.15)
+    assert not await replica.retire(version)
+    assert "weft_drop_adapter" not in engine.calls
+    await replica.wake_up()
+    assert await replica.retire(version)
+
+
+async def test_requests_finish_first() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(fall_asleep(replica, _order()))
+        await asyncio.sleep(0.05)
+        assert engine.calls == []
+        assert _refused(replica)
+    await sleeping
+    assert engine.calls == SLEPT
+
+
+async def test_requests_that_do_not_finish_leave_it_awake() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running(), pytest.raises(TransferTimeoutError, match="1 requests"):
+        await fall_asleep(replica, _order(seconds=0.05))
+    assert engine.calls == []
+    assert (replica.asleep, _refused(replica)) == (None, "")
+
+
+async def test_requests_are_aborted_until_none_is_left() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(fall_asleep(replica, _order(aborts=True)))
+        while engine.calls.count("abort all") < 2:
+            await asyncio.sleep(0)
+    await sleeping
+    assert engine.calls == [*["abort all", "resume"] * 2, *SLEPT]
+
+
+async def test_a_dirty_engine_aborts_requests_and_stays_paused() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_apply_base"] = lambda: [failed("LOAD_FAILED", dirty=True)]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(LoadFailedError):
+        await replica.apply_base("t", BASE, b"")
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(fall_asleep(replica, _order(aborts=True)))
+        while "abort all" not in engine.calls:
+            await asyncio.sleep(0)
+    await sleeping
+    assert "resume" not in engine.calls
+
+
+async def test_a_commit_does_not_wait_for_requests_that_a_sleep_waits_for() -> None:
+    """And requests continue after it."""
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(fall_asleep(replica, _order()))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(replica.apply_base("t", BASE, b""), 2.0)
+        assert engine.calls == [*LOADED, "resume"]
+        assert _refused(replica)
+        assert not sleeping.done()
+    await sleeping
+    assert engine.calls == [*LOADED, "resume", *SLEPT]
+    assert _refused(replica)
+
+
+async def test_one_that_is_woken_while_it_waits_takes_requests_at_once() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    orders = SleepOrders(replica, queue := OrderQueue())
+    loading = asyncio.Event()
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(orders.fall_asleep(_order()))
+        await asyncio.sleep(0.05)
+        assert _refused(replica)
+        assert orders.to_sleep == Sleep("t1")
+        switch = asyncio.create_task(queue.run(loading.wait(), "loading"))
+        waking = asyncio.create_task(orders.wake_up())
+        with pytest.raises(StaleEpochError, match="ordered to wake"):
+            await sleeping
+        assert not _refused(replica)
+        assert not waking.done()  # it is not its turn
+        loading.set()
+        await asyncio.gather(switch, waking)
+        assert not _refused(replica)
+    assert engine.calls == []
+    assert orders.to_sleep is None
+
+
+async def test_a_newer_order_takes_the_place_of_one_that_waits() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    orders = SleepOrders(replica, OrderQueue())
+    with replica.tracker.running():
+        first = asyncio.create_task(orders.fall_asleep(_order(seconds=0.1)))
+        await asyncio.sleep(0.05)
+        newer = SleepOrder(trainer_id="", level=2, aborts=False, timeout_seconds=5.0)
+        second = asyncio.create_task(orders.fall_asleep(newer))
+        await asyncio.sleep(0.15)
+        assert "by order of an operator" in _refused(replica)
+    await asyncio.gather(first, second)
+    assert replica.asleep == Sleep("", level=2)
+    assert replica.lacks_base
+
+
+async def test_one_that_falls_asleep_as_it_is_woken_wakes_after_it() -> None:
+    engine = FakeEngine()
+    engine.hang["sleep"] = asyncio.Event()
+    replica = make_replica(engine, can_sleep=True)
+    orders = SleepOrders(replica, OrderQueue())
+    sleeping = asyncio.create_task(orders.fall_asleep(_order()))
+    while "sleep 1" not in engine.calls:
+        await asyncio.sleep(0)
+    waking = asyncio.create_task(orders.wake_up())
+    await asyncio.sleep(0.05)
+    assert _refused(replica)
+    engine.hang["sleep"].set()
+    with pytest.raises(StaleEpochError):
+        await sleeping
+    await waking
+    assert (replica.asleep, _refused(replica)) == (None, "")
+
+
+async def test_an_order_to_sleep_goes_before_one_to_wake_that_waits_for_its_turn() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    orders = SleepOrders(replica, queue := OrderQueue())
+    loading = asyncio.Event()
+    switch = asyncio.create_task(queue.run(loading.wait(), "loading"))
+    await asyncio.sleep(0)
+    waking = asyncio.create_task(orders.wake_up())
+    await asyncio.sleep(0)
+    sleeping = asyncio.create_task(orders.fall_asleep(_order()))
+    await asyncio.sleep(0)
+    loading.set()
+    with pytest.raises(StaleEpochError, match="ordered to sleep"):
+        await waking
+    await asyncio.gather(switch, sleeping)
+    assert replica.asleep == Sleep("t1")
+
+
+async def test_one_whose_caller_goes_away_is_carried_out() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    orders = SleepOrders(replica, OrderQueue())
+    with replica.tracker.running():
+        call = asyncio.create_task(orders.fall_asleep(_order()))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    async with asyncio.timeout(2.0):
+        while replica.asleep is None:
+            await asyncio.sleep(0.01)
+
+
+async def test_who_reads_the_weights_is_waited_for() -> None:
+    engine = FakeEngine(num_ranks=2)
+    engine.answers["weft_sleep"] = lambda: [ok(is_free=False), ok(1, is_free=True)]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(TransferTimeoutError, match="is being cloned"):
+        await fall_asleep(replica, _order(seconds=0.05))
+    assert engine.calls[-2:] == ["weft_wake", "weft_awake"]
+    assert (replica.asleep, _refused(replica)) == (None, "")
+
+
+async def test_who_reads_the_weights_keeps_no_commit_waiting() -> None:
+    engine = FakeEngine()
+    free = [False]
+    engine.answers["weft_sleep"] = lambda: [ok(is_free=free[0])]
+    replica = make_replica(engine, can_sleep=True)
+    orders = SleepOrders(replica, queue := OrderQueue())
+    sleeping = asyncio.create_task(orders.fall_asleep(_order()))
+    while engine.calls.count("weft_sleep") < 2:
+        await asyncio.sleep(0.005)
+    await asyncio.wait_for(queue.run(replica.apply_base("t", BASE, b""), "it"), 2.0)
+    assert _refused(replica)
+    free[0] = True
+    await sleeping
+    assert replica.asleep == Sleep("t1")
+
+
+async def test_a_worker_that_fails_before_leaves_it_awake() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_sleep"] = lambda: [failed("INTERNAL")]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(Exception, match="no"):
+        await fall_asleep(replica, _order())
+    assert (replica.asleep, _refused(replica)) == (None, "")
+
+
+async def test_an_engine_that_does_not_answer_is_taken_to_sleep_and_dirty() -> None:
+    engine = FakeEngine()
+    engine.hang["sleep"] = asyncio.Event()
+    replica = make_replica(engine, can_sleep=True, call_seconds=0.05)
+    with pytest.raises(LoadFailedError, match="falling asleep"):
+        await fall_asleep(replica, _order())
+    assert replica.asleep == Sleep("t1")
+    assert replica.dirty_reason
+    engine.hang["sleep"].set()
+    await replica.wake_up()
+    assert engine.calls[-1] == "pause"  # its weights may be mixed: a base repairs it
+
+
+async def test_an_engine_that_fails_as_it_falls_asleep_is_never_woken() -> None:
+    """It takes itself to be awake, and waking it would leave garbage in its memory."""
+    engine = FakeEngine()
+    engine.failures["sleep"] = RuntimeError("half of it is gone")
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(LoadFailedError, match=r"half of it is gone.*restart") as caught:
+        await fall_asleep(replica, _order())
+    assert caught.value.metadata == {"dirty": "true"}
+    assert replica.asleep == Sleep("t1")
+    for touch in (replica.wake_up(), replica.apply_base("t", BASE, b"")):
+        with pytest.raises(LoadFailedError, match="restart the replica") as caught:
+            await touch
+        assert caught.value.metadata == {"dirty": "true"}
+    assert engine.calls == SLEPT
+    assert "half of it is gone" in _refused(replica)
+
+
+DISCARDED = ["weft_sleep", "sleep 2"]
+WOKEN = ["wake weights", "weft_wake discarded"]
+
+
+async def test_without_its_weights_it_wakes_with_those_that_were_pushed() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order(level=2))
+    assert replica.asleep == Sleep("t1", level=2)
+    assert replica.lacks_base
+    await replica.apply_base("t", BASE, b"")
+    assert replica.asleep == Sleep("t1", weights_awake=True, level=2)
+    await replica.wake_up()
+    assert engine.calls == [*DISCARDED, *WOKEN, *LOADED, "wake kv_cache", "weft_awake", "resume"]
+    assert _refused(replica) == ""
+
+
+async def test_an_adapter_brings_no_base_and_what_is_held_is_loaded() -> None:
+    engine = FakeEngine()
+    held = {"transfer_id": "t0", "content_digest": b"", "manifest": b"m"}
+    engine.answers["weft_held"] = lambda: [ok(**held)]
+    replica = make_replica(engine, can_sleep=True)
+    await replica.apply_base("t0", BASE, b"")
+    await fall_asleep(replica, _order(level=2))
+    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    assert replica.asleep == Sleep("t1", weights_awake=True, level=2)
+    assert replica.lacks_base
+    engine.calls.clear()
+    await replica.wake_up()
+    assert engine.calls == ["wake kv_cache", "weft_awake", "pause", "weft_held", *LOADED, "resume"]
+    assert (replica.dirty_reason, _refused(replica)) == ("", "")
+
+
+async def test_what_it_was_started_with_comes_from_its_files() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order(level=2))
+    await replica.wake_up()
+    loaded = ["pause", "weft_apply_base", "base@0", "reset", "weft_keep_base", "resume"]
+    assert engine.calls == [*DISCARDED, *WOKEN, "wake kv_cache", "weft_awake", "pause", *loaded]
+    assert engine.last_args["weft_apply_base"] == ("", b"")
+
+
+async def test_with_nothing_to_load_it_is_awake_and_dirty_until_a_base_comes() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_held"] = lambda: [failed("VERSION_UNKNOWN")]
+    replica = make_replica(engine, can_sleep=True)
+    await replica.apply_base("t0", BASE, b"")
+    await fall_asleep(replica, _order(level=2))
+    await replica.wake_up()
+    assert replica.asleep is None
+    assert replica.dirty_reason == "its weights were discarded as it slept"
+    assert "being repaired" in _refused(replica)
+    assert engine.calls[-1] == "weft_held"  # paused
+    await replica.apply_base("t", BASE, b"")
+    assert engine.calls[-1] == "resume"
+    assert (replica.dirty_reason, _refused(replica)) == ("", "")
+
+
+async def test_weights_that_are_gone_stay_gone_at_another_level() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order(level=2))
+    await fall_asleep(replica, _order(level=1))
+    assert replica.asleep == Sleep("t1", level=2)
+    assert replica.lacks_base
+    await replica.load_adapter("t", PolicyVersion("math", 1), "{}", b"")
+    await fall_asleep(replica, _order(level=1))
+    assert engine.calls[-2:] == SLEPT
+    assert replica.asleep == Sleep("t1", level=1)
+    assert replica.lacks_base
+
+
+async def test_an_engine_that_sleeps_only_whole_wakes_its_cache_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bridges, "can_sleep_in_part", lambda: False)
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True)
+    await fall_asleep(replica, _order())
+    await replica.apply_base("t", BASE, b"")
+    await fall_asleep(replica, _order())
+    assert engine.calls[-3:] == ["weft_sleep", "wake kv_cache", "sleep 1"]
+
+
+async def test_one_that_stays_awake_has_discarded_nothing() -> None:
+    engine = FakeEngine()
+    engine.answers["weft_sleep"] = lambda: [ok(is_free=False)]
+    replica = make_replica(engine, can_sleep=True)
+    with pytest.raises(TransferTimeoutError):
+        await fall_asleep(replica, _order(level=2, seconds=0.05))
+    assert engine.calls[-2:] == ["weft_wake", "weft_awake"]
+
+
+async def test_nothing_sleeps_while_a_base_is_loaded_in_place() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True, in_place=True)
+    await replica.load_in_place("t", BASE, 5.0)
+    with pytest.raises(NotReadyError) as caught:
+        await fall_asleep(replica, _order())
+    assert caught.value.reason == "TRANSFER_UNDER_WAY"
+    assert _refused(replica) == ""
+
+
+async def test_nothing_sleeps_that_has_begun_to_load_in_place_as_requests_ended() -> None:
+    engine = FakeEngine()
+    replica = make_replica(engine, can_sleep=True, in_place=True)
+    with replica.tracker.running():
+        sleeping = asyncio.create_task(fall_asleep(replica, _order()))
+        await asyncio.sleep(0.05)
+        await replica.load_in_place("t", BASE, 5.0)
+        assert _refused(replica)
+    with pytest.raises(NotReadyError) as caught:
+        await sleeping
+    assert caught.value.reason == "TRANSFER_UNDER_WAY"
+    assert _refused(replica) == ""
+    assert "resume" not in engine.calls
+    await replica.apply_base("t", BASE, b"")
+    assert engine.calls[-1] == "resume"
