@@ -597,5 +597,5 @@ def test_an_order_to_quarantine_is_not_loosened_by_what_a_replica_says() -> None
     ):
         m = _older_copy()
         m.state = dataclasses.replace(m.state, out_of_service={"r0": known})
-        _comes_back(m, "r0", 3, m.state.opened_epoch + 1, out_of_service=told)
+        _comes_back(m, "r0", 3, m.state.opened_epoch_counter + 1, out_of_service=told)
         assert m.state.out_of_service == {"r0": kept}
