@@ -11,64 +11,71 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[3]
 _PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
 _CONCEPTS = _ROOT / "docs" / "concepts.md"
+
+
+def _listed(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 #: Words that one must know; another one replaces one of these.
 MAX_WORDS = 50
 
 #: Nouns that need no page.
-_GENERAL = """
-    activity answer attempt backoff backend bound cache call caller capabilities catalog certificate
-    change channel check checker client codec collector config connection counter credentials
-    decoder
-    device digest document driver encoder engine entry error event exporter facts failure feed file
-    flag folder formatter gate guard handle handler history id interceptor key kind layout level
-    limit link list listing loader lock log loop member memory message metadata meta method metrics
-    mark name note number object operation option order page pair part phase plan process
-    progress proof queue range reader record rectangle refusal request response role row rule
-    sampling security server service servicer settings size slot snapshot span spec state step store
-    stream summary
-    table tensor thread ticket time token trace tracer transaction type value vector view wait
-    watcher watermark work worker writer
-"""
-GENERAL = frozenset(_GENERAL.split())
+GENERAL = _listed(
+    """
+    activity answer attempt backend backoff bound cache call caller capabilities catalog
+    certificate change channel check checker client codec collector config connection content copy
+    counter credentials declaration decoder device digest document driver encoder engine entry
+    error event exporter facts failure feed file flag folder formatter gate generation guard
+    handle handler history id interceptor key kind layout level limit link list listing loader
+    lock log loop mark member memory message meta metadata method metrics name note number object
+    operation option order page pair part phase pipeline plan process progress proof queue range
+    reader record rectangle refusal request response result role row rule sampling security server
+    service servicer session settings signal size slot snapshot span spec state step store stream
+    summary table tensor thread ticket time token trace tracer transaction type value vector view
+    wait watcher watermark work worker writer
+    """
+)
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
-_VERBS = """
+VERBS = _listed(
+    """
     abort acquire announce await begin call check close commit describe discard drain drop fit
     forget join leave load look open rebind refuse register release renew reply report restore
     retire save send set sleep take tick uncordon wake
-"""
-VERBS = frozenset(_VERBS.split())
+    """
+)
 _VERB_PHRASES = ("state/events.py", "state/effects.py")
 #: Classes of today whose names are not plain; this list only shrinks.
-_KNOWN = """
-    Access Admitted Agent Agreement Announced Arrivals Arrived Arriving Ask Asleep Assembly
-    Attendance BackendSelection Background BaseOf BaseSwitch Begun Block Buffers Carried Cell
-    Cloner Compared Complete Contact Content Conversion DTensorPlaces Deadlines Deferred Delta
-    DequantisedParams DeviceBlock DeviceMapping DeviceRef DeviceSegment DigestReading Dispatch
-    Doorbell Draft Elements Export Factors Failed Fetched Filling Finding FinishReason Gathered
-    GatheredWhole Givers Handed Handoff Handshake HeldCopy HeldElements Hello HoldingBack Holdings
-    HostRef HostSegment Identity InPlaceLoad Incoming Kept KnownSum Left Listener LoadEnd Loaded
-    LoadingSink LoadsInPlace LocalModel Lru MappedExchange Mapping Membership MemoryUse
-    MergedElements MergedParams MetricsText Next Notices Opened Origin Origins Outcome Outgoing
-    Packed Packer Packing Packings Padded Params Parity Peer Piece Place PoolGeneration Ports
-    Prepared Probe ProgressReporter Publisher PushCallback PushResult PushSending Pushing
-    RankHandoff Rate Ready ReceiverLike Receiving Reformed Registration RequestTracker
-    RequestsAtSwitch Reservations Ring Rival RolloutsAsleep SampleChunk Sampled Sampler Sealed
-    Segment SegmentRef Sendable Sending ServedModels Serving ShardedParams Shared Shown Sink
-    Sleeper Slice SpilledCopy Spiller Split StagingSink StartedWith Stopped Sum Taken Target
-    TiedDuplicates Tls Traffic TrialAnswerer Trials Tried Try Turn Turns Usage Verdict Verified
-    Wakeup Walk Wanted WeftCheckpointManager WeftRollout Weights Welcome WholeParams Window
-    Withdraw Withdrawn Words Working _Bar _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint
-    _Gloo _Held _Hello _InForce _Kept _Lent _LinkSum _Merge _Nccl _OutgoingIfThere _Overlaid
-    _OwnSum _Parked _Pem _Pending _Piece _Place _Places _Printed _Running _Sending _Slice _Stop
-    _Tell _Waiting _Wanted _Whole _WithoutCopies
-"""
-KNOWN = frozenset(_KNOWN.split())
+KNOWN = _listed(
+    """
+    Access Admitted Agent Agreement Announced Arrivals Arrived Ask Assembly Attendance
+    BackendSelection Background BaseOf BaseSwitch Block Buffers Cell Cloner Compared Complete
+    Contact Conversion DTensorPlaces Deadlines Deferred Delta DequantisedParams DeviceBlock
+    DeviceMapping DeviceRef DeviceSegment DigestReading Dispatch Doorbell Draft Drainer Elements
+    Export Factors Failed Fetched Filling Finding FinishReason Gathered GatheredWhole Givers
+    Handed Handoff Handshake HeldElements Hello Holdings HostRef HostSegment Identity InPlaceLoad
+    Incoming Kept KnownSum Left Listener LoadEnd Loaded LoadingSink LocalModel Lru MappedExchange
+    Mapping Membership MemoryUse MergedElements MergedParams MetricsText Next Notices Opened
+    Origin Origins Outcome Outgoing Packed Packer Packing Packings Padded Params Parity Peer Place
+    Ports Prepared Probe ProgressReporter Publisher PushCallback PushSending Pushing RankHandoff
+    Rate Ready ReceiverLike Receiving Reformed Registration RequestTracker RequestsAtSwitch
+    Reservations Ring Rival RolloutsAsleep SampleChunk Sampled Sampler Sealed Segment SegmentRef
+    Sendable Sending ServedModels Serving ShardedParams Shared Shown Sink Sleeper Slice Spiller
+    Split StagingSink Stopped Sum Taken Target TiedDuplicates Tls Traffic TrialAnswerer Trials
+    Tried Try Turn Usage Verdict Verified Wakeup Walk Wanted WeftCheckpointManager WeftRollout
+    Weights Welcome WholeParams Window Withdraw Withdrawn Words Working WriteBlocker _Bar
+    _CloseAtEnd _Course _Cuts _Demo _Direction _Fingerprint _Gloo _Held _Hello _InForce _Kept
+    _Lent _LinkSum _Merge _Nccl _OutgoingIfThere _Overlaid _OwnSum _Parked _Pem _Pending _Piece
+    _Places _Printed _Running _Slice _SpillRead _Stop _Tell _Waiting _Whole
+    """
+)
 #: Public names of today that two classes or more have; this list only shrinks.
-_KNOWN_TWICE = """
-    AbsentPolicy Answer Arrived HeartbeatAnswer HttpServer Identity Part Place Sender Sending
-    Shared Sum Traffic Wanted WeftServer
-"""
-KNOWN_TWICE = frozenset(_KNOWN_TWICE.split())
+KNOWN_TWICE = _listed(
+    """
+    AbsentPolicy Arrived HeartbeatAnswer Identity Part Place Sender Sending Sum Traffic Wanted
+    WeftServer
+    """
+)
 
 
 def _words() -> set[str]:
