@@ -47,6 +47,10 @@ class PushResult(NamedTuple):
     report: PushReport
     """Cost and remarks of the push."""
 
+    def __str__(self) -> str:
+        """Return the version alone: ``math@17``."""
+        return str(self.version)
+
 
 def report_of(
     transfer: pb.Transfer,

@@ -76,7 +76,7 @@ def holds(engine: TwoRanks, model: Model) -> bool:
 def test_both_ranks_load_what_one_receives(pool: Pool, engine: TwoRanks, backend: Any) -> None:
     with trainer(pool, backend=backend) as publisher:
         for seed in (1, 2):
-            assert push(pool, publisher, Model(seed)).version == seed
+            assert str(push(pool, publisher, Model(seed))) == f"base@{seed}"
             assert holds(engine, Model(seed))
             assert engine.other_load is not None
             assert engine.other_load.is_complete
