@@ -7,10 +7,10 @@ import pytest
 from tests.unit.docs.pages import ROOT
 from tests.unit.docs.walk import stops
 
-MAX_STOPS = 12
+MAX_STOPS = 10
 
 
-def test_the_walk_has_at_most_twelve_stops_of_one_sentence():
+def test_the_walk_has_at_most_ten_stops_of_one_sentence():
     assert 0 < len(stops()) <= MAX_STOPS
     assert [stop.number for stop in stops()] == list(range(1, len(stops()) + 1))
     for stop in stops():
