@@ -38,7 +38,7 @@ def test_another_checkpoint_is_out_of_service_until_a_base_comes(tmp_path):
         assert not first.is_ready  # registered, not ready
         one.checkpoint = checkpoint(b"1")
         told = first.registration
-        until(lambda: told is not None and told._told_checkpoint == one.checkpoint)
+        until(lambda: told is not None and told._reported_checkpoint == one.checkpoint)
         time.sleep(2 * 0.2)  # two heartbeats say the same
         assert not first.is_ready
         with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=30) as publisher:

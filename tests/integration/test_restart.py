@@ -144,7 +144,7 @@ def test_a_corrupt_version_is_refused_and_nothing_changes(
     weights_file.write_bytes(bytes(data))
     engine = double(tmp_path / "a")
     pool.add_replica("replica-0", engine)
-    until(lambda: "not base@1 as it was committed" in replica(pool, "replica-0").state_reason)
+    until(lambda: "is not the committed base@1" in replica(pool, "replica-0").state_reason)
     assert same(engine.base, weights(Model())), "nothing changed"
     until(lambda: "base@1" not in spilled(pool, "replica-0"))
     publisher.push_base(Model(6))
