@@ -111,7 +111,7 @@ def test_a_late_replica_clones_all_and_goes_back_with_the_others(
         publisher.push_adapter(qwen2.adapters[2], "code")
         pool.grow(2)
         replica = wait_ready(pool.target, "replica-1")
-        assert list(replica.retained_base_versions) == [1]
+        assert list(replica.report.retained_base_versions) == [1]
         answers = {model: ask(pool.urls[0], model) for model in models}
         assert answers[MODEL_NAME] != started_with
         assert answers["math"][2] == "math@2"
@@ -180,14 +180,13 @@ def test_the_bytes_that_replicas_were_started_with_are_no_other_base(
     pool.grow(1)
     with Publisher(pool.target, trainer_id="trainer", timeout_seconds=60) as publisher:
 
-        def remarks(**how: Any) -> tuple[str, ...]:
-            report = publisher.push_adapter(qwen2.adapters[0], "same", base="base@0", **how).report
-            return report.remarks
+        def remarks(base: str) -> tuple[str, ...]:
+            return publisher.push_adapter(qwen2.adapters[0], "same", base=base).report.remarks
 
         base = publisher.push_base(qwen2.other).version
-        assert remarks() == (f"trained on base@0, served over {base}",)
+        assert remarks("base@0") == (f"trained on base@0, served over {base}",)
         publisher.push_base(qwen2.base)
-        assert remarks(base="same") == ()
+        assert remarks("only base@0") == ()
 
 
 def test_what_a_replica_shows_of_itself(pool: PoolOfTwo, qwen2: TinyModels) -> None:

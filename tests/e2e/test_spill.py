@@ -74,7 +74,7 @@ def test_a_pool_of_one_is_killed_and_serves_the_same_without_a_trainer(
         url = answering_url(again)
         replica = wait_ready(target, "replica-0", url)
         assert replica.version_vector.base == 1
-        assert list(replica.retained_base_versions) == [1]
+        assert list(replica.report.retained_base_versions) == [1]
         for model in models:
             tokens, logprobs, version = ask(url, model)
             assert (tokens, version) == (answers[model][0], answers[model][2])
