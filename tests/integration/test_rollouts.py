@@ -20,6 +20,7 @@ from tests.doubles.answers import token
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until, weights
+from tests.integration.replicas import is_ready
 from trainer_side import PolicyVersion, Publisher, RolloutClient, SampleGroup, Sampling
 from weft_rl.contract.errors import (
     InvalidRequestError,
@@ -36,6 +37,8 @@ from weft_rl.v1.admin_pb2_grpc import AdminServiceStub
 
 @pytest.fixture
 def rollouts(pool: Pool, engines: list[EngineDouble]) -> Iterator[RolloutClient]:
+    # A client that comes before a replica is routed has the others answer all that it asks.
+    until(lambda: is_ready(pool, "replica-0") and is_ready(pool, "replica-1"))
     with RolloutClient(pool.target, timeout_seconds=20) as client:
         yield client
 
