@@ -1,4 +1,4 @@
-"""What a figure was measured on, and the memory of this process."""
+"""Hardware and versions that a figure was measured with, and the memory of this process."""
 
 from __future__ import annotations
 

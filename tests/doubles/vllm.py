@@ -149,7 +149,7 @@ class FakeEngine:
 
 
 def sampling_params(sampling: object, num_samples: int = 1, chunk_tokens: int = 0) -> Any:
-    """What the engine reads of vLLM's ``SamplingParams``; for ``bridges.sampling_params``."""
+    """Return a double of vLLM's ``SamplingParams``, for ``bridges.sampling_params``."""
     return SimpleNamespace(n=num_samples)
 
 

@@ -62,7 +62,7 @@ class FromFile:
         memory.fill_(0x7F)
 
     def report_progress(self) -> None:
-        """As ``Arriving.report_progress``: nobody listens here."""
+        """Report to nobody; see ``Handoff.report_progress``."""
 
     def buckets_of(self, part: str) -> list[int]:
         """Where the tensors lie whose names have this part."""

@@ -1,4 +1,8 @@
-"""Client of the pool at the ranks that send: begin at rank 0, send, learn the outcome."""
+"""Client of the pool at the ranks that send: begin at rank 0, send, learn the outcome.
+
+One file, because a push is followed through both of its classes at once: rank 0's client decides
+which group it sends in, and the sender, when the group is lost, asks it where to go on.
+"""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_a_peer_that_stops_in_a_message_is_not_waited_for(
 def test_a_peer_that_reads_nothing_is_not_waited_for(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has of the message is half of it: nothing can follow."""
+    """The peer has half of a message, so nothing can follow it."""
     monkeypatch.setattr(ipc, "_FRAME_SECONDS", 0.05)
     ours, _ = make(STREAM)
     with pytest.raises(PeerGoneError, match="was silent until the deadline"):

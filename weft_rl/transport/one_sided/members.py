@@ -1,7 +1,8 @@
 """The members of a one-sided group: a sender, which tells where bytes lie, and receivers, each of
 which has a thread that copies them out of the sender's memory.
 
-The sender hears when each receiver has its copy.
+The sender hears when each receiver has its copy. One file: the two ends are one protocol, and each
+message of one is read beside what the other does with it.
 """
 
 from __future__ import annotations

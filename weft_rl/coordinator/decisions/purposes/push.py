@@ -11,6 +11,9 @@ none does, the trainer is told LOAD_FAILED with the first reason. The version fa
 it is certain that nobody serves it (withdrawals.py): at once where every replica has refused
 definitely. Until then it stays COMMITTED: some replica may hold it, and going back could serve
 two truths.
+
+One file: what a push needs to begin and what it does on its course are rules about the same
+transfer, and change together.
 """
 
 from __future__ import annotations

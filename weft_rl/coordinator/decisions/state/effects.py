@@ -1,4 +1,7 @@
-"""Effects of an event: what is to be done in order, once its saves are durable."""
+"""Effects of an event: what is to be done in order, once its saves are durable.
+
+One file: a closed list of values without behaviour, which the driver carries out one by one.
+"""
 
 from __future__ import annotations
 

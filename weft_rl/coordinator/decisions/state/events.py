@@ -2,6 +2,8 @@
 
 Everything random or read from elsewhere comes in with the event. ``ticket`` names the waiting
 call that an effect will answer.
+
+One file: a closed list of values without behaviour, which ``step`` tells apart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """State of a replica: the versions that it holds and lacks, its reasons, and what it may be sent.
 
-Queries only; nothing is decided here.
+Queries only; nothing is decided here. One file: each answer is made of the others (ready is
+routable, up to date and settled), so none of them is read alone.
 
 A version's number alone does not say which bytes a replica has: another catalog may have
 assigned it, or a newer copy of this one. So replicas name the digests, too. A version is

@@ -1,4 +1,7 @@
-"""Replicas that hold what the catalog does not know: it was lost, or is an older copy."""
+"""Replicas that hold what the catalog does not know: it was lost, or is an older copy.
+
+One file: each case is one pool that comes back, and what is adopted from whom.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Bomb:
 
 
 def frame(number: int, body: bytes, num_bytes: int | None = None) -> bytes:
-    """As it travels, or with another length."""
+    """Return a frame as it travels, or with another length in its head."""
     size = len(body) if num_bytes is None else num_bytes
     return MESSAGES.pack_head(number) + struct.pack("<Q", size) + body
 

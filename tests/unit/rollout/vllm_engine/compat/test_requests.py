@@ -1,4 +1,4 @@
-"""What running requests keep of the cache, in the place of vLLM's scheduler."""
+"""Cache blocks that running requests keep; the test stands in the place of vLLM's scheduler."""
 
 from __future__ import annotations
 
