@@ -282,10 +282,12 @@ MAX_SPILLED: Final = 4096
 _LONGEST_SILENCE_SECONDS: Final = 86_400.0
 
 
-def report_to_proto(report: ReplicaReport) -> registry_pb2.ReplicaReport:
-    """Encode a replica's report."""
+def report_to_proto(
+    report: ReplicaReport, *, has_vector: bool = True
+) -> registry_pb2.ReplicaReport:
+    """Encode a replica's report; without its version vector where that is told beside it."""
     return registry_pb2.ReplicaReport(
-        version_vector=vector_to_proto(report.vector),
+        version_vector=vector_to_proto(report.vector) if has_vector else None,
         retained_base_versions=report.retained,
         spilled_versions=map(version_to_proto, sorted(report.spilled)),
         dirty_reason=report.dirty_reason,

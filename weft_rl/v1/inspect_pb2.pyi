@@ -108,7 +108,7 @@ class _VersionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VersionS
     """Its push failed; it was never served and never will be."""
     VERSION_STATE_RETIRED: _VersionState.ValueType  # 4
     """Was committed; can no longer be requested. Replicas may still hold a copy of
-    a base (Replica.retained_base_versions).
+    a base (ReplicaReport.retained_base_versions).
     """
     VERSION_STATE_FAILED: _VersionState.ValueType  # 5
     """Was committed, and no replica could switch to it: withdrawn, never served
@@ -128,7 +128,7 @@ VERSION_STATE_ABORTED: VersionState.ValueType  # 3
 """Its push failed; it was never served and never will be."""
 VERSION_STATE_RETIRED: VersionState.ValueType  # 4
 """Was committed; can no longer be requested. Replicas may still hold a copy of
-a base (Replica.retained_base_versions).
+a base (ReplicaReport.retained_base_versions).
 """
 VERSION_STATE_FAILED: VersionState.ValueType  # 5
 """Was committed, and no replica could switch to it: withdrawn, never served

@@ -827,7 +827,7 @@ class WakeUpResponse(_message.Message):
     VERSION_VECTOR_FIELD_NUMBER: _builtins.int
     DIRTY_REASON_FIELD_NUMBER: _builtins.int
     dirty_reason: _builtins.str
-    """Why it must be brought a base before it is routed to; see ReplicaReport.dirty_reason."""
+    """Why it must be brought a base before it is routed to; empty if nothing is lacking."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What is served now."""
@@ -886,7 +886,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def report(self) -> _registry_pb2.ReplicaReport:
-        """What it says in heartbeats."""
+        """Its state, as it says at registration. A sleep that it still waits for is in heartbeats alone."""
 
     def __init__(
         self,

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from weft_rl import __version__
-from weft_rl.containers.frozen import replace
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
-from weft_rl.contract.names import PolicyVersion, VersionVector
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.state.pool import (
@@ -312,7 +311,7 @@ def replica_to_proto(
         most: Most adapters that a vector in the message lists; None for all.
     """
     where, why = explain_state(state, replica)
-    message = inspect_pb2.Replica(
+    return inspect_pb2.Replica(
         replica_id=replica.replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(where)),
         state_reason=why,
@@ -326,10 +325,8 @@ def replica_to_proto(
         checkpoint_state=registry_pb2.CheckpointState.ValueType(int(replica.checkpoint.state)),
         checkpoint_digest=replica.checkpoint.digest,
         checkpoint_reason=replica.checkpoint.reason,
-        report=report_to_proto(replace(replica.believed_report(now), vector=VersionVector())),
+        report=report_to_proto(replica.believed_report(now), has_vector=False),
     )
-    message.report.ClearField("version_vector")
-    return message
 
 
 def route_to_proto(replica: Replica, vector_index: int) -> inspect_pb2.Route:

@@ -164,6 +164,8 @@ class Replica:
             retained=self.retained,
             spilled=self.spilled,
             dirty_reason=self.dirty_reason,
+            base_as_started=self.report.base_as_started
+            and self.report.vector.base == self.vector.base,
             refusing=self.refusing,
             order_number=self.order_number,
             asleep=self.asleep,
