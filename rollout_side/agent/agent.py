@@ -117,7 +117,7 @@ _WILDCARDS = {"0.0.0.0", "::", ""}
 class Agent:
     """One replica's membership in a pool; what it serves is in ``serving``.
 
-    All methods run on the event loop that ``engine`` belongs to.
+    All methods but ``report`` run on the event loop that ``engine`` belongs to.
     """
 
     def __init__(self, config: AgentConfig, engine: Engine) -> None:

@@ -102,12 +102,11 @@ class FailedTransfers:
 
     @contextmanager
     def noting_failure(self, transfer_id: str) -> Iterator[None]:
-        """Record the transfer if a load fails inside the ``with``; nothing if its id is empty."""
+        """Record the transfer if a load fails inside the ``with``."""
         try:
             yield
         except LoadFailedError:
-            if transfer_id:
-                self._failed.append(transfer_id)
+            self._failed.append(transfer_id)
             raise
 
     @contextmanager

@@ -323,7 +323,7 @@ class ReplicaServicer(ReplicaServiceServicer):
             timeout_seconds=duration_from_proto(request.timeout),
         )
         await agent.fall_asleep(order)
-        return pb.SleepResponse(sleep=sleep_to_proto(agent.report().asleep))
+        return pb.SleepResponse(sleep=sleep_to_proto(agent.engine.asleep))
 
     async def WakeUp(  # noqa: N802
         self, request: pb.WakeUpRequest, context: _Context

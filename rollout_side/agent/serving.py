@@ -7,9 +7,8 @@ nothing of the pool; the agent reports to the pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rollout_side.agent.orders import FailedTransfers, OrderQueue, SpillOrders
 from rollout_side.engine import Engine, MemoryUse, SwitchTimes, VersionFacts
@@ -222,7 +221,7 @@ class Serving:
 
     async def _switch_held(self, version: PolicyVersion) -> SwitchTimes:
         if version.policy == BASE_POLICY:
-            return await self._load_base(version, self._engine.apply_retained(version))
+            return await self._base_served(version, await self._engine.apply_retained(version))
         await self._engine.set_alias(version)
         self.vector = self.vector.with_adapter(version)
         return SwitchTimes()
@@ -237,9 +236,11 @@ class Serving:
         """Load a staged copy, and serve it."""
         if copy.version.policy != BASE_POLICY:
             return await self._load_adapter(copy)
-        load = self._engine.apply_base(copy.transfer_id, copy.version, copy.content_digest)
         with self._failed.noting_failure(copy.transfer_id):
-            return await self._load_base(copy.version, load, copy)
+            times = await self._engine.apply_base(
+                copy.transfer_id, copy.version, copy.content_digest
+            )
+        return await self._base_served(copy.version, times, copy.facts)
 
     async def _load_adapter(self, copy: VersionCopy) -> SwitchTimes:
         version = copy.version
@@ -256,18 +257,15 @@ class Serving:
         self.known.record_facts(version, copy.facts, self._has)
         return times
 
-    async def _load_base(
-        self,
-        version: PolicyVersion,
-        load: Coroutine[Any, Any, SwitchTimes],
-        copy: VersionCopy | None = None,
+    async def _base_served(
+        self, version: PolicyVersion, times: SwitchTimes, facts: VersionFacts | None = None
     ) -> SwitchTimes:
-        times = await load
+        """Record a base that the engine serves now; without facts, one that was known before."""
         self._as_started, self._compared = 0, (0, b"")
         self.vector = self.vector.with_base(version.version)
         self.known.record_served(version)
-        if copy is not None:  # else it is a copy that was known before
-            self.known.record_facts(version, copy.facts, self._has)
+        if facts is not None:
+            self.known.record_facts(version, facts, self._has)
         await self._compare_base()
         return times
 

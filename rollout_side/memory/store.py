@@ -202,14 +202,14 @@ class WorkerStore:
         staging_capacity_bytes: Bound of what is being staged or waits for its commit, retained
             bases included; they are dropped, oldest first, where a push needs the room.
         adapter_capacity_bytes: Bound of the adapters that can be served.
-        retain_base: Number of base versions to keep a copy of, the served one included.
+        base_copies: Number of base versions to keep a copy of, the served one included.
         memory: Allocator of the memory for their bytes.
         num_ranks: Number of ranks of the replica; each loads what is received here in place.
     """
 
     staging_capacity_bytes: int
     adapter_capacity_bytes: int
-    retain_base: int = 0
+    base_copies: int = 0
     memory: Memory = field(default_factory=Memory)
     num_ranks: int = 1
     threads: WorkingThreads = field(default_factory=WorkingThreads, init=False)
@@ -225,7 +225,7 @@ class WorkerStore:
 
     def __post_init__(self) -> None:
         self._segments = SegmentPool(self.memory.keeps_free)
-        self._bases = RetainedBases(self.retain_base)
+        self._bases = RetainedBases(self.base_copies)
         self._reservations = Reservations(self._lock)
         #: The engine's own weights, as they can be sent from here.
         self.served = ServedSlot(self._lock)
@@ -383,7 +383,7 @@ class WorkerStore:
 
     def keep_base(self, transfer_id: str) -> None:
         """Retain a base that was just loaded, staged or retained before; the least
-        recently used beyond ``retain_base`` are dropped. Succeeds if it is gone."""
+        recently used beyond ``base_copies`` are dropped. Succeeds if it is gone."""
         with self._lock:
             base = self._staged.pop(transfer_id, None)
             base = base or self._bases.of_transfer(transfer_id)
@@ -392,7 +392,7 @@ class WorkerStore:
 
     def pin_bases(self, versions: Iterable[int]) -> None:
         """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
-        ``retain_base`` are dropped."""
+        ``base_copies`` are dropped."""
         with self._lock:
             self._segments.put(*self._bases.pin(versions))
 

@@ -328,11 +328,11 @@ class RetainedBases:
     Methods that drop copies return their memory, which is the caller's again.
 
     Args:
-        retain_base: Number of versions to keep, the served one included.
+        base_copies: Number of versions to keep, the served one included.
     """
 
-    def __init__(self, retain_base: int) -> None:
-        self._retain_base = retain_base
+    def __init__(self, base_copies: int) -> None:
+        self._num_copies = base_copies
         self._copies: list[StagedVersion] = []
         # Versions whose copies stay beside the newest.
         self._pinned: frozenset[int] = frozenset()
@@ -367,7 +367,7 @@ class RetainedBases:
 
     def keep(self, base: StagedVersion) -> list[Segment]:
         """Retain a copy, or count a held one as used. It replaces other copies of its version; the
-        least recently used beyond ``retain_base`` are dropped."""
+        least recently used beyond ``base_copies`` are dropped."""
         others = [copy for copy in self._copies if copy.version != base.version]
         gone = [c.segment for c in self._copies if c.version == base.version and c is not base]
         self._copies = [base, *others]
@@ -375,7 +375,7 @@ class RetainedBases:
 
     def pin(self, versions: Iterable[int]) -> list[Segment]:
         """Pin the held copies of these versions and unpin all others. Unpinned copies beyond
-        ``retain_base`` are dropped."""
+        ``base_copies`` are dropped."""
         self._pinned = frozenset(versions)
         return self._drop_beyond()
 
@@ -418,7 +418,7 @@ class RetainedBases:
         self._copies = [copy for copy in self._copies if _is_on_host(copy) or self._is_pinned(copy)]
 
     def _drop_beyond(self) -> list[Segment]:
-        newest, beyond = self._copies[: self._retain_base], self._copies[self._retain_base :]
+        newest, beyond = self._copies[: self._num_copies], self._copies[self._num_copies :]
         self._copies = newest + [copy for copy in beyond if self._is_pinned(copy)]
         return [copy.segment for copy in beyond if not self._is_pinned(copy)]
 

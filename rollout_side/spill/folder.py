@@ -267,17 +267,17 @@ def superseded(
     *,
     retired: Collection[PolicyVersion],
     served_base: int,
-    retain_base: int,
+    base_copies: int,
 ) -> list[Path]:
     """List the versions to remove: retired adapters, and bases that need not be kept. The served
-    base is kept, and the ``retain_base`` newest, the served one counted among them.
+    base is kept, and the ``base_copies`` newest, the served one counted among them.
 
     Args:
         served_base: Base that this replica and its pool serve; 0 if that is not certain, which
             keeps all bases.
     """
     bases = {v.version for v in on_disk.values() if v.policy == BASE_POLICY} | {served_base}
-    kept = {served_base, *sorted(bases)[-retain_base:]}
+    kept = {served_base, *sorted(bases)[-base_copies:]}
 
     def may_leave(version: PolicyVersion) -> bool:
         if version.policy == BASE_POLICY:

@@ -60,7 +60,7 @@ class _SpillRead:
         self._progress_at = time.monotonic()
 
     def note_progress(self, done: int = 0, total: int = 0) -> None:
-        """Note that the disk has given something, or memory was made; see ``Speak``."""
+        """Note that the disk has given something, or memory was made; see ``OnProgress``."""
         self._progress_at = time.monotonic()
 
     @property
@@ -83,11 +83,11 @@ class Spiller:
     Args:
         store: Store of the held copies, and of what is read.
         folder: Opened folder; its versions are listed from the start.
-        retain_base: Number of base versions that stay on disk, the served one included.
+        base_copies: Number of base versions that stay on disk, the served one included.
     """
 
-    def __init__(self, store: WorkerStore, folder: SpillFolder, retain_base: int) -> None:
-        self._store, self._folder, self._retain_base = store, folder, retain_base
+    def __init__(self, store: WorkerStore, folder: SpillFolder, base_copies: int) -> None:
+        self._store, self._folder, self._num_copies = store, folder, base_copies
         self._changed = threading.Condition()
         self._order = SpillOrder()
         self._is_new = False
@@ -156,7 +156,7 @@ class Spiller:
             self._folder.complete(),
             retired=retired - set(order.keep),
             served_base=order.served_base if order.serves_all else 0,
-            retain_base=self._retain_base,
+            base_copies=self._num_copies,
         ):
             self._folder.remove(path)
             _log.info("removed %s", path)

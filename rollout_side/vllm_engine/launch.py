@@ -128,9 +128,9 @@ async def open_engine(
         sock = listen(http_host, http_port)
         stack.callback(sock.close)
         refusals.refuse_missing_model(args.model)
-        started_with = InitialCheckpoint(str(getattr(args, "load_format", "auto")))
-        stack.callback(started_with.close)
-        started_with.read(args.model, args.revision)  # while the engine warms up
+        initial_checkpoint = InitialCheckpoint(str(getattr(args, "load_format", "auto")))
+        stack.callback(initial_checkpoint.close)
+        initial_checkpoint.read(args.model, args.revision)  # while the engine warms up
         with refusals.plain_errors(args.model):
             engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
@@ -142,7 +142,7 @@ async def open_engine(
         http = _http_server(app, naming, args, sock, tracker)
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
-        started_with.read(model, revision, is_loaded=True)
+        initial_checkpoint.read(model, revision, is_loaded=True)
         described = capabilities.build_reference(
             local_model_dir(model, revision),
             config.model_config.hf_config,
@@ -180,7 +180,7 @@ async def open_engine(
                 http=http,
                 tracker=tracker,
                 requests=at_switch,
-                started_with=started_with,
+                initial_checkpoint=initial_checkpoint,
                 cleanup=stack.pop_all(),
             ),
             capabilities=make_capabilities(
@@ -309,7 +309,7 @@ def _open_config(
         "adapter_memory_bytes": adapter_bytes,
         "staging": staging,
         "backend": backend,
-        "retain_base": base_copies,
+        "base_copies": base_copies,
         "receiver_factory": receiver_factory,
         "replica_pid": os.getpid(),
         "holdings_path": holdings.path,

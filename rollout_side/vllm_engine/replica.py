@@ -99,7 +99,7 @@ class EngineParts:
     http: OpenAiServer
     tracker: RequestTracker
     requests: RequestsAtSwitch
-    started_with: InitialCheckpoint
+    initial_checkpoint: InitialCheckpoint
     cleanup: contextlib.AsyncExitStack
     """Exit stack that ends the engine's processes."""
 
@@ -129,7 +129,7 @@ class VllmReplica:
             progress_at=parts.holdings.progress_at,
         )
         self._workers, self._holdings = workers, parts.holdings
-        self._initial_checkpoint = parts.started_with
+        self._initial_checkpoint = parts.initial_checkpoint
         self._digesting = asyncio.Lock()
         #: Folder that versions are spilled to; None if they are not spilled.
         self.spill_folder = spill_folder

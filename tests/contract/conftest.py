@@ -102,7 +102,7 @@ def catalog_path(tmp_path: Path) -> Path:
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """A replica that no coordinator knows; its parameter: whether it loads in place."""
     in_place = getattr(request, "param", False)
-    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2, in_place=in_place)
+    engine = EngineDouble({"w": torch.zeros(8, 8)}, base_copies=2, in_place=in_place)
     agent = Agent(AgentConfig(coordinator="127.0.0.1:1", replica_id="r0"), engine)
     async with serving(agent, engine) as replica:
         yield replica

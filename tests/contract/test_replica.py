@@ -306,7 +306,7 @@ async def test_workers_that_do_not_answer_for_a_while_do_not_end_the_replica(
     """Frozen for two minutes: what is due each second fails, and is done once they are back."""
     weights = {"w": torch.zeros(8, 8)}
     with running_pool(tmp_path / "weft.db") as pool:
-        engine = EngineDouble(weights, retain_base=2)
+        engine = EngineDouble(weights, base_copies=2)
         away, asked = [True], []
         memory = engine.memory
 

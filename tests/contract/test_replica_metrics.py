@@ -35,7 +35,7 @@ class Counted:
 
 @pytest_asyncio.fixture
 async def counted() -> AsyncIterator[Counted]:
-    engine = EngineDouble({"w": torch.zeros(8, 8)}, retain_base=2)
+    engine = EngineDouble({"w": torch.zeros(8, 8)}, base_copies=2)
     config = AgentConfig(coordinator="127.0.0.1:1", replica_id="r0")
     agent = Agent(config, engine)
     metrics = ReplicaMetrics(agent, RolloutConfig(agent=config, vllm_args=[], spill_bytes=1000))

@@ -107,7 +107,7 @@ async def spilling(tmp_path: Path) -> AsyncIterator[Served]:
     """A replica with a spill directory, in which base@1 and math@1 lie."""
     spill = SpillSettings(directory=str(tmp_path), capacity_bytes=2**26, owner="r0")
     weights = {"w": torch.zeros(8, 8)}
-    engine = EngineDouble(weights, retain_base=1, spill=spill)
+    engine = EngineDouble(weights, base_copies=1, spill=spill)
     assert engine.spiller is not None
     keep = tuple(map(PolicyVersion.parse, ("base@1", "math@1")))
     for version in keep:

@@ -69,7 +69,7 @@ class EngineDouble:
         weights: Mapping[str, torch.Tensor],
         *,
         keep_base: bool = True,
-        retain_base: int = 0,
+        base_copies: int = 0,
         spill: SpillSettings | None = None,
         in_place: bool = False,
         is_readable: bool = False,
@@ -104,7 +104,7 @@ class EngineDouble:
         self.store = WorkerStore(
             self.capabilities.staging_capacity_bytes,
             self.capabilities.adapter_capacity_bytes,
-            retain_base,
+            base_copies,
             Memory(in_place=in_place),
         )
         self.receiver = Receiver(self.store, tracer)
@@ -115,7 +115,7 @@ class EngineDouble:
         if spill is not None:
             self.folder = SpillFolder(spill, self.reference.fingerprint)
             self.folder.open()
-            self.spiller = Spiller(self.store, self.folder, retain_base)
+            self.spiller = Spiller(self.store, self.folder, base_copies)
         self.base: dict[str, torch.Tensor] = dict(weights)
         self._files = {name: tensor.clone() for name, tensor in weights.items()}
         self.refused_aliases = AliasRefusals()

@@ -57,7 +57,7 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     engine = make(
         base_weights(num_tensors, elements),
         keep_base="--keep" in sys.argv,
-        retain_base=1,
+        base_copies=1,
         **settings,
     )
     agent = Agent(AgentConfig(coordinator=coordinator, replica_id=replica_id), engine)

@@ -269,7 +269,7 @@ def make_replica(
         http=SimpleNamespace(port=1),  # type: ignore[arg-type]
         tracker=RequestTracker(),
         requests=RequestsAtSwitch(engine, running_requests),
-        started_with=InitialCheckpoint("dummy"),
+        initial_checkpoint=InitialCheckpoint("dummy"),
         cleanup=contextlib.AsyncExitStack(),
     )
     spill_folder = SpillFolder(

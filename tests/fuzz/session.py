@@ -32,7 +32,7 @@ def fuzz(
     """
     report, chance = Report(), random.Random(seed)
     spill = SpillSettings(directory=str(folder / "spill"), capacity_bytes=2**24, owner=REPLICA)
-    engine = EngineDouble(weights(Model()), retain_base=2, spill=spill)
+    engine = EngineDouble(weights(Model()), base_copies=2, spill=spill)
     with running_pool(folder / "weft.db", lease_seconds=3.0) as pool:
         pool.add_replica(REPLICA, engine)
         _push_as_usual(pool, engine, seed=1)

@@ -34,7 +34,7 @@ def publisher(pool: Pool) -> Iterator[Publisher]:
 
 
 def double(**settings: int) -> EngineDouble:
-    return EngineDouble(weights(Model()), **{"retain_base": 1, **settings})
+    return EngineDouble(weights(Model()), **{"base_copies": 1, **settings})
 
 
 def test_a_late_joiner_catches_up_bitwise_and_then_takes_pushes(
@@ -187,7 +187,7 @@ def test_a_whole_pool_restarted_says_what_is_to_be_pushed_again(
 
 
 def test_a_dirty_replica_is_repaired_by_the_next_push(pool: Pool, publisher: Publisher) -> None:
-    engines = [double(retain_base=0), double(retain_base=0)]
+    engines = [double(base_copies=0), double(base_copies=0)]
     for i, engine in enumerate(engines):
         pool.add_replica(f"replica-{i}", engine)
     engines[0].fail_next_load = DIRTY
@@ -251,7 +251,7 @@ def test_pushes_and_clones_take_turns(pool: Pool, publisher: Publisher) -> None:
 
 
 def test_copies_leave_with_what_the_bound_allows(pool: Pool, publisher: Publisher) -> None:
-    engine = double(retain_base=3)
+    engine = double(base_copies=3)
     pool.add_replica("replica-0", engine)
     for seed in range(1, 5):
         publisher.push_base(Model(seed))

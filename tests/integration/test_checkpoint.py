@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_another_checkpoint_is_out_of_service_until_a_base_comes(tmp_path):
-    one, two = EngineDouble(WEIGHTS, retain_base=1), EngineDouble(WEIGHTS, retain_base=1)
+    one, two = EngineDouble(WEIGHTS, base_copies=1), EngineDouble(WEIGHTS, base_copies=1)
     one.checkpoint, two.checkpoint = READING, checkpoint(b"2")
     with running_pool(tmp_path / "weft.db") as pool:
         first = pool.add_replica("replica-0", one)

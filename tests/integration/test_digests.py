@@ -28,7 +28,7 @@ def expected(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
 
 
 def test_they_do_not_depend_on_how_a_version_came(pool: Pool) -> None:
-    pool.add_replica("replica-0", EngineDouble(weights(Model()), retain_base=9))
+    pool.add_replica("replica-0", EngineDouble(weights(Model()), base_copies=9))
     base = weights(Model(5))
     for number, bucket_bytes in enumerate((512, 2**20), 1):
         trainer_id = f"trainer-{number}"
@@ -47,11 +47,11 @@ def test_they_do_not_depend_on_how_a_version_came(pool: Pool) -> None:
 
 
 def test_a_clone_has_those_of_the_push(pool: Pool, publisher: Publisher) -> None:
-    pool.add_replica("replica-0", EngineDouble(weights(Model()), retain_base=1))
+    pool.add_replica("replica-0", EngineDouble(weights(Model()), base_copies=1))
     base, adapter = Model(5), peft_of(Model(), 1)
     publisher.push_base(base)
     publisher.push_adapter(adapter, "math")
-    pool.add_replica("replica-1", EngineDouble(weights(Model()), retain_base=1))
+    pool.add_replica("replica-1", EngineDouble(weights(Model()), base_copies=1))
     until(lambda: is_ready(pool, "replica-1"))
     for name in ("replica-0", "replica-1"):
         assert digests(pool, name, "base@1") == expected(weights(base))

@@ -23,7 +23,7 @@ def add(
     pool: Pool, replica_id: str, *, in_place: bool = True, is_readable: bool = False
 ) -> EngineDouble:
     engine = EngineDouble(
-        weights(Model(50)), in_place=in_place, is_readable=is_readable, retain_base=1
+        weights(Model(50)), in_place=in_place, is_readable=is_readable, base_copies=1
     )
     pool.add_replica(replica_id, engine)
     return engine

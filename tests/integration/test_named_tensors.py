@@ -83,10 +83,10 @@ def test_what_is_staged_and_its_digest_do_not_depend_on_the_order(
 def test_a_replica_that_comes_later_clones_what_came_in_no_order(
     pool: Pool, publisher: Publisher
 ) -> None:
-    first = EngineDouble(weights(Model()), retain_base=1)
+    first = EngineDouble(weights(Model()), base_copies=1)
     pool.add_replica("replica-0", first)
     publisher.push_tensors(pairs_of(1, 5))
-    late = EngineDouble(weights(Model()), retain_base=1)
+    late = EngineDouble(weights(Model()), base_copies=1)
     pool.add_replica("replica-1", late)
     until(lambda: same(late.base, weights(Model(1))))
     publisher.push_base(Model(2))  # the same group carries either kind

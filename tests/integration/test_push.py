@@ -284,7 +284,7 @@ def test_the_very_bytes_of_base_0_pushed_again_are_no_other_base(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = Model(1)
-    engine = EngineDouble(weights(Model(1)), retain_base=1)
+    engine = EngineDouble(weights(Model(1)), base_copies=1)
     engine.checkpoint = _checkpoint(base, tmp_path / "checkpoint")
     pool.add_replica("told", engine)
     model = peft_of(base)

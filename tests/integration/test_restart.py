@@ -60,7 +60,7 @@ def double(
     spill = None
     if spill_dir is not None:
         spill = SpillSettings(directory=str(spill_dir), capacity_bytes=2**26, owner=owner)
-    return EngineDouble(weights(Model()), retain_base=retain, spill=spill)
+    return EngineDouble(weights(Model()), base_copies=retain, spill=spill)
 
 
 def spilled(pool: Pool, replica_id: str) -> list[str]:

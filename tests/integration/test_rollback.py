@@ -25,7 +25,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def engines(pool: Pool) -> list[EngineDouble]:
-    doubles = [EngineDouble(weights(Model()), retain_base=2) for _ in range(2)]
+    doubles = [EngineDouble(weights(Model()), base_copies=2) for _ in range(2)]
     for i, engine in enumerate(doubles):
         pool.add_replica(f"replica-{i}", engine)
     return doubles
@@ -112,7 +112,7 @@ def test_a_coordinator_that_is_restarted_serves_what_was_gone_back_to(
     until(lambda: _all_serve(pool, 1, math=AdapterVersions((1, 2), 1)))
     assert "(pinned: 2)" in weft(pool, "status")
     pool.remove_replica("replica-1")
-    late = EngineDouble(weights(Model()), retain_base=1)
+    late = EngineDouble(weights(Model()), base_copies=1)
     pool.add_replica("replica-1", late)
     until(lambda: _all_serve(pool, 1, math=AdapterVersions((1, 2), 1)))
     assert same(late.base, weights(Model(1)))

@@ -41,8 +41,8 @@ def engines(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> list[EngineDouble]:
     """Of replica-0, on the trainer's GPU, and replica-1, which cannot sleep, elsewhere."""
     monkeypatch.setattr(rollout_sleep, "used_gpus", lambda: ["GPU-a"])
     doubles = [
-        EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True, retain_base=1),
-        EngineDouble(weights(Model()), gpu_uuids=("GPU-b",), retain_base=1),
+        EngineDouble(weights(Model()), gpu_uuids=("GPU-a",), can_sleep=True, base_copies=1),
+        EngineDouble(weights(Model()), gpu_uuids=("GPU-b",), base_copies=1),
     ]
     for i, engine in enumerate(doubles):
         pool.add_replica(f"replica-{i}", engine)

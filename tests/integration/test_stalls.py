@@ -54,7 +54,7 @@ def hang() -> Iterator[Hang]:
 
 
 def add(pool: Pool, replica_id: str) -> EngineDouble:
-    engine = EngineDouble(weights(Model(50)), retain_base=1)
+    engine = EngineDouble(weights(Model(50)), base_copies=1)
     pool.add_replica(replica_id, engine)
     return engine
 

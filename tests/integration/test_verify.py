@@ -24,7 +24,7 @@ from weft_rl.contract.names import PolicyVersion
 @pytest.fixture
 def engines(pool: Pool) -> list[EngineDouble]:
     doubles = [
-        EngineDouble(weights(Model()), retain_base=1, logprobs_mode="processed_logprobs")
+        EngineDouble(weights(Model()), base_copies=1, logprobs_mode="processed_logprobs")
         for _ in range(2)
     ]
     for i, engine in enumerate(doubles):

@@ -47,7 +47,7 @@ class Kind:
     """What does not change when a replica restarts."""
 
     num_receivers: int
-    retain_base: int
+    base_copies: int
     in_place: bool = False
     """It loads bases as they come; it has one receiver. What it retains, one at most, it
     reads back from its engine."""
@@ -63,7 +63,7 @@ class SimReplica(Process):
         self.kind = kind
         self.vector = VersionVector()
         self.served: dict[PolicyVersion, ContentDigest] = {}
-        self.store = Store(kind.num_receivers, kind.retain_base)
+        self.store = Store(kind.num_receivers, kind.base_copies)
         self.in_place = InPlace(self)
         #: The threads that receive and send, which may hang while the process beats.
         self.worker = Process(world.clock, f"{name}'s worker")

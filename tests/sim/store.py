@@ -32,8 +32,8 @@ class Partial:
 class Store:
     """What one replica has; receivers are told apart by their index."""
 
-    def __init__(self, num_receivers: int, retain_base: int) -> None:
-        self.num_receivers, self.retain_base = num_receivers, retain_base
+    def __init__(self, num_receivers: int, base_copies: int) -> None:
+        self.num_receivers, self.base_copies = num_receivers, base_copies
         self.staged: dict[tuple[str, int], Copy] = {}
         self.partial: dict[tuple[str, int], Partial] = {}
         self.adapters: dict[PolicyVersion, Copy] = {}
@@ -108,11 +108,11 @@ class Store:
             self._drop_beyond()
 
     def pin_bases(self, versions: tuple[int, ...]) -> None:
-        """Keep copies of these, and no longer those of others beyond ``retain_base``."""
+        """Keep copies of these, and no longer those of others beyond ``base_copies``."""
         self.pinned = frozenset(versions)
         self._drop_beyond()
 
     def _drop_beyond(self) -> None:
-        beyond = self.bases[self.retain_base :]
+        beyond = self.bases[self.base_copies :]
         pinned = [base for base in beyond if base.version.version in self.pinned]
-        self.bases = self.bases[: self.retain_base] + pinned
+        self.bases = self.bases[: self.base_copies] + pinned

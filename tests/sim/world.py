@@ -88,11 +88,11 @@ class World:
         self.replicas: dict[str, SimReplica] = {}
         self.trainers: dict[str, SimTrainer] = {}
         self.start_coordinator()
-        retain_base = self.random.choice([0, 1, 1, 2, 2, 3])
+        base_copies = self.random.choice([0, 1, 1, 2, 2, 3])
         in_place = self.random.choice([0.0, 0.0, 0.7, 1.0])
         for i in range(self.random.choice([1, 2, 2, 3, 3, 4])):
             unlike = self.random.random() < 0.1
-            retain = self.random.choice([0, 1, 2]) if unlike else retain_base
+            retain = self.random.choice([0, 1, 2]) if unlike else base_copies
             if self.random.random() < in_place:
                 kind = Kind(1, self.random.choice([0, 1]), in_place=True)
             else:

@@ -117,7 +117,7 @@ class BaseSwitch:
 
 
 async def learn_copies(
-    started_with: InitialCheckpoint,
+    initial_checkpoint: InitialCheckpoint,
     workers: WorkerCalls,
     gate: RequestGate,
     is_served: Callable[[], bool],
@@ -130,7 +130,7 @@ async def learn_copies(
     Args:
         is_served: Returns whether the engine holds the weights of these files, awake and whole.
     """
-    stored = await started_with.read_tensors()
+    stored = await initial_checkpoint.read_tensors()
     if not stored:
         return
     tensors = [(t.name, t.dtype, list(t.shape), t.digest) for t in stored]

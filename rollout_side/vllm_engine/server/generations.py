@@ -110,7 +110,7 @@ class Generations:
 
 
 class VllmGeneration:
-    """Answer of a vLLM engine, as ``rollout_side.engine.Answer``.
+    """Answer of a vLLM engine, as ``rollout_side.engine.Generation``.
 
     Args:
         outputs: vLLM's ``RequestOutput``s, each with the new tokens only.
@@ -165,7 +165,7 @@ class VllmGeneration:
         return self._strict or (self._is_exact and not self._has_begun)
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
-        """See ``Answer``."""
+        """See ``Generation``."""
         with bridges.typed_failures():
             async for output in self._outputs:
                 if self._is_void:
@@ -225,5 +225,5 @@ class VllmGeneration:
         return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
 
     def end(self) -> None:
-        """See ``Answer``."""
+        """See ``Generation``."""
         self._ended.close()

@@ -40,7 +40,7 @@ class RankResult(TypedDict):
 def guarded(
     method: Callable[Concatenate[Any, P], Mapping[str, Any] | None],
 ) -> Callable[Concatenate[Any, P], RankResult]:
-    """Turn a worker method's result or failure, of whatever kind, into an ``RankResult``."""
+    """Turn a worker method's result or failure, of whatever kind, into a ``RankResult``."""
 
     @functools.wraps(method)
     def answer(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> RankResult:

@@ -53,7 +53,7 @@ class OpenConfig:
 
     staging_memory_bytes: int
     adapter_memory_bytes: int
-    retain_base: int
+    base_copies: int
     receiver_factory: str
     """Dotted path ``module:name`` of a callable from a ``WorkerStore`` and a ``Tracer`` to a
     receiver."""
@@ -168,7 +168,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     store = WorkerStore(
         staging_capacity_bytes=staging_bytes,
         adapter_capacity_bytes=settings.adapter_memory_bytes,
-        retain_base=settings.retain_base,
+        base_copies=settings.base_copies,
         memory=memory,
         num_ranks=worker.parallel_config.world_size,
     )
@@ -221,7 +221,7 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
         state.trials = TrialAnswerer(store.memory.device_of(ONE_SIDED))
     if settings.spill is not None:
         folder = SpillFolder(SpillSettings(**settings.spill), state.reference.fingerprint)
-        state.spiller = Spiller(store, folder, settings.retain_base)
+        state.spiller = Spiller(store, folder, settings.base_copies)
     writer = HoldingsWriter(settings.holdings_path)
     state.report = HoldingsReport(
         writer, partial(comparable_state, state), partial(memory_of, state)

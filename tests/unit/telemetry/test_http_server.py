@@ -84,12 +84,12 @@ async def test_one_connection_carries_one_request() -> None:
 def test_loggers_of_another_uvicorn_in_this_process_stay_as_they_are() -> None:
     """In a replica vLLM's server writes to them."""
     access = logging.getLogger("uvicorn.access")
-    handler = logging.NullHandler()
+    handler, propagates = logging.NullHandler(), access.propagate
     access.addHandler(handler)
     try:
         with _serving():
             assert handler in access.handlers
-            assert access.propagate
+            assert access.propagate is propagates
     finally:
         access.removeHandler(handler)
 

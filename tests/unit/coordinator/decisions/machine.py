@@ -68,7 +68,7 @@ class Machine:
         self.tokens: dict[str, int] = {}
         self.refused_rank = -1
         self.refusal: Failure | None = None
-        self.retain_base = 1
+        self.base_copies = 1
         self.answered_lookups = self.answered_inquiries = 0
         #: What a replica names in heartbeats, with digests, until a test changes it.
         self.says: dict[str, Any] = {}
@@ -348,7 +348,7 @@ class Machine:
         if transfer.kind is PolicyKind.BASE:
             vector = vector.with_base(transfer.version)
             others = [v for v in retained if v != transfer.version]
-            retained = (transfer.version, *others)[: self.retain_base]
+            retained = (transfer.version, *others)[: self.base_copies]
         else:
             wanted = self.state.policies[transfer.policy].served_version
             held = vector.adapters.get(transfer.policy, AdapterVersions()).versions

@@ -100,7 +100,7 @@ def test_a_push_that_is_given_up_says_why() -> None:
 
 def test_a_rollback_is_a_seam_and_a_clone_is_none() -> None:
     m = watched("r0", policies=("base",))
-    m.retain_base = 2
+    m.base_copies = 2
     for _ in range(2):
         m.run_to(Phase.COMMITTED, "base")
     m.answer_commits(m.roll_back("base", 1))

@@ -149,7 +149,7 @@ def test_a_push_of_the_base_pauses_generation() -> None:
 
 def test_a_rollback_of_the_base_pauses_it_too_and_is_no_push() -> None:
     m = _pool("r0", policies=("base",))
-    m.retain_base = 2
+    m.base_copies = 2
     m.run_to(Phase.COMMITTED, "base")
     m.run_to(Phase.COMMITTED, "base")
     ticket = m.roll_back("base", 1)

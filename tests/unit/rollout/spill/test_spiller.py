@@ -123,7 +123,7 @@ def test_what_is_held_is_written_and_a_new_process_reads_it(start: Callable[...,
 )
 def test_which_may_leave(on_disk: str, served: int, retain: int, gone: str) -> None:
     there = {Path(name): PolicyVersion.parse(name) for name in on_disk.split()}
-    found = superseded(there, retired=parsed("math@1"), served_base=served, retain_base=retain)
+    found = superseded(there, retired=parsed("math@1"), served_base=served, base_copies=retain)
     assert " ".join(map(str, found)) == gone
 
 

@@ -80,8 +80,8 @@ def watch(change: Change) -> None:
         return
     since = {name: before.get(name, change.now) for name in found}
     description_requests = {
-        version: inquiry
-        for version, inquiry in change.state.description_requests.items()
+        version: request
+        for version, request in change.state.description_requests.items()
         if version.version in found.get(version.policy, ())
     }
     change.state = replace(
@@ -226,7 +226,7 @@ def _ask(change: Change, version: PolicyVersion, digest: bytes, holders: list[Re
     if last is not None and change.now < last.again_at:
         return
     if (
-        sum(change.now < inquiry.again_at for inquiry in description_requests.values())
+        sum(change.now < request.again_at for request in description_requests.values())
         >= MAX_DESCRIBING
     ):
         return
@@ -243,9 +243,9 @@ def _ask(change: Change, version: PolicyVersion, digest: bytes, holders: list[Re
 
 
 def _note_asked(change: Change, version: PolicyVersion, replica_id: str, seconds: float) -> None:
-    inquiry = DescriptionRequest(replica_id, change.now + seconds)
+    request = DescriptionRequest(replica_id, change.now + seconds)
     change.state = replace(
-        change.state, description_requests={**change.state.description_requests, version: inquiry}
+        change.state, description_requests={**change.state.description_requests, version: request}
     )
 
 

@@ -549,7 +549,7 @@ def _remedy(state: PoolState, policy: str) -> str:
 # -- whether its base@0 is the pool's ----------------------------------------
 
 _MAX_NAMED_FILES = 3
-_REMEDY = (
+_CHECKPOINT_REMEDY = (
     "start it from the same files, or push a base. If the pool's is the wrong one, stop all "
     "replicas and bind it anew: weft base --rebind"
 )
@@ -585,7 +585,7 @@ def explain_checkpoint_mismatch(state: PoolState, replica: Replica) -> str:
     if bound is None:
         return ""
     if own.digest != bound.digest:
-        return f"its base@0 is not the pool's: {_files(replica, bound)}; {_REMEDY}"
+        return f"its base@0 is not the pool's: {_files(replica, bound)}; {_CHECKPOINT_REMEDY}"
     served = replica.capabilities
     if served.base_dtype is not bound.base_dtype:
         return (

@@ -101,7 +101,7 @@ class GroupProgress:
     def heard(
         self, reports: Mapping[int, RankReport], num_verified: Mapping[int, int], now: float
     ) -> GroupProgress:
-        """Return this watch with the words and numbers of verified buckets that ranks reported."""
+        """Return this progress with the reports and verified buckets of ranks added."""
         return replace(
             self,
             heard_at={**self.heard_at, **dict.fromkeys((*reports, *num_verified), now)},
@@ -110,7 +110,8 @@ class GroupProgress:
         )
 
     def with_owed_steps(self, steps: Mapping[int, str], now: float) -> GroupProgress:
-        """Return this watch with what each rank owes now; a debt keeps its beginning."""
+        """Return this progress with the step that each rank owes now; one that it owed already
+        keeps its beginning."""
         owed_steps = {
             rank: old
             if (old := self.owed_steps.get(rank)) and old.step == step
@@ -120,7 +121,7 @@ class GroupProgress:
         return self if owed_steps == self.owed_steps else replace(self, owed_steps=owed_steps)
 
     def carried(self, ranks: Mapping[int, int], step: str, now: float) -> GroupProgress:
-        """Return the watch that a transfer's next epoch begins with.
+        """Return the progress that a transfer's next epoch begins with.
 
         The silence of each rank is carried over, until the rank has done its first step.
 
@@ -137,7 +138,7 @@ class GroupProgress:
         return GroupProgress(owed_steps=owed_steps, held_up=held_up)
 
     def with_holder(self, rank: int | None, now: float) -> GroupProgress:
-        """Return this watch with the receiver that holds the others up noted; None is nobody.
+        """Return this progress with the receiver that holds the others up noted; None is nobody.
 
         The time since the last look counts, a second at most: ticks are more frequent.
         """
@@ -152,7 +153,7 @@ class GroupProgress:
         return now - max(owed.since, self.heard_at.get(rank, owed.since)) if owed else 0.0
 
     def forgiven(self, seconds: float) -> GroupProgress:
-        """Return this watch as if ``seconds`` had not passed."""
+        """Return this progress as if ``seconds`` had not passed."""
         return replace(
             self,
             heard_at={rank: at + seconds for rank, at in self.heard_at.items()},

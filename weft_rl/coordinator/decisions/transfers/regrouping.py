@@ -104,7 +104,7 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
 
 
 def _carried(change: Change, transfer: Transfer, former: Group, renewed: Group) -> GroupProgress:
-    """Return the watch of the new group, with the silence of the survivors carried over.
+    """Return the progress of the new group, with the silence of the survivors carried over.
 
     What they may take is counted over the whole transfer, however often its group is formed
     anew.

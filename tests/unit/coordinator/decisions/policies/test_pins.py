@@ -12,7 +12,7 @@ from weft_rl.coordinator.decisions.state.values import Phase
 
 def _pushed(times: int, *replica_ids: str) -> Machine:
     m = Machine().pool(*(replica_ids or ("r0",)))
-    m.retain_base = 2
+    m.base_copies = 2
     m.acquire("base")
     for _ in range(times):
         m.run_to(Phase.COMMITTED, "base")

@@ -105,7 +105,7 @@ def test_a_short_absence_is_nobodys_business() -> None:
 
 def test_what_is_served_without_a_copy_is_not_asked_for_until_somebody_lacks_it() -> None:
     m = Machine().pool("r0")
-    m.retain_base = 0
+    m.base_copies = 0
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.pass_time(20)
@@ -295,7 +295,7 @@ def test_an_adapter_is_lost_though_the_one_replica_waits_for_a_base() -> None:
 
 def test_a_base_that_replicas_serve_without_a_copy_is_not_lost() -> None:
     m = Machine().pool("r0")
-    m.retain_base = 0
+    m.base_copies = 0
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     _release(m, "base")

@@ -279,7 +279,7 @@ def test_trainers_take_turns_in_the_order_of_begin() -> None:
 @pytest.mark.parametrize("policy", ["math", "base"])
 def test_a_policy_changes_once_at_a_time_whichever_replicas_are_concerned(policy: str) -> None:
     m = Machine().pool("r0")
-    m.retain_base = 3
+    m.base_copies = 3
     m.acquire(policy)
     m.run_to(Phase.COMMITTED, policy)
     m.run_to(Phase.COMMITTED, policy)

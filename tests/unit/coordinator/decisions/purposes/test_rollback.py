@@ -19,7 +19,7 @@ from weft_rl.coordinator.runtime.catalog.database import Catalog
 
 def _pushed(policy: str, times: int, *replica_ids: str, **settings: int) -> Machine:
     m = Machine(**settings).pool(*(replica_ids or ("r0", "r1")))
-    m.retain_base = 2
+    m.base_copies = 2
     m.acquire(policy)
     group_id = ""
     for _ in range(times):
@@ -222,7 +222,7 @@ def test_replicas_that_load_in_place_are_not_said_to_retain() -> None:
     m = Machine()
     m.register("r0", loads_in_place=True)
     m.do(events.ReferenceKnown("f" * 64))
-    m.retain_base = 0
+    m.base_copies = 0
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.run_to(Phase.COMMITTED, "base")

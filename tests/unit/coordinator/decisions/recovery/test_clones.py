@@ -100,7 +100,7 @@ def test_what_nobody_holds_is_said_and_nothing_is_tried() -> None:
 
 def test_a_base_that_is_served_but_not_retained_cannot_be_cloned() -> None:
     m = Machine().pool("r0")
-    m.retain_base = 0
+    m.base_copies = 0
     m.acquire("base")
     m.run_to(Phase.COMMITTED, "base")
     m.register("r1")

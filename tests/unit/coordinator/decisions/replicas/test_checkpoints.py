@@ -155,7 +155,7 @@ def test_nobody_goes_back_to_a_base_0_that_is_not_one_model(told: Checkpoint) ->
     m.register("r1", checkpoint=told, retained=(0,))
     m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint))
     m.acquire("base")
-    m.retain_base = 2
+    m.base_copies = 2
     m.run_to(Phase.COMMITTED, "base")
     error = m.error(m.roll_back("base", 0))
     assert error.reason == "BASE_MISMATCH"

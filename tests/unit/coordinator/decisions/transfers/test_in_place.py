@@ -221,7 +221,7 @@ def test_other_bytes_at_one_rank_end_the_push() -> None:
 
 def test_the_owner_is_asked_for_what_all_have_lost() -> None:
     m = _pool("r0")
-    m.retain_base = 0
+    m.base_copies = 0
     m.run_to(Phase.COMMITTED, "base")
     ticket = _loading(m)
     m.do(events.RankGone(m.transfer(ticket).group_id, 0, "its stream broke"))

@@ -35,7 +35,7 @@ def _committing(
     for name in ("r0", "r1"):
         m.register(name, **capabilities)
     m.do(events.ReferenceKnown("f" * 64))
-    m.retain_base = 2
+    m.base_copies = 2
     m.acquire(policy)
     for _ in range(former):
         m.run_to(Phase.COMMITTED, policy)
