@@ -18,22 +18,22 @@ def _listed(text: str) -> frozenset[str]:
 
 
 #: Words that one must know; another one replaces one of these.
-MAX_WORDS = 50
+MAX_WORDS = 40
 
 #: Nouns that need no page.
 GENERAL = _listed(
     """
-    activity answer attempt backend backoff bound cache call caller capabilities catalog
-    certificate change channel check checker client codec collector config connection content copy
-    counter credentials declaration decoder device digest document driver encoder engine entry
-    error event exporter facts failure feed file flag folder formatter gate generation guard
-    handle handler history id interceptor key kind layout level limit link list listing loader
+    activity answer attempt backend backoff bound cache call caller capabilities catalog certificate
+    change channel check checker client codec collector config connection content copy counter
+    credentials declaration decoder device digest document drain driver encoder engine entry error
+    event exporter facts failure feed file flag folder formatter gate generation guard handle
+    handler heartbeat history id interceptor key kind layout level limit link list listing loader
     lock log loop mark member memory message meta metadata method metrics name note number object
-    operation option order page pair part phase pipeline plan process progress proof queue range
-    reader record rectangle refusal request response result role row rule sampling security server
-    service servicer session settings signal size slot snapshot span spec state step store stream
-    summary table tensor thread ticket time token trace tracer transaction type value vector view
-    wait watcher watermark work worker writer
+    operation option order page pair part phase pipeline plan process progress proof purpose queue
+    range rank reader receiver record rectangle refusal request response result role row rule sample
+    sampling security sender server service servicer session settings signal size slot snapshot
+    source span spec state step store stream summary table tensor thread ticket time token trace
+    tracer trainer transaction type value vector view wait watcher watermark work worker writer
     """
 )
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
