@@ -372,6 +372,11 @@ def _accept(
     """Accept the connections of all ranks that are ``expected``.
 
     Others are turned away, however slowly they speak; those that are silent are bounded in number.
+
+    Raises:
+        LinkError: A rank did not connect in time.
+        PeerGoneError: A rank is gone again.
+        OSError: No connection can be accepted.
     """
     arrivals = Arrivals(listener, len(expected) + _MAX_STRANGERS, handshake.hello_bytes)
     with closing(arrivals):
@@ -380,18 +385,37 @@ def _accept(
             if left <= 0:
                 missing = ", ".join(map(str, sorted({rank for _, rank in expected})))
                 raise LinkError(f"rank {missing} did not connect in time")
-            for connected in arrivals.take(left):
-                connection = Connection(connected, _FRAMES)
-                try:
-                    rank, traffic = handshake.hear(connection)
-                    expected.remove(key := (Traffic(traffic), rank))
-                    handshake.answer(connection)
-                except (PeerError, ValueError, KeyError):
-                    _log.warning("turned away a connection that is no rank's of this trainer")
-                    connection.close()
-                else:
-                    connection.peer = f"rank {rank}"
-                    connections[key] = connection
+            arrived = arrivals.take(left)
+            try:
+                while arrived:
+                    _admit(arrived.pop(0), handshake, expected, connections)
+            finally:  # where one of them has ended the meeting
+                for connected in arrived:
+                    connected.close()
+
+
+def _admit(
+    connected: socket.socket,
+    handshake: Handshake,
+    expected: set[tuple[Traffic, int]],
+    connections: dict[tuple[Traffic, int], Connection[bytes]],
+) -> None:
+    """Admit an expected rank; close the connection of anybody else.
+
+    Raises:
+        PeerGoneError: The rank is gone again: it is not awaited a second time.
+    """
+    connection = Connection(connected, _FRAMES)
+    try:
+        rank, number = handshake.hear(connection)
+        expected.remove(key := (Traffic(number), rank))
+    except (PeerError, ValueError, KeyError):
+        _log.warning("turned away a connection that is no rank's of this trainer")
+        connection.close()
+        return
+    connection.peer = f"rank {rank}"
+    connections[key] = connection
+    handshake.answer(connection)
 
 
 def _listen(store: Any) -> socket.socket:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -364,6 +366,26 @@ def test_strangers_are_turned_away_and_hold_nobody_up(pool, caplog):
     assert "turned away a connection" in caplog.text
     assert secret.hex() not in caplog.text
     _close(links)
+
+
+@pytest.mark.parametrize("gone", [Traffic.STAR, Traffic.SUM])
+def test_a_rank_that_is_gone_after_its_hello_ends_the_meeting(monkeypatch, gone):
+    """Else the link would lack a connection; those that have come behind it are closed, too."""
+    before = len(os.listdir("/proc/self/fd"))
+    secret = bytes(32)
+    monkeypatch.setattr("trainer_side.ranks.link.secrets.token_hex", lambda size: secret.hex())
+    listener = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(link, "_listen", lambda store: listener)
+    with contextlib.ExitStack() as coming:
+        for traffic in Traffic:
+            each = coming.enter_context(socket.create_connection(listener.getsockname()))
+            _say_hello(each, secret, 1, traffic)
+            if traffic is gone:  # as a process whose socket is closed by a reset
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.close()
+        with pytest.raises(LinkError, match=r"cannot connect to the others: rank 1 (closed|is)"):
+            meet(dist.HashStore(), 0, 2, _soon())
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 class _Routed:
