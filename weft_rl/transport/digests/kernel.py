@@ -1,7 +1,7 @@
 """Kernels of WSUM64 on a GPU: many parts in one launch, each word read once.
 
-Written in Triton, which comes with torch's builds for CUDA. It needs a C compiler: where there is
-none, ``wsum64`` copies to the host what it digests, and a warning says so.
+Written in Triton, which comes with torch's builds for CUDA and needs a C compiler. Where they do
+not work, ``wsum64`` copies to the host what it digests, and a warning says so.
 """
 
 from __future__ import annotations
@@ -60,10 +60,17 @@ class Words(NamedTuple):
     """Words in the tensor from the beginning of one row of a slice to that of the next."""
 
 
+@lru_cache(maxsize=16)
 def works(device: torch.device) -> bool:
-    """Return whether a device runs the kernels; blocks for seconds the first time, while they are
-    compiled."""
-    return triton is not None and _is_right(device)
+    """Return whether a device runs the kernels; a warning says why not. Blocks for seconds the
+    first time, while they are compiled."""
+    why_not = _why_not(device)
+    if why_not:
+        _log.warning(
+            "tensors on %s are copied to the host to be digested, which makes pushes slow: %s",
+            device, why_not,
+        )  # fmt: skip
+    return not why_not
 
 
 def sums(
@@ -123,10 +130,11 @@ def _tables(device: torch.device, parts: tuple[Words, ...]) -> tuple[torch.Tenso
     return by_rows, by_slices
 
 
-@lru_cache(maxsize=16)
-def _is_right(device: torch.device) -> bool:
-    """Return whether the kernels compile and give the right sums, with copying and without. A
-    first push that had to compile one of them would wait for that."""
+def _why_not(device: torch.device) -> str:
+    """Return why a device cannot run the kernels; empty if they compile and give the right sums,
+    with copying and without. A first push that had to compile one of them would wait for that."""
+    if triton is None:
+        return "Triton cannot be imported; install torch's build for this GPU, which brings it"
     # Two allocations: what is compiled depends on how pointers are aligned, too.
     words, copy = (make(1, dtype=torch.int64, device=device) for make in (torch.ones, torch.zeros))
     try:
@@ -137,12 +145,10 @@ def _is_right(device: torch.device) -> bool:
         ]
         is_copied = int(copy.item()) == 1
     except Exception as error:  # noqa: BLE001 (a compiler's, a driver's)
-        _log.warning(
-            "Triton compiles no kernel for %s, so tensors are copied to the host to be digested, "
-            "which makes pushes slow; install a C compiler (gcc): %s", device, error,
-        )  # fmt: skip
-        return False
-    return is_copied and values == [int(first_weights(device)[0])] * 3
+        return f"Triton compiles no kernel; install a C compiler (gcc): {error}"
+    if is_copied and values == [int(first_weights(device)[0])] * 3:
+        return ""
+    return "Triton's kernels give wrong digests; install the release of Triton that torch names"
 
 
 def _make_kernels() -> tuple[Any, Any]:
