@@ -5,11 +5,12 @@ Source: protos/weft/v1/types.proto, DIGEST_ALGORITHM_WSUM64.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 import torch
 
+HOST: Final = torch.device("cpu")
 #: Words of a row.
 WIDTH: Final = 4096
 #: Weights are made for this many rows at a time: enough for a tensor of 1 GiB.
@@ -19,35 +20,36 @@ NUM_ROWS: Final = 32768
 NUM_WRITTEN_ROWS: Final = 16
 
 
-def rows_from(device: torch.device, row: int) -> torch.Tensor:
-    """Return the weights of ``row`` and of the rows that follow it in its block of weights; a
-    view."""
-    return _row_weights(device, row - row % NUM_ROWS)[row % NUM_ROWS :]
+def rows_from(row: int) -> torch.Tensor:
+    """Return the weights of ``row`` and of the rows that follow it in its block of weights, on the
+    host; a view."""
+    return _row_weights(row - row % NUM_ROWS)[row % NUM_ROWS :]
 
 
 def rows_at(rows: torch.Tensor, last: int) -> torch.Tensor:
-    """Return the weights of any rows up to ``last``."""
+    """Return the weights of any rows up to ``last``, on the host."""
     if last < NUM_ROWS:
-        return _row_weights(rows.device, 0)[rows]
+        return _row_weights(0)[rows]
     return _split_mix(rows) << 1
 
 
-@lru_cache(maxsize=64)
-def first_weights(device: torch.device) -> torch.Tensor:
-    """Return the weight of each word of the first ``NUM_WRITTEN_ROWS`` rows."""
-    rows = rows_from(device, 0)[:NUM_WRITTEN_ROWS].unsqueeze(1)
-    return (rows + column_weights(device)).view(-1)
+@cache
+def first_weights() -> torch.Tensor:
+    """Return the weight of each word of the first ``NUM_WRITTEN_ROWS`` rows, on the host."""
+    rows = rows_from(0)[:NUM_WRITTEN_ROWS].unsqueeze(1)
+    return (rows + column_weights(HOST)).view(-1)
 
 
 @lru_cache(maxsize=256)
-def _row_weights(device: torch.device, first: int) -> torch.Tensor:
+def _row_weights(first: int) -> torch.Tensor:
     """Compute the even weights of rows ``first`` to ``first + NUM_ROWS``; 256 KiB each."""
-    return (_split_mix(torch.arange(first, first + NUM_ROWS)) << 1).to(device)
+    # Whatever torch's default device is where it is first asked for.
+    return _split_mix(torch.arange(first, first + NUM_ROWS, device=HOST)) << 1
 
 
 @lru_cache(maxsize=64)
 def column_weights(device: torch.device) -> torch.Tensor:
-    """Compute the odd weights of the columns."""
+    """Compute the odd weights of the columns, on a device."""
     return ((_split_mix(torch.arange(2**32, 2**32 + WIDTH)) << 1) + 1).to(device)
 
 

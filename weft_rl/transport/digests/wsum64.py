@@ -25,6 +25,7 @@ from weft_rl.contract.layout.manifest import ALIGN_BYTES
 from weft_rl.transport.digests import kernel
 from weft_rl.transport.digests.host_copy import Fetched
 from weft_rl.transport.digests.weights import (
+    HOST,
     NUM_WRITTEN_ROWS,
     WIDTH,
     column_weights,
@@ -34,7 +35,6 @@ from weft_rl.transport.digests.weights import (
 )
 
 _MASK = 2**64 - 1
-_HOST = torch.device("cpu")
 #: A core's cache keeps so many rows (1 MiB) from the first sum over them to the second.
 _CACHED_ROWS = 32
 #: Words of a slice whose weights are written out at a time.
@@ -241,7 +241,7 @@ def _sum(
     num = len(words)
     if first + num <= NUM_WRITTEN_ROWS * WIDTH:
         before(0, num)
-        return torch.dot(words, first_weights(_HOST)[first : first + num])
+        return torch.dot(words, first_weights()[first : first + num])
     total = torch.zeros((), dtype=torch.int64)
     at = 0
     while at < num:
@@ -249,7 +249,7 @@ def _sum(
         if column or num - at < WIDTH:
             now = min(num - at, WIDTH - column)
             before(at, at + now)
-            weights = column_weights(_HOST)[column : column + now] + rows_from(_HOST, row)[0]
+            weights = column_weights(HOST)[column : column + now] + rows_from(row)[0]
             total += torch.dot(words[at : at + now], weights)
         else:
             now = (num - at) // WIDTH * WIDTH
@@ -275,9 +275,9 @@ def _whole_rows(words: torch.Tensor, first_row: int, before: _Before) -> torch.T
             break
         by_column += torch.sum(rows, 0, out=columns)  # the faster of the two to read from memory
         torch.sum(rows, 1, out=by_row[first : first + _CACHED_ROWS])
-    total = torch.dot(by_column, column_weights(_HOST))
+    total = torch.dot(by_column, column_weights(HOST))
     while len(by_row):
-        weights = rows_from(_HOST, first_row)[: len(by_row)]
+        weights = rows_from(first_row)[: len(by_row)]
         total += torch.dot(by_row[: len(weights)], weights)
         by_row, first_row = by_row[len(weights) :], first_row + len(weights)
     return total
@@ -321,7 +321,7 @@ def _repeated(words: torch.Tensor, whole: _Slice) -> tuple[int, list[_Slice]]:
     by_column = words[: own.num].view(-1, period * row).sum(0).view(period, row)
     begins = torch.arange(period).unsqueeze(1) * stride + first
     columns = (begins + torch.arange(row)) % WIDTH
-    total = (by_column * column_weights(_HOST)[columns]).sum()
+    total = (by_column * column_weights(HOST)[columns]).sum()
     block = gcd(first, row, stride, WIDTH)
     by_block = words[: own.num].view(-1, row // block, block).sum(2)
     begins = torch.arange(len(by_block)).unsqueeze(1) * stride + first
@@ -356,7 +356,7 @@ def _together(words: torch.Tensor, slices: Sequence[_Slice], block: int) -> torc
     nth = torch.arange(len(owner)) - (ends - num)[owner]
     place = first[owner] + nth // row[owner] * stride[owner] + nth % row[owner]
     per_row = WIDTH // block
-    weights = column_weights(_HOST).view(-1, block)[place % per_row]
+    weights = column_weights(HOST).view(-1, block)[place % per_row]
     rows = place // per_row
     weights += rows_at(rows, int(rows.max())).unsqueeze(1)
     weights *= words.view(-1, block)[at[owner] + nth]
