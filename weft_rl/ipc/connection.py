@@ -44,7 +44,11 @@ class PeerError(RuntimeError):
 
 
 class PeerGoneError(PeerError):
-    """End of a connection: the peer has closed it, or was silent until a deadline."""
+    """End of a connection: the peer has closed it, or nothing went over it until a deadline."""
+
+
+class PeerTimeoutError(PeerGoneError):
+    """Silence of a peer that may be there still, or its not reading, until a deadline."""
 
 
 @dataclass(frozen=True)
@@ -80,48 +84,51 @@ class Codec(Generic[_M]):
         number = self._numbers[type(message)]
         return number, self._kinds[number].pack(message)
 
-    def decode(self, number: int, content: bytes, num_descriptors: int = 0) -> _M:
-        """Return the message of a frame that has come.
+    def decode(
+        self, number: int, content: bytes, num_descriptors: int = 0, peer: str = "the peer"
+    ) -> _M:
+        """Return the message of a frame that has come from ``peer``.
 
         Raises:
             PeerError: It is no message of these.
         """
-        self.check_size(number, len(content))
+        self.check_size(number, len(content), peer)
         kind = self._kinds[number]
+        name = kind.message.__name__
         if num_descriptors != kind.has_descriptor:
-            raise PeerError("a message with a descriptor too many, or one too few")
+            raise PeerError(f"{peer} says {name} with a descriptor too many, or one too few")
         try:
             return kind.unpack(content)
         except (struct.error, ValueError) as error:
-            raise PeerError(f"the peer says {kind.message.__name__}, garbled: {error}") from error
+            raise PeerError(f"{peer} says {name}, garbled: {error}") from error
 
-    def check_size(self, number: int, num_bytes: int) -> None:
-        """Refuse a frame of an unknown kind, or longer than its kind may be.
+    def check_size(self, number: int, num_bytes: int, peer: str = "the peer") -> None:
+        """Refuse a frame of ``peer`` of an unknown kind, or longer than its kind may be.
 
         Raises:
             PeerError: It is such a frame.
         """
         if number not in self._kinds:
-            raise PeerError(f"the peer says a message of kind {number}, which there is not")
+            raise PeerError(f"{peer} says a message of kind {number}, which there is not")
         if num_bytes > self._kinds[number].max_bytes:
             name = self._kinds[number].message.__name__
-            raise PeerError(f"the peer says {name} of {num_bytes:,} bytes")
+            raise PeerError(f"{peer} says {name} of {num_bytes:,} bytes")
 
     def pack_head(self, number: int) -> bytes:
         """Encode the head of a frame, without its length."""
         return _HEAD.pack(self._magic, self._version, number)
 
-    def read_head(self, data: bytes | bytearray) -> int:
-        """Return the kind of the frame that ``data`` begins with.
+    def read_head(self, data: bytes | bytearray, peer: str = "the peer") -> int:
+        """Return the kind of the frame of ``peer`` that ``data`` begins with.
 
         Raises:
             PeerError: It begins no frame of this codec and version.
         """
         if len(data) < _HEAD.size or data[: len(self._magic)] != self._magic:
-            raise PeerError("what has arrived is no message of Weft's")
+            raise PeerError(f"{peer} says what is no message of Weft's")
         _, version, number = _HEAD.unpack_from(data)
         if version != self._version:
-            raise PeerError(f"the peer speaks version {version}, this process {self._version}")
+            raise PeerError(f"{peer} speaks version {version}, this process {self._version}")
         return int(number)
 
 
@@ -170,7 +177,8 @@ class Connection(Generic[_M]):
             fd: Descriptor that goes along; not over a stream.
 
         Raises:
-            PeerGoneError: The peer is gone, or reads nothing.
+            PeerTimeoutError: The peer reads nothing.
+            PeerGoneError: The peer is gone.
         """
         number, content = self.codec.encode(message)
         outgoing = Outgoing(self, number, memoryview(content), fd)
@@ -189,16 +197,18 @@ class Connection(Generic[_M]):
             timeout_seconds: Longest wait for its beginning; None waits without limit.
 
         Raises:
-            PeerGoneError: The peer is gone, said nothing in time, or stopped within a message.
+            PeerTimeoutError: The peer said nothing in time, or stopped within a message.
+            PeerGoneError: The peer is gone.
             PeerError: The peer said what is no message.
         """
         incoming = Incoming(self)
         if not self.poll(timeout_seconds):
-            raise _silent([incoming])
+            raise _timeout([incoming])
         finish([incoming], time.monotonic() + _FRAME_SECONDS)
         fds = incoming.descriptors
         try:
-            message = self.codec.decode(incoming.kind, bytes(incoming.content), len(fds))
+            content = bytes(incoming.content)
+            message = self.codec.decode(incoming.kind, content, len(fds), self.peer)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -317,7 +327,7 @@ class Incoming:
         Raises:
             PeerError: It may not be of this kind, or not so long.
         """
-        self.connection.codec.check_size(kind, num_bytes)
+        self.connection.codec.check_size(kind, num_bytes, self.connection.peer)
         return None
 
     def advance(self) -> bool:
@@ -345,7 +355,7 @@ class Incoming:
         return True
 
     def _begin(self) -> None:
-        kind = self.connection.codec.read_head(self._read)
+        kind = self.connection.codec.read_head(self._read, self.connection.peer)
         (self._num_missing,) = _LENGTH.unpack_from(self._read, _HEAD.size)
         self._out = self.accept(kind, self._num_missing)
         self.kind, self._read = kind, bytearray()
@@ -375,7 +385,7 @@ class Incoming:
                 raise self.connection.gone()
             if told & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(self.descriptors) > _MAX_FDS:
                 raise PeerError(f"{self.connection.peer} said more than a message holds")
-            self.kind = codec.read_head(data)
+            self.kind = codec.read_head(data, self.connection.peer)
         except PeerError:
             for fd in self.descriptors:
                 os.close(fd)
@@ -390,7 +400,8 @@ def finish(frames: Sequence[Outgoing | Incoming], deadline: float) -> None:
         deadline: ``time.monotonic()`` seconds.
 
     Raises:
-        PeerGoneError: A peer is gone, or was silent until the deadline.
+        PeerTimeoutError: A peer was silent, or read nothing, until the deadline; names it.
+        PeerGoneError: A peer is gone.
         PeerError: A peer sends other than what is accepted.
     """
     while pending := [each for each in frames if not each.advance()]:
@@ -400,12 +411,16 @@ def finish(frames: Sequence[Outgoing | Incoming], deadline: float) -> None:
             events[number] = events.get(number, 0) | each.events
         left = deadline - time.monotonic()
         if left <= 0 or not _polled(events, left):
-            raise _silent(pending)
+            raise _timeout(pending)
 
 
-def _silent(pending: Sequence[Outgoing | Incoming]) -> PeerGoneError:
-    names = ", ".join(dict.fromkeys(each.connection.peer for each in pending))
-    return PeerGoneError(f"{names} was silent until the deadline")
+def _timeout(pending: Sequence[Outgoing | Incoming]) -> PeerTimeoutError:
+    said = []
+    for kind, what in ((Outgoing, "read nothing, or too slowly,"), (Incoming, "was silent")):
+        peers = dict.fromkeys(each.connection.peer for each in pending if isinstance(each, kind))
+        if peers:
+            said.append(f"{', '.join(peers)} {what} until the deadline")
+    return PeerTimeoutError("; ".join(said))
 
 
 def _polled(events: Mapping[int, int], timeout_seconds: float | None) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from weft_rl.ipc.connection import (
     Outgoing,
     PeerError,
     PeerGoneError,
+    PeerTimeoutError,
     finish,
 )
 
@@ -117,7 +118,8 @@ def test_a_descriptor_comes_with_what_needs_one_alone(make: Make) -> None:
         os.close(each)
     for message, odd in ((Number(1), 0), (File(), None)):
         ours.send(message, odd)
-        with pytest.raises(PeerError, match="a descriptor too many, or one too few"):
+        found = r"the peer \(pid \d+\) says \w+ with a descriptor too many, or one too few"
+        with pytest.raises(PeerError, match=found):
             peer.receive(5.0)
 
 
@@ -146,17 +148,17 @@ def framed(number: int, num_bytes: int, body: bytes = b"") -> bytes:
     ("said", "found"),
     [
         (b"nonsense" * 4, "no message of Weft's"),
-        (b"TEST\4\0" + bytes(20), "speaks version 4, this process 3"),
+        (b"TEST\4\0" + bytes(20), "version 4, this process 3"),
         (framed(9, 0), "a message of kind 9, which there is not"),
-        (framed(2, 9), "says Number of 9 bytes"),
-        (framed(1, 2**63), "says Text of 9,223,372,036,854,775,808 bytes"),
-        (framed(2, 7, b"1234567"), "says Number, garbled"),
+        (framed(2, 9), "Number of 9 bytes"),
+        (framed(1, 2**63), "Text of 9,223,372,036,854,775,808 bytes"),
+        (framed(2, 7, b"1234567"), "Number, garbled"),
     ],
 )
 def test_what_is_no_message_is_refused_by_its_head(make: Make, said: bytes, found: str) -> None:
     ours, theirs = make(STREAM)
     theirs.sendall(said)
-    with pytest.raises(PeerError, match=found) as caught:
+    with pytest.raises(PeerError, match=rf"^the peer \(pid \d+\) \w+ .*{found}") as caught:
         ours.receive(5.0)
     assert not isinstance(caught.value, PeerGoneError)
 
@@ -235,10 +237,27 @@ def test_a_peer_that_reads_nothing_is_not_waited_for(
     """The peer has half of a message, so nothing can follow it."""
     monkeypatch.setattr(ipc, "_FRAME_SECONDS", 0.05)
     ours, _ = make(STREAM)
-    with pytest.raises(PeerGoneError, match="was silent until the deadline"):
+    reads_nothing = r"^the peer \(pid \d+\) read nothing, or too slowly, until the deadline$"
+    with pytest.raises(PeerTimeoutError, match=reads_nothing):
         ours.send(Text(_LARGE))
-    with pytest.raises(PeerGoneError):
+    with pytest.raises(PeerGoneError, match="gone") as caught:
         ours.send(Number(1))
+    assert not isinstance(caught.value, PeerTimeoutError)
+
+
+def test_who_reads_nothing_is_told_from_who_says_nothing(make: Make) -> None:
+    ends = [make(STREAM)[0] for _ in range(3)]
+    for rank, each in enumerate(ends):
+        each.peer = f"rank {rank}"
+    large = memoryview(_LARGE)
+    outgoing = [Outgoing(each, 1, large) for each in ends[:2]]
+    incoming = [Incoming(each) for each in ends[1:]]
+    with pytest.raises(PeerTimeoutError) as caught:
+        finish([*outgoing, *incoming], time.monotonic() + 0.05)
+    assert str(caught.value) == (
+        "rank 0, rank 1 read nothing, or too slowly, until the deadline; "
+        "rank 1, rank 2 was silent until the deadline"
+    )
 
 
 def test_whoever_waits_is_woken_by_shutting(make: Make) -> None:
