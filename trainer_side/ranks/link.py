@@ -413,7 +413,7 @@ def _admit(
         _log.warning("turned away a connection that is no rank's of this trainer")
         connection.close()
         return
-    connection.peer = f"rank {rank}"
+    connection.name_peer(f"rank {rank}")
     connections[key] = connection
     handshake.answer(connection)
 

@@ -44,11 +44,11 @@ class PeerError(RuntimeError):
 
 
 class PeerGoneError(PeerError):
-    """End of a connection: the peer has closed it, or nothing went over it until a deadline."""
+    """End of a connection, which the peer has closed."""
 
 
-class PeerTimeoutError(PeerGoneError):
-    """Silence of a peer that may be there still, or its not reading, until a deadline."""
+class PeerTimeoutError(PeerError):
+    """Silence of a peer until a deadline, or its reading nothing; it may be there still."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class Connection(Generic[_M]):
     """
 
     def __init__(self, connected: socket.socket, codec: Codec[_M], peer: str = "the peer") -> None:
-        self.socket, self.codec, self.peer = connected, codec, peer
+        self.socket, self.codec, self._process = connected, codec, ""
+        self.name_peer(peer)
         self.is_stream = connected.type == socket.SOCK_STREAM
         self._sending = threading.Lock()
         close_in_children(connected)
@@ -158,10 +159,15 @@ class Connection(Generic[_M]):
             self._check_user()
         connected.setblocking(False)
 
+    def name_peer(self, name: str) -> None:
+        """Name the peer anew in errors, once it has said who it is."""
+        self.peer = f"{name}{self._process}"
+
     def _check_user(self) -> None:
         raw = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
-        self.peer = f"{self.peer} (pid {pid})"
+        self._process = f" (pid {pid})"
+        self.name_peer(self.peer)
         if uid != os.geteuid():
             self.socket.close()
             raise PeerError(f"{self.peer} is of uid {uid}, this process of {os.geteuid()}")
@@ -185,7 +191,7 @@ class Connection(Generic[_M]):
         with self._sending:
             try:
                 finish([outgoing], time.monotonic() + (_FRAME_SECONDS if self.is_stream else 0.0))
-            except PeerGoneError:
+            except PeerError:
                 if self.is_stream:  # the peer may have part of a frame
                     self.shut()
                 raise

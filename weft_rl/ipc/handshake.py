@@ -56,7 +56,8 @@ class Handshake:
         """Wait until the peer has proven the secret, too, at most until ``deadline``.
 
         Raises:
-            PeerGoneError: The peer is gone, or was silent until then.
+            PeerTimeoutError: The peer was silent until then.
+            PeerGoneError: The peer is gone.
             PeerError: The peer does not know the secret.
         """
         self._hear(connection, _PROOF_BYTES, "accepts", deadline)
@@ -66,7 +67,8 @@ class Handshake:
         at once. The process waits for ``answer``.
 
         Raises:
-            PeerGoneError: The peer is gone, or has not said all.
+            PeerTimeoutError: The peer has not said all.
+            PeerGoneError: The peer is gone.
             PeerError: The peer does not know the secret.
         """
         said = self._hear(connection, self._said_bytes, "connects", time.monotonic())

@@ -79,7 +79,7 @@ def connect(secret: str, timeout_seconds: float) -> RankConnection:
     handshake = Handshake(secret.encode())
     try:
         connected = connect_unix(address_of(secret), socket.SOCK_STREAM, timeout_seconds)
-        connection = RankConnection(connected, MESSAGES)
+        connection = RankConnection(connected, MESSAGES, "the receiving rank")
         try:
             handshake.begin(connection)
             handshake.check_answer(connection, deadline)
@@ -139,6 +139,7 @@ class RankServer:
             if not connection.poll(_HELLO_SECONDS):
                 raise NotReadyError("a rank has connected and said nothing")
             wanted = connection.hear(Wanted)
+            connection.name_peer(f"rank {wanted.rank} of the replica")
             handoff = self._find(wanted.transfer_id)
             if handoff is None:
                 raise NotReadyError(

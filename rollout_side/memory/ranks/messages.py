@@ -18,7 +18,14 @@ from rollout_side.memory.versions import StagedHandle
 from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
 from weft_rl.contract.layout.manifest import MAX_TENSORS, Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.ipc.connection import Codec, Connection, Kind, PeerError, PeerGoneError
+from weft_rl.ipc.connection import (
+    Codec,
+    Connection,
+    Kind,
+    PeerError,
+    PeerGoneError,
+    PeerTimeoutError,
+)
 from weft_rl.rpc.manifest_codec import manifest_from_chunks, manifest_to_chunks
 from weft_rl.v1 import types_pb2
 
@@ -327,10 +334,13 @@ class RankConnection(Connection[Message]):
         """Send a message; raises as ``hear`` does if the other side has gone.
 
         Raises:
-            PeerGoneError: The other side has gone, or reads nothing.
+            PeerGoneError: The other side has gone.
+            PeerUnavailableError: The other side reads nothing.
         """
         try:
             self.send(message)
+        except PeerTimeoutError as error:
+            raise PeerUnavailableError(str(error)) from error
         except PeerGoneError:
             with contextlib.suppress(PeerGoneError):
                 while True:  # what it said before it went
@@ -341,15 +351,14 @@ class RankConnection(Connection[Message]):
         """Receive a message of these kinds; block until it comes, or the other side is gone.
 
         Raises:
-            PeerGoneError: The other side has gone, or has sent half a message; or ``shut`` was
-                called.
+            PeerGoneError: The other side has gone; or ``shut`` was called.
             WeftError: The error that the other side has failed with.
-            PeerUnavailableError: The bytes are no message, or one of another kind.
+            PeerUnavailableError: The bytes are half a message, no message, or one of another kind.
         """
         message = self._next()
         if isinstance(message, kinds):
             return message
-        raise PeerUnavailableError(f"another rank has said {type(message).__name__} out of turn")
+        raise PeerUnavailableError(f"{self.peer} has said {type(message).__name__} out of turn")
 
     def _next(self) -> Message:
         try:
@@ -357,7 +366,7 @@ class RankConnection(Connection[Message]):
         except PeerGoneError:
             raise
         except PeerError as error:
-            raise PeerUnavailableError(f"another rank is not understood: {error}") from error
+            raise PeerUnavailableError(str(error)) from error
         if isinstance(message, Failed):
             raise message.error()
         return message
@@ -365,6 +374,6 @@ class RankConnection(Connection[Message]):
     def fail(self, error: WeftError) -> None:
         """Send the error that has ended this side, and shut the connection; the other side may be
         gone."""
-        with contextlib.suppress(PeerGoneError):
+        with contextlib.suppress(PeerError):
             self.send(Failed(error.reason, error.message))
         self.shut()

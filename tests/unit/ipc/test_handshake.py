@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft_rl.ipc.connection import Codec, Connection, PeerError, PeerGoneError
+from weft_rl.ipc.connection import Codec, Connection, PeerError, PeerGoneError, PeerTimeoutError
 from weft_rl.ipc.handshake import Handshake, derive
 
 CODEC = Codec[Any](b"TEST", 1)
@@ -74,7 +74,7 @@ def test_who_does_not_answer_is_waited_for_until_the_deadline(ends: Ends) -> Non
     connecting, listening = ends
     handshake = Handshake(os.urandom(8))
     handshake.begin(connecting)
-    with pytest.raises(PeerGoneError, match="was silent"):
+    with pytest.raises(PeerTimeoutError, match="was silent"):
         handshake.check_answer(connecting, time.monotonic() + 0.05)
     listening.close()
     with pytest.raises(PeerGoneError, match="closed its socket"):
@@ -87,5 +87,5 @@ def test_half_a_hello_is_not_waited_for(ends: Ends) -> None:
     handshake.begin(connecting)
     said = listening.socket.recv(4096)
     connecting.socket.sendall(said[:-1])
-    with pytest.raises(PeerGoneError):
+    with pytest.raises(PeerTimeoutError):
         handshake.hear(listening)

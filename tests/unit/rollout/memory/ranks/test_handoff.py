@@ -13,7 +13,8 @@ import torch
 from rollout_side.memory import handoff as queue_module
 from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.ranks import handoff as rank_handoff
-from rollout_side.memory.ranks.handoff import RankHandoff
+from rollout_side.memory.ranks.handoff import RankHandoff, connect
+from rollout_side.memory.ranks.messages import Wanted
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     COUNT,
@@ -33,6 +34,9 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
     WeftError,
 )
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.ipc import connection as ipc
 
 
 def test_every_rank_loads_every_bucket_and_one_digest_is_true_for_all() -> None:
@@ -145,6 +149,24 @@ def test_a_rank_that_goes_ends_the_others(replica: Replica) -> None:
     gone._connection.shut()
     with pytest.raises(LoadFailedError, match="a rank of the replica has ended"):
         replica.queue.wait_complete(nothing)
+
+
+def test_a_rank_that_reads_nothing_has_not_ended_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and may be stopped: a push that is tried again may find it well."""
+    monkeypatch.setattr(ipc, "_FRAME_SECONDS", 0.1)
+    names = [f"{'layer' * 40}.{i}" for i in range(4_000)]  # more than a socket holds
+    manifest = plan_buckets([TensorMeta(name, DataType.FLOAT32, (1,)) for name in names], 2048)
+    replica = Replica()
+    replica.queue = HandoffQueue("t", BASE, manifest, time.monotonic() + WAIT_SECONDS, 2)
+    connection = connect(replica.secret, 5.0)
+    connection.say(Wanted("t", 1))
+    soon(lambda: replica.queue.error is not None)
+    error = replica.queue.error
+    assert isinstance(error, PeerUnavailableError)
+    assert "rank 1 of the replica" in error.message
+    assert "read nothing, or too slowly, until the deadline" in error.message
+    connection.close()
+    replica.server.close()
 
 
 def test_the_receiving_ranks_deadline_is_that_of_all() -> None:
