@@ -113,7 +113,7 @@ def unpack_manifest(content: bytes) -> Manifest:
         PeerUnavailableError: The bytes are no such thing.
         InvalidManifestError, CapacityError: A manifest that cannot be right.
     """
-    return _whole(content, "a manifest", lambda reader: manifest_from_chunks(_chunks(reader)))
+    return _decoded(content, "a manifest", lambda reader: manifest_from_chunks(_chunks(reader)))
 
 
 def pack_handle(handle: StagedHandle) -> bytes:
@@ -132,7 +132,7 @@ def pack_handle(handle: StagedHandle) -> bytes:
 
 def unpack_handle(content: bytes) -> StagedHandle:
     """Decode what ``pack_handle`` returned; raises as ``unpack_manifest``."""
-    return _whole(content, "a staged version", _unpack_handle)
+    return _decoded(content, "a staged version", _unpack_handle)
 
 
 def _unpack_handle(reader: _Reader) -> StagedHandle:
@@ -143,14 +143,21 @@ def _unpack_handle(reader: _Reader) -> StagedHandle:
     return StagedHandle(transfer_id, version, manifest, segment, digest)
 
 
-def _whole(content: bytes, what: str, unpack_from: Callable[[_Reader], _T]) -> _T:
-    """Return what is read of all of ``content``."""
+def _decoded(content: bytes, what: str, unpack_from: Callable[[_Reader], _T]) -> _T:
+    try:
+        return _whole(content, unpack_from)
+    except (struct.error, ValueError) as error:
+        raise PeerUnavailableError(f"another rank says {what}, garbled: {error}") from error
+
+
+def _whole(content: bytes, unpack_from: Callable[[_Reader], _T]) -> _T:
+    """Return what is read of all of ``content``; raises as ``Kind.unpack``."""
     reader = _Reader(content)
     try:
         found = unpack_from(reader)
-        reader.end()
-    except (struct.error, ValueError, DecodeError) as error:
-        raise PeerUnavailableError(f"another rank says {what}, garbled: {error}") from error
+    except DecodeError as error:
+        raise ValueError(str(error)) from error
+    reader.end()
     return found
 
 
@@ -305,7 +312,7 @@ def _kind(
     pack: Callable[[Any], bytes],
     unpack: Callable[[_Reader], Message],
 ) -> Kind[Message]:
-    return Kind(message, max_bytes, pack, lambda body: _whole(body, message.__name__, unpack))
+    return Kind(message, max_bytes, pack, lambda body: _whole(body, unpack))
 
 
 MESSAGES: Final = Codec[Message](

@@ -32,7 +32,6 @@ from rollout_side.memory.versions import StagedHandle
 from weft_rl.contract.errors import (
     InvalidManifestError,
     NotReadyError,
-    PeerUnavailableError,
     WeftError,
 )
 from weft_rl.contract.layout.manifest import plan_buckets
@@ -77,13 +76,13 @@ def test_one_that_is_cut_short_or_goes_on_is_refused_or_another(message: Message
     """Never half of it, and never by an error of another type."""
     number, body = MESSAGES.encode(message)
     for said in (*[body[:end] for end in range(len(body))], body + b"\0"):
-        with contextlib.suppress(PeerError, PeerUnavailableError, InvalidManifestError):
+        with contextlib.suppress(PeerError, InvalidManifestError):
             assert MESSAGES.decode(number, said) != message
 
 
 @given(number=st.integers(1, 8), body=st.binary(max_size=200))
 def test_made_up_bytes_are_a_message_or_a_typed_error(number: int, body: bytes) -> None:
-    with contextlib.suppress(PeerError, PeerUnavailableError, InvalidManifestError):
+    with contextlib.suppress(PeerError, InvalidManifestError):
         MESSAGES.decode(number, body)
 
 
@@ -96,12 +95,12 @@ def test_one_that_is_longer_than_its_kind_may_be_is_refused_by_its_head(number: 
 
 def test_there_are_no_more_buffers_than_may_be() -> None:
     encoded = MESSAGES.encode(Buffers([HostRef(1, 2, 3)] * 257))
-    with pytest.raises(PeerUnavailableError, match="more than 256 buffers"):
+    with pytest.raises(PeerError, match="Buffers, garbled: more than 256 buffers"):
         MESSAGES.decode(*encoded)
 
 
 def test_memory_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(PeerUnavailableError, match="memory of kind 7"):
+    with pytest.raises(PeerError, match="Buffers, garbled: memory of kind 7"):
         MESSAGES.decode(3, struct.pack("<B", 7))
 
 

@@ -158,7 +158,7 @@ def test_those_that_say_half_a_hello_keep_nobody_out_and_have_no_thread(
         (frame(99, b"", 5), "a message of kind 99"),
         (frame(1, b"", 2**40), "Wanted of 1,099,511,627,776 bytes"),
         (frame(6, b"x"), "Loaded of 1 bytes"),
-        (frame(1, b"\1\0\0\0\xff"), "Wanted, garbled"),
+        (frame(1, b"\1\0\0\0\xff"), r"the peer \(pid \d+\) says Wanted, garbled"),
         (packed(Working()), "Working out of turn"),
     ],
 )
