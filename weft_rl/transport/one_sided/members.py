@@ -186,14 +186,16 @@ class Place:
         return digest, name
 
 
-def check_secret(secret: bytes, digest: str, rank: int) -> None:
+def check_secret(connection: MemberConnection, secret: bytes, digest: str, rank: int) -> None:
     """Refuse a peer that is not the group's member of that rank.
 
     Raises:
         OneSidedError: It is not.
     """
     if not hmac.compare_digest(hashlib.sha256(secret).hexdigest(), digest):
-        raise OneSidedError(f"a process that is not the group's says that it is rank {rank}")
+        raise OneSidedError(
+            f"{connection.peer} says that it is rank {rank}, and is not the group's"
+        )
 
 
 # -- a receiver ------------------------------------------------------------
@@ -295,7 +297,7 @@ class Receiving:
             welcome = connection.hear(_WELCOME_SECONDS)
             if not isinstance(welcome, Welcome):
                 raise OneSidedError(f"the sender began with {type(welcome).__name__}")
-            check_secret(welcome.secret, digest, _SENDER)
+            check_secret(connection, welcome.secret, digest, _SENDER)
             with self._lock:
                 self._connection = None
             self._check()
@@ -651,10 +653,15 @@ class Sending:
     def _introduce(self, connected: socket.socket, selector: selectors.BaseSelector) -> None:
         """Admit a receiver that says who it is; close the connection of anybody else."""
         try:
-            member = self._recognise(MemberConnection(connected))
+            connection = MemberConnection(connected)
+        except PeerError as error:  # another user's, who should find no way to this socket
+            _log.warning("refused on a group's socket: %s", error)
+            return
+        try:
+            member = self._recognise(connection)
         except PeerError as error:
             _log.debug("refused on a group's socket: %s", error)
-            connected.close()
+            connection.close()
             return
         selector.register(member.connection, selectors.EVENT_READ, member)
         with self._lock:
@@ -666,10 +673,12 @@ class Sending:
     def _recognise(self, connection: MemberConnection) -> _Member:
         hello = connection.hear()
         if not isinstance(hello, Hello):
-            raise OneSidedError(f"it began with {type(hello).__name__}")
+            raise OneSidedError(f"{connection.peer} began with {type(hello).__name__}")
         if hello.rank not in self._digests or hello.rank in self._members:
-            raise OneSidedError(f"no rank {hello.rank} is awaited")
-        check_secret(hello.secret, self._digests[hello.rank], hello.rank)
+            raise OneSidedError(
+                f"{connection.peer} says that it is rank {hello.rank}, which is not awaited"
+            )
+        check_secret(connection, hello.secret, self._digests[hello.rank], hello.rank)
         return _Member(hello.rank, connection)
 
     def _hear(self, member: _Member) -> None:

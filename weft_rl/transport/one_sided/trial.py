@@ -89,9 +89,11 @@ class TrialAnswerer:
             if isinstance(asked, TryDevice):
                 export = ExportDevice(0, asked.num_bytes, asked.gpu, asked.handle)
             elif not isinstance(asked, Try):
-                raise OneSidedError(f"it began with {type(asked).__name__}")
+                raise OneSidedError(f"{connection.peer} began with {type(asked).__name__}")
             elif asked.num_bytes > _MAX_TRIED_BYTES:
-                raise OneSidedError(f"a trial of {asked.num_bytes:,} bytes")
+                raise OneSidedError(
+                    f"{connection.peer} asks for a trial of {asked.num_bytes:,} bytes"
+                )
             else:
                 export = Export(0, asked.num_bytes)
             mapped = map_export(export, fd, self._device)

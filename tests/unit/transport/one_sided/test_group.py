@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 import os
 import signal
 import subprocess
@@ -285,11 +286,13 @@ def listed(store: StoreDouble, wait: Wait) -> str:
 
 
 def test_another_process_with_the_wrong_secret_is_refused(
-    join: Join, store: StoreDouble, wait: Wait
+    join: Join, store: StoreDouble, wait: Wait, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender, _ = join(1)
+    caplog.set_level(logging.DEBUG, members.__name__)
+    store.set("one-sided/2", f"{hashlib.sha256(b'its own').hexdigest()} ")
+    sender, _ = join(1, num_others=1)
     name = listed(store, wait)
-    for rank in (1, 0, 7):
+    for rank in (2, 0, 7):
         stranger = MemberConnection(connect(name, 5.0))
         stranger.send(Hello(rank, bytes(32)))
         with pytest.raises(PeerError, match=r"gone|closed"):
@@ -301,6 +304,17 @@ def test_another_process_with_the_wrong_secret_is_refused(
         odd.receive(5.0)
     odd.close()
     assert not sender._error  # nobody was harmed
+    own = f"the peer (pid {os.getpid()})"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"refused on a group's socket: {own} {why}"
+        for why in (
+            "says that it is rank 2, and is not the group's",
+            "says that it is rank 0, which is not awaited",
+            "says that it is rank 7, which is not awaited",
+            "began with Taken",
+        )
+    ]
+    assert all(record.levelno == logging.DEBUG for record in caplog.records)
 
 
 def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: Wait) -> None:
@@ -326,6 +340,30 @@ def test_a_rank_has_one_place(join: Join, store: StoreDouble, wait: Wait) -> Non
     with pytest.raises(PeerError, match=r"gone|closed"):
         again.receive(5.0)
     again.close()
+
+
+def test_another_user_at_a_groups_socket_is_warned_of(
+    join: Join,
+    store: StoreDouble,
+    wait: Wait,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else may enter the directory, so it is root, or the directory is not as it should."""
+    sender, _ = join(1)
+    wait(lambda: sender._members)
+    name, uid = listed(store, wait), os.geteuid()
+    with connect(name, 5.0) as stranger, monkeypatch.context() as patch:
+        patch.setattr("weft_rl.ipc.connection.os.geteuid", lambda: uid + 1)
+        stranger.send(b"x")
+        stranger.settimeout(5.0)
+        with contextlib.suppress(ConnectionResetError):  # it was not read
+            assert stranger.recv(1) == b""
+        wait(lambda: caplog.records)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"(pid {os.getpid()}) is of uid {uid}, this process of {uid + 1}" in record.getMessage()
+    assert not sender._error
 
 
 def test_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +463,7 @@ def _too_many_buffers(connection: MemberConnection, secret: bytes) -> None:
     ("lie", "found"),
     [
         (_no_welcome, "began with Taken"),
-        (_other_secret, "a process that is not the group's says that it is rank 0"),
+        (_other_secret, "says that it is rank 0, and is not the group's"),
         (_unknown_buffer, "never handed over buffer 7"),
         (_beyond_the_end, r"bytes [\d,]+ to 1,048,832 of 1,048,576"),
         (_longer_tail, "33 bytes beside a bucket, where 32 are expected at most"),
