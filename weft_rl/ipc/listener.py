@@ -127,6 +127,9 @@ class Listener:
         name: Name of the thread.
         max_silent: See ``Arrivals``.
         hello_bytes: See ``Arrivals``.
+
+    Raises:
+        OSError: No descriptor is free; the socket is closed.
     """
 
     def __init__(
@@ -140,9 +143,13 @@ class Listener:
     ) -> None:
         self._listening, self._serve, self._is_closed = listening, serve, False
         close_in_children(listening)
-        self._arrivals = Arrivals(listening, max_silent, hello_bytes)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as unused:
+            unused.callback(listening.close)
+            self._arrivals = Arrivals(listening, max_silent, hello_bytes)
+            unused.callback(self._arrivals.close)
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            unused.pop_all()
 
     def close(self, timeout_seconds: float = 1.0) -> None:
         """Accept no further connection; blocks for ``serve``, at most ``timeout_seconds``. A second

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import queue
 import socket
 import time
@@ -116,6 +118,22 @@ def test_a_connection_that_is_gone_before_it_is_accepted_keeps_nobody_out(
         (found,) = arrivals.take(5.0)
         found.close()
     arrivals.close()
+
+
+@pytest.mark.parametrize("missing", ["select.epoll", "threading.Thread.start"])
+def test_a_listener_that_cannot_begin_closes_its_socket(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before, own = len(os.listdir("/proc/self/fd")), listener.dup()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"weft_rl.ipc.listener.{missing}", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            Listener(own, socket.socket.close, name="weft-test", max_silent=4)
+    assert own.fileno() == -1
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_listener_serves_whoever_speaks_until_it_is_closed(listener: socket.socket) -> None:

@@ -121,14 +121,21 @@ _files: weakref.WeakValueDictionary[int, MemoryFile] = weakref.WeakValueDictiona
 
 def allocate_file(num_bytes: int) -> torch.Tensor:
     """Return a tensor as ``allocate``, already touched, in a memory file of its own."""
+    try:
+        file = _make_file(num_bytes)
+    except OSError as error:  # no memory is free, or no descriptor
+        raise CapacityError(
+            f"this machine has no room for a buffer of {num_bytes:,} bytes: {error}"
+        ) from error
+    tensor = torch.frombuffer(file, dtype=torch.uint8)
+    _files[tensor.data_ptr()] = file
+    return tensor
+
+
+def _make_file(num_bytes: int) -> MemoryFile:
     fd = os.memfd_create("weft-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError as error:
-            raise CapacityError(
-                f"this machine has no room for a buffer of {num_bytes:,} bytes: {error}"
-            ) from error
+        os.posix_fallocate(fd, 0, num_bytes)
         file = MemoryFile(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         # What is mapped already stays writable: the pages here.
         with contextlib.suppress(OSError):
@@ -140,9 +147,7 @@ def allocate_file(num_bytes: int) -> torch.Tensor:
         raise
     file.fd, file.export_id = fd, next_export_id()
     weakref.finalize(file, os.close, fd).atexit = False
-    tensor = torch.frombuffer(file, dtype=torch.uint8)
-    _files[tensor.data_ptr()] = file
-    return tensor
+    return file
 
 
 class Mapping:

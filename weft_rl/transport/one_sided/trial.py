@@ -58,13 +58,19 @@ class TrialAnswerer:
         device: Device that it would receive on.
 
     Raises:
-        OneSidedError: There is no directory for it.
+        OneSidedError: There is no directory for it, or no descriptor or thread.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
         listening, self.name = listen()
-        self._listener = Listener(listening, self._try, name="weft-trials", max_silent=_MAX_SILENT)
+        try:
+            self._listener = Listener(
+                listening, self._try, name="weft-trials", max_silent=_MAX_SILENT
+            )
+        except (OSError, RuntimeError) as error:  # also where there can be no further thread
+            unlink(self.name)
+            raise OneSidedError(f"no trial can be answered: {error}") from error
 
     def close(self) -> None:
         """End the thread; blocks for an answer under way, at most some seconds. A second call does

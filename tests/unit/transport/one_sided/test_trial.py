@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -36,6 +37,29 @@ def test_a_process_on_this_host_can(answerer: TrialAnswerer, directory: Path) ->
     answerer.close()
     assert [*directory.iterdir()] == []
     assert "has no socket in" in why_not_readable([answerer.name])
+
+
+def _no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_trainer_without_a_descriptor_to_spare_is_told_so_and_takes_another_backend(
+    answerer: TrialAnswerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", _no_descriptor)
+        assert "no room for a buffer of 32 bytes: [Errno 24]" in why_not_readable([answerer.name])
+    answerer.close()
+
+
+def test_a_replica_without_a_descriptor_to_spare_answers_no_trial(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("weft_rl.ipc.listener.select.epoll", _no_descriptor)
+        with pytest.raises(OneSidedError, match=r"no trial can be answered: .*Too many open"):
+            TrialAnswerer()
+    assert [*directory.iterdir()] == []
 
 
 def test_a_process_that_could_is_not_asked_again(
