@@ -326,7 +326,7 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
     except BaseException as error:
         for connection in connections.values():
             connection.close()
-        if isinstance(error, OSError | PeerError) and not isinstance(error, LinkError):
+        if isinstance(error, OSError | PeerError | ValueError) and not isinstance(error, LinkError):
             raise LinkError(f"this rank cannot connect to the others: {error}") from error
         raise
     return RankLink(connections)

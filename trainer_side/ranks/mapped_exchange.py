@@ -13,6 +13,7 @@ import torch
 
 from trainer_side.ranks.ranks import Ranks
 from weft_rl.contract.errors import CapacityError
+from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.one_sided.memory import (
     DeviceMapping,
     allocate_block,
@@ -99,17 +100,17 @@ class MappedExchange:
         try:
             for rank, (size, each) in enumerate(zip(sizes, offers, strict=True)):
                 if rank != self._link.rank and size:
-                    self._mappings[rank] = DeviceMapping(_export(each), device)
-        except OneSidedError as error:
+                    self._mappings[rank] = DeviceMapping(_export(each, f"rank {rank}"), device)
+        except PeerError as error:
             _log.info("this rank cannot map another's memory: %s", error)
             return False
         return True
 
 
-def _export(offer: torch.Tensor) -> ExportDevice:
-    export = MESSAGES.decode(_OFFER, bytes(offer.numpy()))
+def _export(offer: torch.Tensor, peer: str) -> ExportDevice:
+    export = MESSAGES.decode(_OFFER, bytes(offer.numpy()), peer=peer)
     if not isinstance(export, ExportDevice) or not export.num_bytes:
-        raise OneSidedError("it has none")
+        raise OneSidedError(f"{peer} offers none")
     return export
 
 

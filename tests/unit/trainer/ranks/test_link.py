@@ -299,6 +299,15 @@ def test_a_store_that_is_gone_is_told():
         meet(Gone(), 0, 2, _soon())
 
 
+@pytest.mark.parametrize(("key", "value"), [("secret", "00zz"), ("0", "{")])
+def test_a_store_that_holds_what_no_rank_wrote_is_told(key, value):
+    store = dist.HashStore()
+    store.set("secret", "00" * 32)
+    store.set(key, value)
+    with pytest.raises(LinkError, match="cannot connect to the others"):
+        meet(store, 1, 2, _soon())
+
+
 def test_a_machine_that_takes_no_more_connections_is_told(monkeypatch):
     class Full(socket.socket):
         def accept(self) -> Any:
