@@ -17,6 +17,8 @@ from weft_rl.contract.errors import LoadFailedError, WeftError, error_from_reaso
 
 #: Local rank that receives; the other ranks map what it has received.
 RECEIVER_RANK = 0
+#: Transfer id of a base that is loaded from the files that the engine was started with.
+FROM_FILES: Final = ""
 
 P = ParamSpec("P")
 _log = logging.getLogger(__name__)
@@ -122,7 +124,3 @@ def check_results(
     if len(answers) > 1:
         message = f"rank {first['rank']} of {len(answers)}: {message}"
     raise error_from_reason(first["error_reason"], message, metadata)
-
-
-#: Transfer id of a base that is loaded from the files that the engine was started with.
-FROM_FILES: Final = ""
