@@ -25,7 +25,6 @@ from weft_rl.rpc.status import InvalidResponseError
 
 #: How often the files are looked at, at most.
 _LOOK_SECONDS: Final = 1.0
-_KINDS: Final = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class _Connection:
