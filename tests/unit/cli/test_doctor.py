@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import ssl
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -46,8 +47,17 @@ def test_what_is_no_certificate_is_said_so(tmp_path: Path, cut: int) -> None:
     der = first_of(Authority(tmp_path).credentials("a.test").tls_cert)[:cut]
     found = expiry("x", "it", der)
     assert (found.level, bool(found.advice)) == ("warn", True)
-    with pytest.raises(ValueError, match="PEM"):
+    with pytest.raises(ValueError, match="no certificate"):
         first_of(__file__)
+
+
+def test_a_certificate_that_only_openssl_reads_is_warned_of(tmp_path: Path) -> None:
+    made = Authority(tmp_path).credentials("a.test")
+    chain = tmp_path / "chain.pem"
+    chain.write_text("a bag's attributes\n" + ssl.DER_cert_to_PEM_cert(b"0\x03\x02\x01\x05"))
+    with chain.open("ab") as more:
+        more.write(Path(made.tls_cert).read_bytes())
+    assert expiry("x", "it", first_of(str(chain))).level == "warn"
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
 
 from weft_rl.cli.doctor.finding import Finding, fail, ok, warn
 
+_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 #: Time left from which on a warning is given; for short-lived certificates, a fifth of their life.
 _SOON: Final = timedelta(days=14)
 
@@ -22,7 +24,10 @@ def first_of(path: str) -> bytes:
         OSError: It cannot be read.
         ValueError: It holds none.
     """
-    return x509.load_pem_x509_certificate(Path(path).read_bytes()).public_bytes(Encoding.DER)
+    found = _PEM.search(Path(path).read_text("ascii", "replace"))
+    if found is None:
+        raise ValueError("it holds no certificate")
+    return ssl.PEM_cert_to_DER_cert(found[0])
 
 
 def expiry(check: str, what: str, der: bytes, *, now: datetime | None = None) -> Finding:
