@@ -37,6 +37,8 @@ _connections_log.setLevel(logging.ERROR)
 #: Longest that a connection may take: handshake, request, and until the answer is taken.
 CONNECTION_SECONDS: Final = 10.0
 MAX_CONNECTIONS: Final = 256
+#: Bound of a request's head that has not ended yet. A head that comes in one piece is parsed
+#: before it is measured; asyncio's pieces are of 256 KiB at most.
 MAX_HEAD_BYTES: Final = 16 << 10
 _BACKLOG: Final = 512
 _START_SECONDS: Final = 10.0
@@ -185,6 +187,8 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is None:  # it was reset before its address was asked for
+            transport.abort()
         certificate = transport.get_extra_info("peercert") or {}
         names = tuple(str(value) for _, value in certificate.get("subjectAltName", ()))
         self.app_state = {"names": names}

@@ -87,15 +87,18 @@ def refuse(request: Request, security: Security) -> Response | None:
 
 
 def _address(request: Request) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    host = request.client.host if request.client else ""
-    return ipaddress.ip_address(host.partition("%")[0])
+    return ipaddress.ip_address(_host(request).partition("%")[0])
+
+
+def _host(request: Request) -> str:
+    assert request.client is not None  # the server ends connections of unknown peers
+    return request.client.host
 
 
 def _refusal(
     request: Request, name: str, result: str, why: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    host = request.client.host if request.client else ""
-    audit(name, host, f"{request.method} {request['path'][:200]}", {}, result)
+    audit(name, _host(request), f"{request.method} {request['path'][:200]}", {}, result)
     status = HTTPStatus.UNAUTHORIZED if headers else HTTPStatus.FORBIDDEN
     return PlainTextResponse(f"{why}\n", status, headers)
 

@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from uvicorn.server import ServerState
 
 from tests.doubles.http import ask
 from weft_rl.rpc.server import Security
@@ -79,6 +81,21 @@ async def test_one_connection_carries_one_request() -> None:
     assert answer.count(b"HTTP/1.1 200") == 1
     assert b"connection: close" in answer.lower()
     assert b"server:" not in answer.lower()
+
+
+async def test_a_peer_that_is_gone_before_its_address_is_known_is_not_answered() -> None:
+    asked: list[object] = []
+
+    async def app(scope: Any, receive: object, send: object) -> None:
+        asked.append(scope)
+
+    server = HttpServer(app)
+    server._config.load()
+    near, far = socket.socketpair()  # whose ends have no address, as a connection that was reset
+    with near, far:
+        near.sendall(b"GET /peer HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.wait_for(server._converse(far, ServerState()), 5)
+    assert asked == []
 
 
 def test_loggers_of_another_uvicorn_in_this_process_stay_as_they_are() -> None:
