@@ -212,19 +212,15 @@ async def look_up(
     A coordinator that was restarted has no manifests: the source tells it. A replica that
     restores a version itself is sent nothing: the digest of the layout is enough.
     """
-    record = catalog.find_version(effect.version)
+    record: VersionRecord | None = None
     layout: VersionLayout | None = None
     failure: Failure | None = None
-    if record is not None:
-        layout = manifests.get(record.layout_digest)
-        if layout is None and effect.source_id == effect.replica_id:
-            size = record.content_digest.size_bytes if record.content_digest else 0
-            layout = VersionLayout(None, record.layout_digest, size, 0, 0)
-        if layout is None:
-            try:
-                layout = await _fetch(effect, record, manifests, describer)
-            except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
-                failure = _failure_of(error)
+    try:
+        record = catalog.find_version(effect.version)
+        if record is not None:
+            layout = await _layout_of(effect, record, manifests, describer)
+    except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
+        failure = _failure_of(error)
     return events.LookedUp(
         replica_id=effect.replica_id,
         incarnation=effect.incarnation,
@@ -240,8 +236,8 @@ async def look_up(
 def _failure_of(error: Exception) -> Failure:
     if isinstance(error, WeftError):
         return Failure.of(error)
-    _log.error("a replica could not be asked what it holds", exc_info=error)
-    return Failure("INTERNAL", "asking the replica failed; the coordinator's log says how")
+    _log.error("a version could not be looked up", exc_info=error)
+    return Failure("INTERNAL", "looking it up failed; the coordinator's log says how")
 
 
 async def describe_held(
@@ -249,9 +245,11 @@ async def describe_held(
 ) -> events.VersionDescribed:
     """Ask a replica for the facts of a version, and look up what the catalog has of it by then."""
     facts: RecordedFacts | None = None
+    recorded: VersionRecord | None = None
     failure: Failure | None = None
     try:
         facts = await describer.facts(effect.address, effect.version, effect.digest)
+        recorded = catalog.find_version(effect.version)
     except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
         failure = _failure_of(error)
     return events.VersionDescribed(
@@ -261,13 +259,19 @@ async def describe_held(
         digest=effect.digest,
         facts=facts,
         failure=failure,
-        recorded=catalog.find_version(effect.version),
+        recorded=recorded,
     )
 
 
-async def _fetch(
+async def _layout_of(
     effect: effects.LookUp, record: VersionRecord, manifests: LayoutCache, describer: VersionReader
 ) -> VersionLayout:
+    known = manifests.get(record.layout_digest)
+    if known is not None:
+        return known
+    if effect.source_id == effect.replica_id:
+        size = record.content_digest.size_bytes if record.content_digest else 0
+        return VersionLayout(None, record.layout_digest, size, 0, 0)
     manifest = await describer.describe(effect.source_address, effect.version)
     if manifest.layout_digest != record.layout_digest:
         raise DigestMismatchError(

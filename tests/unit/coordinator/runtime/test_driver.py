@@ -16,7 +16,7 @@ from weft_rl.contract.errors import PeerUnavailableError, WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.values import PolicyKind
+from weft_rl.coordinator.decisions.state.values import ContentDigest, PolicyKind, RecordedFacts
 from weft_rl.coordinator.runtime import driver as driver_module
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
@@ -236,5 +236,38 @@ async def test_a_catalog_whose_disk_hangs_is_said_and_waited_for(
     assert not call.done(), "nothing is acknowledged that is not on disk"
     go_on.set()
     await call
+    await driver.stop()
+    catalog.close()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        effects.LookUp("r1", "i1", "r0", "h:1", PolicyVersion("p", 1)),
+        effects.DescribeVersion("r1", "i1", "h:1", PolicyVersion("p", 1), b"digest"),
+    ],
+)
+async def test_a_look_up_that_cannot_read_the_catalog_is_answered_all_the_same(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch, asked: effects.Query
+) -> None:
+    """The replica that needs the version would wait on, pending its weights."""
+    driver, catalog = _driver(catalog_path)
+    posted: list[events.Event] = []
+
+    async def facts(*_: object) -> RecordedFacts:
+        return RecordedFacts(ContentDigest(0, b"digest", 8), b"layout", None)
+
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(driver, "post", posted.append)
+    monkeypatch.setattr(driver.replicas, "facts", facts)
+    monkeypatch.setattr(catalog, "find_version", fail)
+    driver._carry_out(asked)
+    await asyncio.wait(driver._aside)
+    (answer,) = posted
+    assert isinstance(answer, events.LookedUp | events.VersionDescribed)
+    assert answer.failure is not None
+    assert answer.failure.reason == "INTERNAL"
     await driver.stop()
     catalog.close()
