@@ -40,7 +40,6 @@ from tests.unit.coordinator.decisions.machine import Machine
 from tests.unit.coordinator.messages.large_pool import large_pool
 from trainer_side import Publisher
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.watchers import Feed
 from weft_rl.coordinator.services.inspect import InspectServicer
@@ -164,7 +163,7 @@ def _step() -> float:
 
 def _listing() -> float:
     coordinator = ListedCoordinator(large_pool(100, 30))
-    servicer = InspectServicer(cast(Driver, coordinator), cast(Catalog, None), Feed())
+    servicer = InspectServicer(cast(Driver, coordinator), Feed())
     request = inspect_pb2.GetPoolRequest(share_version_vectors=True)
 
     def ask() -> None:

@@ -25,7 +25,6 @@ from benchmarks.machine import describe
 from tests.unit.coordinator.messages.large_pool import large_pool
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.live_groups import LiveGroups
 from weft_rl.coordinator.runtime.watchers import Feed, RouteFeed
@@ -60,7 +59,7 @@ class ListedCoordinator:
 async def _serving(coordinator: ListedCoordinator) -> AsyncIterator[str]:
     server = grpc.aio.server()
     driver = cast(Driver, coordinator)
-    servicer = InspectServicer(driver, cast(Catalog, None), Feed())
+    servicer = InspectServicer(driver, Feed())
     add_InspectServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -104,9 +104,9 @@ class Coordinator:
             ],
             trace_context=traces.context_of if traces else untraced,
         )
-        publish = PublishServicer(driver, catalog, manifests, references, uploads, traces)
-        inspect = InspectServicer(driver, catalog, feed)
-        registry = RegistryServicer(driver, references, catalog, uploads)
+        publish = PublishServicer(driver, manifests, references, uploads, traces)
+        inspect = InspectServicer(driver, feed)
+        registry = RegistryServicer(driver, references, uploads)
         rendezvous = RendezvousServicer(driver.groups, manifests)
         self._server = await make_server(
             [
@@ -117,7 +117,7 @@ class Coordinator:
                 ),
                 Servicer(
                     "weft.v1.AdminService",
-                    AdminServicer(driver, catalog),
+                    AdminServicer(driver),
                     admin_pb2_grpc.add_AdminServiceServicer_to_server,
                 ),
                 Servicer(

@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import EventKind
 from weft_rl.coordinator.decisions.state.pool import PoolState
-from weft_rl.coordinator.decisions.state.values import Failure
+from weft_rl.coordinator.decisions.state.values import Failure, VersionRecord
 from weft_rl.coordinator.decisions.step import step
 from weft_rl.coordinator.decisions.transfers.preflight import check_fit
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
@@ -36,6 +37,8 @@ from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft_rl.tracing import untraced
 
 _log = logging.getLogger(__name__)
+
+_Read = TypeVar("_Read")
 
 #: Events of every push beside its end, which is logged: watchers get them all the same.
 _DETAILS = frozenset(
@@ -266,6 +269,24 @@ class Driver:
         except Exception as error:
             raise _away() from error
 
+    async def read(self, look: Callable[[Catalog], _Read]) -> _Read:
+        """Look into the catalog, on the writer's thread.
+
+        Reads wait there for the writes before them, and for other programs that lock the file:
+        the event loop waits for neither.
+
+        Raises:
+            PeerUnavailableError: The coordinator is stopping.
+            WeftError: The catalog cannot be read.
+        """
+        if self._stopping:
+            raise _away()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, look, self._catalog)
+
+    async def _find_version(self, version: PolicyVersion) -> VersionRecord | None:
+        return await self.read(lambda catalog: catalog.find_version(version))
+
     async def _save(self, saves: list[effects.Save]) -> None:
         """Write one transaction; a failure ends the coordinator, whoever asked for it."""
         loop = asyncio.get_running_loop()
@@ -382,10 +403,10 @@ class Driver:
             return Failure("INTERNAL", "preflight failed; the coordinator's log says how")
 
     async def _look_up(self, effect: effects.LookUp) -> None:
-        self.post(await look_up(effect, self._catalog, self._manifests, self.replicas))
+        self.post(await look_up(effect, self._find_version, self._manifests, self.replicas))
 
     async def _describe_held(self, effect: effects.DescribeVersion) -> None:
-        self.post(await describe_held(effect, self._catalog, self.replicas))
+        self.post(await describe_held(effect, self._find_version, self.replicas))
 
     async def stop(self) -> None:
         """Refuse waiting calls, end streams and calls to replicas, write the deferred saves."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Protocol, TypeVar
 
 from weft_rl.containers.lru import Lru
@@ -28,7 +28,6 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionLayout,
     VersionRecord,
 )
-from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.rpc.manifest_codec import manifest_to_chunks
 from weft_rl.v1 import types_pb2
 
@@ -175,6 +174,10 @@ class ReferenceCache:
         return self._exceptions[key]
 
 
+#: Finds a version's record in the catalog, if any.
+FindVersion = Callable[[PolicyVersion], Awaitable[VersionRecord | None]]
+
+
 class VersionReader(Protocol):
     """Client that can ask a replica for a manifest."""
 
@@ -205,7 +208,7 @@ def new_transfer_ids() -> TransferIds:
 
 
 async def look_up(
-    effect: effects.LookUp, catalog: Catalog, manifests: LayoutCache, describer: VersionReader
+    effect: effects.LookUp, find: FindVersion, manifests: LayoutCache, describer: VersionReader
 ) -> events.LookedUp:
     """Look up a version's record and its layout.
 
@@ -216,7 +219,7 @@ async def look_up(
     layout: VersionLayout | None = None
     failure: Failure | None = None
     try:
-        record = catalog.find_version(effect.version)
+        record = await find(effect.version)
         if record is not None:
             layout = await _layout_of(effect, record, manifests, describer)
     except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
@@ -241,7 +244,7 @@ def _failure_of(error: Exception) -> Failure:
 
 
 async def describe_held(
-    effect: effects.DescribeVersion, catalog: Catalog, describer: VersionReader
+    effect: effects.DescribeVersion, find: FindVersion, describer: VersionReader
 ) -> events.VersionDescribed:
     """Ask a replica for the facts of a version, and look up what the catalog has of it by then."""
     facts: RecordedFacts | None = None
@@ -249,7 +252,7 @@ async def describe_held(
     failure: Failure | None = None
     try:
         facts = await describer.facts(effect.address, effect.version, effect.digest)
-        recorded = catalog.find_version(effect.version)
+        recorded = await find(effect.version)
     except Exception as error:  # noqa: BLE001 (what is looked up is waited for)
         failure = _failure_of(error)
     return events.VersionDescribed(

@@ -12,8 +12,7 @@ from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS
 from weft_rl.coordinator.decisions.replicas import base_binding
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import OutOfService
-from weft_rl.coordinator.decisions.state.values import ReplicaState
-from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.decisions.state.values import ReplicaState, VersionRecord
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import new_transfer_ids
 from weft_rl.rpc.codec import (
@@ -38,17 +37,15 @@ DRAIN_SECONDS: Final = 300.0
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Service for operators: their questions and orders."""
 
-    def __init__(self, driver: Driver, catalog: Catalog) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._catalog = catalog
 
     async def Rollback(
         self, request: admin_pb2.RollbackRequest, context: Context
     ) -> admin_pb2.RollbackResponse:
         """See protos/weft/v1/admin.proto."""
         answer_by = self._answer_by(context)
-        await self._driver.flush()
-        recorded = self._catalog.find_version(PolicyVersion(request.policy, request.to_version))
+        recorded = await self._recorded(PolicyVersion(request.policy, request.to_version))
         answer = await self._driver.call(
             lambda ticket: events.RollbackPolicy(
                 ticket, request.policy, request.to_version, new_transfer_ids(), answer_by, recorded
@@ -66,8 +63,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Pin(self, request: admin_pb2.PinRequest, context: Context) -> admin_pb2.PinResponse:
         """See protos/weft/v1/admin.proto."""
         version = version_from_proto(request.version)
-        await self._driver.flush()
-        recorded = self._catalog.find_version(version)
+        recorded = await self._recorded(version)
         await self._driver.call(
             lambda ticket: events.Pin(
                 ticket, version.policy, version.version, request.pinned, recorded
@@ -80,8 +76,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.RetireResponse:
         """See protos/weft/v1/admin.proto."""
         version = version_from_proto(request.version)
-        await self._driver.flush()
-        recorded = self._catalog.find_version(version)
+        recorded = await self._recorded(version)
         await self._driver.call(
             lambda ticket: events.RetireVersion(ticket, version.policy, version.version, recorded)
         )
@@ -204,6 +199,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             until=answer_by,
         )
         return admin_pb2.WakeReplicaResponse()
+
+    async def _recorded(self, version: PolicyVersion) -> VersionRecord | None:
+        await self._driver.flush()
+        return await self._driver.read(lambda catalog: catalog.find_version(version))
 
     def _answer_by(self, context: Context) -> float:
         """Return the time by which a caller is answered: before it stops waiting."""

@@ -35,7 +35,6 @@ from weft_rl.coordinator.messages.wire import (
     transfer_to_proto,
     version_record_to_proto,
 )
-from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.watchers import Feed
 from weft_rl.rpc.codec import vector_to_proto, version_from_proto, version_to_proto
@@ -60,9 +59,8 @@ _KEPT_LISTS: Final = 8
 class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
     """Read-only service about the pool."""
 
-    def __init__(self, driver: Driver, catalog: Catalog, feed: Feed) -> None:
+    def __init__(self, driver: Driver, feed: Feed) -> None:
         self._driver = driver
-        self._catalog = catalog
         self._feed = feed
         self._restart_over_at = driver.state.restart_over_at
         self._routes: dict[tuple[int, int], list[inspect_pb2.WatchRoutesResponse]] = {}
@@ -142,8 +140,10 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         before = _NO_VERSION_ABOVE if token is None else min(_NO_VERSION_ABOVE, token)
         limit = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
         await self._driver.flush()
+        records = await self._driver.read(
+            lambda catalog: catalog.list_versions(request.policy, before, limit + 1)
+        )
         state = self._driver.state
-        records = self._catalog.list_versions(request.policy, before, limit + 1)
         more = len(records) > limit
         records = records[:limit]
         return inspect_pb2.ListVersionsResponse(
@@ -183,10 +183,11 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         )
         if transfer is not None:
             return inspect_pb2.GetTransferResponse(transfer=self._transfer(transfer))
-        record = self._catalog.find_transfer(request.transfer_id)
+        record = await self._driver.read(lambda catalog: catalog.find_transfer(request.transfer_id))
         if record is None:
             raise unknown_transfer(request.transfer_id)
-        return inspect_pb2.GetTransferResponse(transfer=transfer_from_record(record, state))
+        message = transfer_from_record(record, self._driver.state)
+        return inspect_pb2.GetTransferResponse(transfer=message)
 
     async def WatchEvents(
         self, request: inspect_pb2.WatchEventsRequest, context: Context

@@ -27,7 +27,6 @@ from weft_rl.coordinator.messages.wire import (
     transfer_from_record,
     transfer_to_proto,
 )
-from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import (
     LayoutCache,
@@ -64,14 +63,12 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     def __init__(
         self,
         driver: Driver,
-        catalog: Catalog,
         manifests: LayoutCache,
         references: ReferenceCache,
         uploads: UploadQueue,
         traces: TransferTraces | None = None,
     ) -> None:
         self._driver = driver
-        self._catalog = catalog
         self._manifests = manifests
         self._references = references
         self._uploads = uploads
@@ -199,6 +196,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         timeout = min(timeout if timeout > 0 else DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
         deadline = self._driver.now() + timeout
         answer_by = min(deadline, self._answer_by(context))
+        recorded = await self._recorded(request.policy, request.request_id)
         ids = new_transfer_ids()
         if self._traces is not None:
             self._traces.expect(ids.transfer_id, parent_in(context.invocation_metadata()))
@@ -220,7 +218,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 group_id=request.group_id,
                 ids=ids,
                 session_id=request.session_id,
-                recorded=self._recorded(request.policy, request.request_id),
+                recorded=recorded,
                 check_finite=request.check_finite,
                 refuse_other_base=request.refuse_other_base,
                 carries_runs=request.carries_runs,
@@ -231,19 +229,20 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         assert isinstance(answer, effects.BeginAnswer)
         return begin_to_proto(answer)
 
-    def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
+    async def _recorded(self, policy_name: str, request_id: str) -> VersionRecord | None:
         """Find the catalog's record of what the lease's owner made with this request id before."""
         policy = self._driver.state.policies.get(policy_name)
         if policy is None or policy.lease is None:
             return None
         # Asked of a policy without versions too: the id may be another policy's.
-        return self._catalog.find_request(policy.lease.trainer_id, request_id)
+        trainer_id = policy.lease.trainer_id
+        return await self._driver.read(lambda catalog: catalog.find_request(trainer_id, request_id))
 
     async def AwaitTransfer(
         self, request: publish_pb2.AwaitTransferRequest, context: Context
     ) -> publish_pb2.AwaitTransferResponse:
         """See protos/weft/v1/publish.proto."""
-        record = self._forgotten(request.transfer_id)
+        record = await self._forgotten(request.transfer_id)
         if record is not None:
             if record.failure:
                 raise record.failure.error()
@@ -257,19 +256,19 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         message = transfer_to_proto(answer, driver.state, driver.now(), answer.layout.num_buckets)
         return publish_pb2.AwaitTransferResponse(transfer=message)
 
-    def _forgotten(self, transfer_id: str) -> VersionRecord | None:
+    async def _forgotten(self, transfer_id: str) -> VersionRecord | None:
         """Find the catalog's record of a transfer that the state no longer has."""
         state = self._driver.state
         if transfer_id in state.transfers or transfer_id in state.history:
             return None
-        record = self._catalog.find_transfer(transfer_id)
+        record = await self._driver.read(lambda catalog: catalog.find_transfer(transfer_id))
         return record if record and record.state is not VersionState.STAGING else None
 
     async def AbortTransfer(
         self, request: publish_pb2.AbortTransferRequest, context: Context
     ) -> publish_pb2.AbortTransferResponse:
         """See protos/weft/v1/publish.proto."""
-        record = self._forgotten(request.transfer_id) if request.transfer_id else None
+        record = await self._forgotten(request.transfer_id) if request.transfer_id else None
         if record is not None:
             if record.version.policy != request.policy:
                 raise not_its_owner(request.transfer_id, request.policy, request.fencing_token)

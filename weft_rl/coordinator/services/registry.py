@@ -3,8 +3,8 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -12,7 +12,12 @@ import grpc
 from weft_rl.coordinator.decisions.membership import check_free
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import NOT_TOLD, OutOfService
-from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, ReplicaState
+from weft_rl.coordinator.decisions.state.values import (
+    HeldVersion,
+    HeldVersionRecord,
+    ReplicaState,
+    VersionRecord,
+)
 from weft_rl.coordinator.messages.wire import held_from_proto
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
@@ -43,12 +48,9 @@ _MAX_LACKING: Final = 4096
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """Service by which replicas join the pool, stay in it, and leave it."""
 
-    def __init__(
-        self, driver: Driver, references: ReferenceCache, catalog: Catalog, uploads: UploadQueue
-    ) -> None:
+    def __init__(self, driver: Driver, references: ReferenceCache, uploads: UploadQueue) -> None:
         self._driver = driver
         self._uploads = uploads
-        self._catalog = catalog
         self._references = references
 
     async def Register(
@@ -125,10 +127,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
         """See protos/weft/v1/registry.proto."""
-        staged = {
-            transfer_id: self._catalog.find_transfer(transfer_id)
-            for transfer_id in request.staged_transfer_ids[:_MAX_STAGED]
-        }
+        staged = await self._staged(request.staged_transfer_ids[:_MAX_STAGED])
         held = await self._heard(request.held_versions)
         answer = await self._driver.call(
             lambda ticket: events.Heartbeat(
@@ -177,14 +176,24 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, messages: Sequence[types_pb2.HeldVersion]
     ) -> tuple[HeldVersionRecord, ...]:
         """Return the versions that a replica holds, each with its record in the catalog. Lets
-        other calls run after every few versions."""
-        heard = []
-        for index, message in enumerate(messages[:_MAX_HELD]):
-            held = held_from_proto(message)
-            heard.append(HeldVersionRecord(held, self._catalog.find_version(held.version)))
-            if index % _HELD_AT_ONCE == _HELD_AT_ONCE - 1:
-                await asyncio.sleep(0)
+        other calls, and the catalog's writes, run after every few versions."""
+        heard: list[HeldVersionRecord] = []
+        messages = messages[:_MAX_HELD]
+        for begin in range(0, len(messages), _HELD_AT_ONCE):
+            held = [*map(held_from_proto, messages[begin : begin + _HELD_AT_ONCE])]
+            heard += await self._driver.read(partial(_with_records, held))
         return tuple(heard)
+
+    async def _staged(self, transfer_ids: Sequence[str]) -> dict[str, VersionRecord | None]:
+        if not transfer_ids:  # as in most heartbeats
+            return {}
+        return await self._driver.read(
+            lambda catalog: {name: catalog.find_transfer(name) for name in transfer_ids}
+        )
+
+
+def _with_records(held: Sequence[HeldVersion], catalog: Catalog) -> list[HeldVersionRecord]:
+    return [HeldVersionRecord(one, catalog.find_version(one.version)) for one in held]
 
 
 def _order_from_proto(request: registry_pb2.RegisterRequest) -> OutOfService | None:

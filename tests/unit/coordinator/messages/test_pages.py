@@ -14,7 +14,6 @@ from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.messages.pages import PAGE_BYTES, SharedVectors, cut
 from weft_rl.coordinator.messages.wire import route_messages
-from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.live_groups import LiveGroups
 from weft_rl.coordinator.runtime.watchers import Feed, RouteFeed
@@ -31,7 +30,7 @@ class _Coordinator:
 
     def __init__(self, state: PoolState) -> None:
         self.state, self.routes, self.groups = state, RouteFeed(), LiveGroups(lambda event: None)
-        self._inspect = InspectServicer(cast(Driver, self), cast(Catalog, None), Feed())
+        self._inspect = InspectServicer(cast(Driver, self), Feed())
         self.largest = 0
 
     def now(self) -> float:

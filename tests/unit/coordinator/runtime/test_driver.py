@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,8 +148,6 @@ async def test_a_cancelled_call_is_forgotten(catalog_path: Path) -> None:
 
 def test_a_thousand_replicas_are_decided_in_reasonable_time() -> None:
     """Twice linear at most: no step looks at every pair of replicas."""
-    import time
-
     m = Machine().pool(*(f"r{i:04}" for i in range(1000)))
     m.acquire("math")
     begin = time.process_time()
@@ -185,6 +184,28 @@ async def test_ticks_go_on_whatever_fails_before_one(
     assert ticks > 3
     assert "what a member said" in caplog.text
     await driver.stop()
+    catalog.close()
+
+
+async def test_a_program_that_locks_the_catalog_delays_its_readers_alone(
+    catalog_path: Path,
+) -> None:
+    driver, catalog = _driver(catalog_path)
+    driver.start()
+    other = sqlite3.connect(catalog_path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    reader = asyncio.create_task(driver.read(lambda known: known.list_versions("p", 9, 9)))
+    began = time.monotonic()
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert time.monotonic() - began < 1, "the event loop did not wait"
+    assert not reader.done()
+    other.execute("COMMIT")
+    other.close()
+    assert await asyncio.wait_for(reader, 5) == []
+    await driver.stop()
+    with pytest.raises(PeerUnavailableError):
+        await driver.read(lambda known: known.list_versions("p", 9, 9))
     catalog.close()
 
 

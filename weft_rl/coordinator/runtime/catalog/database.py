@@ -3,7 +3,7 @@
 SQLite with a rollback journal and ``synchronous=EXTRA``: a transaction that has returned is
 in the file itself, and survives a power cut. One coordinator owns a catalog: its file is
 locked as long as it is open. All of it is checked at the start, and nothing is repaired.
-Writes come from one thread (the driver's), reads from another connection.
+There is one connection, and once it is open one thread that uses it: the driver's writer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (
     Save,
@@ -70,8 +70,6 @@ from weft_rl.coordinator.runtime.catalog.tables import (
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
 
-#: Longest that a read, which is done on the event loop, waits for a write that is under way.
-READ_SECONDS: Final = 1.0
 #: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
 _NAMELESS: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -95,13 +93,14 @@ class Snapshot:
 
 
 class Catalog:
-    """Catalog that is open; close it to let another coordinator have it."""
+    """Catalog that is open; close it to let another coordinator have it. Used by one thread at
+    a time."""
 
     def __init__(self, file: CatalogFile) -> None:
         self._file = file
-        self._write = connect(file.path)
-        self._rows = Rows(self._write)
-        self._read = self._write
+        self._connection = connect(file.path)
+        self._execute = self._connection.execute
+        self._rows = Rows(self._connection)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
@@ -122,12 +121,11 @@ class Catalog:
             raise from_sqlite(Path(path), error) from error
         try:
             catalog = cls(file)
-            check(catalog._write, file.path)
+            check(catalog._connection, file.path)
             catalog._begin_generation()
-            catalog._read = connect(file.path, READ_SECONDS)
         except BaseException as error:
             if catalog is not None:
-                catalog._write.close()
+                catalog._connection.close()
             file.release()
             if isinstance(error, sqlite3.Error):
                 raise from_sqlite(file.path, error) from error
@@ -139,9 +137,9 @@ class Catalog:
     def _begin_generation(self) -> None:
         # Journals are truncated, so that no directory has to be written at a commit. A catalog of
         # an earlier Weft leaves its write-ahead log here, which is read into it first.
-        self._write.execute("PRAGMA journal_mode=TRUNCATE")
+        self._execute("PRAGMA journal_mode=TRUNCATE")
         rows = self._rows
-        with _Transaction(self._write):
+        with _Transaction(self._connection):
             ((generation, *_),) = rows.select(META, {})
             rows.change(META, {}, generation=generation + 1)
             rows.change(
@@ -160,13 +158,13 @@ class Catalog:
 
     def snapshot(self) -> Snapshot:
         """Return the state that a coordinator starts from."""
-        generation, epoch, fingerprint, architecture, number_floor, checkpoint = self._read.execute(
+        generation, epoch, fingerprint, architecture, number_floor, checkpoint = self._execute(
             "SELECT generation, epoch, fingerprint, architecture, number_floor, base_checkpoint "
             "FROM meta"
         ).fetchone()
         held: dict[str, list[int]] = {}
         trained_on: dict[str, dict[int, int]] = {}
-        for name, version, base in self._read.execute(
+        for name, version, base in self._execute(
             "SELECT policy, version, adapter_trained_on FROM versions WHERE state=? "
             "ORDER BY version",
             (VersionState.COMMITTED,),
@@ -175,12 +173,10 @@ class Catalog:
             if base is not None:
                 trained_on.setdefault(name, {})[version] = base
         pins: dict[str, list[int]] = {}
-        for name, version in self._read.execute(
-            "SELECT policy, version FROM pins ORDER BY version"
-        ):
+        for name, version in self._execute("SELECT policy, version FROM pins ORDER BY version"):
             pins.setdefault(name, []).append(version)
-        forgotten = {name for (name,) in self._read.execute("SELECT name FROM forgotten")}
-        rows = self._read.execute(
+        forgotten = {name for (name,) in self._execute("SELECT name FROM forgotten")}
+        rows = self._execute(
             "SELECT name, kind, last_version, fencing_token, served_version, retain "
             "FROM policies ORDER BY name"
         ).fetchall()
@@ -203,7 +199,7 @@ class Catalog:
         )
         out_of_service = {
             replica_id: OutOfService(ReplicaState(number), reason)
-            for replica_id, number, reason in self._read.execute(
+            for replica_id, number, reason in self._execute(
                 "SELECT replica_id, standing, reason FROM withdrawn ORDER BY replica_id"
             )
         }
@@ -223,7 +219,7 @@ class Catalog:
 
     def _base_contents(self) -> dict[int, bytes]:
         """Return the contents of the newest versions of the base that were ever served."""
-        rows = self._read.execute(
+        rows = self._execute(
             "SELECT version, layout_digest, digest_value FROM versions WHERE policy=? "
             "AND state IN (?, ?) AND digest_value IS NOT NULL ORDER BY version DESC LIMIT ?",
             (BASE_POLICY, VersionState.COMMITTED, VersionState.RETIRED, MAX_BASE_CONTENTS),
@@ -236,14 +232,12 @@ class Catalog:
     def apply(self, saves: Sequence[Save]) -> None:
         """Write all of ``saves`` in one transaction; on disk when it returns.
 
-        Called by the writer thread alone.
-
         Raises:
             CatalogError: None of it was written, or it was written to a file that nobody will
                 find. Nothing more may be decided, for it could not be kept.
         """
         try:
-            with _Transaction(self._write):
+            with _Transaction(self._connection):
                 for save in saves:
                     self._apply_one(save)
         except sqlite3.Error as error:
@@ -325,18 +319,17 @@ class Catalog:
 
     def _select(self, where: str, values: tuple[str | int, ...]) -> list[VersionRecord]:
         try:
-            rows = self._read.execute(f"SELECT * FROM versions WHERE {where}", values).fetchall()
-        except sqlite3.OperationalError as error:
-            raise PeerUnavailableError(
-                f"the catalog cannot be read while it is written ({error}): try again",
-                reason="COORDINATOR_AWAY",
+            rows = self._execute(f"SELECT * FROM versions WHERE {where}", values).fetchall()
+        except sqlite3.Error as error:
+            raise WeftError(
+                f"the catalog cannot be read: {error}. Look at the disk of {self._file.path}, and "
+                "at other programs that have it open (fuser names them)"
             ) from error
         return [version_from_row(row) for row in rows]
 
     def close(self) -> None:
         """Close the catalog and release its lock; the writer thread must be idle."""
-        self._read.close()
-        self._write.close()
+        self._connection.close()
         self._file.release()
 
 

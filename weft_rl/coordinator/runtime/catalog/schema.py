@@ -80,15 +80,10 @@ _SEALED_SCHEMA: Final = 4
 _MAX_PROBLEMS: Final = 1000
 
 
-def connect(path: Path, wait_seconds: float | None = None) -> sqlite3.Connection:
-    """Open a connection that waits for the disk at commits.
-
-    Args:
-        wait_seconds: Longest wait for other connections; by default ``WAIT_SECONDS``.
-    """
-    timeout = WAIT_SECONDS if wait_seconds is None else wait_seconds
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a connection that waits ``WAIT_SECONDS`` for others, and for the disk at commits."""
     connection = sqlite3.connect(
-        path, isolation_level=None, check_same_thread=False, timeout=timeout
+        path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS
     )
     connection.execute("PRAGMA synchronous=EXTRA")
     return connection

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (
     SaveEpoch,
@@ -31,7 +31,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft_rl.coordinator.runtime.catalog import database
+from weft_rl.coordinator.runtime.catalog import schema
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 
@@ -159,17 +159,19 @@ def test_no_told_version_is_forgotten_by_kill_9(catalog_path: Path) -> None:
         catalog.close()
 
 
-def test_a_read_waits_for_no_disk_that_hangs(
+def test_a_catalog_that_cannot_be_read_is_said_so(
     catalog_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(schema, "WAIT_SECONDS", 0.05)
     catalog = Catalog.open(catalog_path)
-    catalog._write.execute("BEGIN EXCLUSIVE")  # as while a commit is written
-    with pytest.raises(PeerUnavailableError) as refused:
+    other = sqlite3.connect(catalog_path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(WeftError, match="the catalog cannot be read: database is locked") as failed:
         catalog.list_versions("math", 9, 9)
-    assert refused.value.reason == "COORDINATOR_AWAY", "the caller asks again"
-    catalog._write.execute("COMMIT")
+    assert failed.value.reason == "INTERNAL", "the coordinator is there"
+    other.execute("COMMIT")
     assert catalog.list_versions("math", 9, 9) == []
+    other.close()
     catalog.close()
 
 

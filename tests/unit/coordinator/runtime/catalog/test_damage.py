@@ -169,8 +169,8 @@ def test_an_emptied_file_is_no_new_catalog(whole: Path) -> None:
 def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
     catalog = Catalog.open(whole)
     policies = catalog.snapshot().policies
-    (pages,) = catalog._write.execute("PRAGMA page_count").fetchone()
-    catalog._write.execute(f"PRAGMA max_page_count={pages}")
+    (pages,) = catalog._connection.execute("PRAGMA page_count").fetchone()
+    catalog._connection.execute(f"PRAGMA max_page_count={pages}")
     many = OutOfService(ReplicaState.CORDONED, "x" * 100_000)
     with pytest.raises(CatalogError, match="the disk is full") as refused:
         catalog.apply(
@@ -224,13 +224,13 @@ def test_no_room_at_the_start(tmp_path: Path, room: int) -> None:
 def _left_by_a_crash(path: Path) -> None:
     """Leave a catalog and its journal as a coordinator does that is killed in a commit."""
     catalog = Catalog.open(path)
-    catalog._write.execute("PRAGMA cache_size=1")  # so pages are written before the commit
+    catalog._connection.execute("PRAGMA cache_size=1")  # so pages are written before the commit
     order = OutOfService(ReplicaState.CORDONED, "x" * 5000)
-    catalog._write.execute("BEGIN IMMEDIATE")
+    catalog._connection.execute("BEGIN IMMEDIATE")
     for save in [SaveEpoch(99), *(SaveOutOfService(f"r{i}", order) for i in range(50))]:
         catalog._apply_one(save)
     left = {p: p.read_bytes() for p in (path, _journal(path))}
-    catalog._write.execute("ROLLBACK")
+    catalog._connection.execute("ROLLBACK")
     catalog.close()
     for file, data in left.items():
         file.write_bytes(data)

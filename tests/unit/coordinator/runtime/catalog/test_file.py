@@ -84,7 +84,7 @@ def test_no_second_process_by_any_name(catalog_path: Path, tmp_path: Path) -> No
 def test_a_refused_second_one_costs_the_first_neither_lock(catalog_path: Path) -> None:
     """Closing any descriptor of a file ends this process's fcntl locks, which are SQLite's."""
     catalog = Catalog.open(catalog_path)
-    catalog._write.execute("BEGIN IMMEDIATE")
+    catalog._connection.execute("BEGIN IMMEDIATE")
     for _ in range(2):
         assert _reason(catalog_path) == "CATALOG_LOCKED"
     probe = (
@@ -94,7 +94,7 @@ def test_a_refused_second_one_costs_the_first_neither_lock(catalog_path: Path) -
         [sys.executable, "-c", probe, str(catalog_path)], capture_output=True, text=True
     )
     assert "database is locked" in done.stderr
-    catalog._write.execute("COMMIT")
+    catalog._connection.execute("COMMIT")
     catalog_path.read_bytes()  # costs SQLite its locks, and us nothing
     with _process(catalog_path) as said:
         assert said == "CATALOG_LOCKED"
