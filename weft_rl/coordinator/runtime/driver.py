@@ -293,8 +293,8 @@ class Driver:
         slow = loop.call_later(
             SLOW_SAVE_SECONDS,
             _log.error,
-            "the catalog was not written in %g s: its disk does not answer; nothing is decided or "
-            "acknowledged until it does",
+            "the catalog was not written in %g s: its disk does not answer, or another program "
+            "reads it (fuser names it); nothing is decided or acknowledged until it is written",
             SLOW_SAVE_SECONDS,
         )
         try:

@@ -70,6 +70,8 @@ from weft_rl.coordinator.runtime.catalog.tables import (
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
 
+#: Longest that an open catalog waits for another program: who reads it keeps us from writing.
+BUSY_SECONDS: Final = 60.0
 #: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
 _NAMELESS: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
@@ -123,6 +125,7 @@ class Catalog:
             catalog = cls(file)
             check(catalog._connection, file.path)
             catalog._begin_generation()
+            catalog._execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000:.0f}")
         except BaseException as error:
             if catalog is not None:
                 catalog._connection.close()

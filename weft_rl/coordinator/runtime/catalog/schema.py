@@ -72,7 +72,7 @@ _STEPS: Final = (
     BASES_AS_STARTED,
 )
 SCHEMA_VERSION: Final = len(_STEPS)
-#: Longest wait for other connections: who reads keeps who writes waiting, and the reverse.
+#: Longest that opening a catalog waits for another program that has it open.
 WAIT_SECONDS: Final = 5.0
 #: From this one on rows have checksums, and tables counts.
 _SEALED_SCHEMA: Final = 4
@@ -81,7 +81,7 @@ _MAX_PROBLEMS: Final = 1000
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection that waits ``WAIT_SECONDS`` for others, and for the disk at commits."""
+    """Open a connection that waits ``WAIT_SECONDS`` for other programs, and for the disk."""
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS
     )

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionRecord,
     VersionState,
 )
-from weft_rl.coordinator.runtime.catalog import schema
+from weft_rl.coordinator.runtime.catalog import database, schema
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 
 
@@ -126,6 +127,7 @@ def test_an_older_base_is_retired_at_open(catalog_path: Path) -> None:
 
 _WRITER = """
 import sys
+import threading
 from weft_rl.coordinator.runtime.catalog.database import Catalog
 from weft_rl.coordinator.decisions.state.effects import SavePolicy
 from weft_rl.coordinator.decisions.state.pool import (Policy)
@@ -162,7 +164,7 @@ def test_no_told_version_is_forgotten_by_kill_9(catalog_path: Path) -> None:
 def test_a_catalog_that_cannot_be_read_is_said_so(
     catalog_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
     catalog = Catalog.open(catalog_path)
     other = sqlite3.connect(catalog_path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
@@ -172,6 +174,22 @@ def test_a_catalog_that_cannot_be_read_is_said_so(
     other.execute("COMMIT")
     assert catalog.list_versions("math", 9, 9) == []
     other.close()
+    catalog.close()
+
+
+def test_a_write_waits_for_a_program_that_reads_longer_than_opening_does(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "WAIT_SECONDS", 0.05)
+    catalog = Catalog.open(catalog_path)
+    other = sqlite3.connect(catalog_path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN")
+    other.execute("SELECT * FROM meta").fetchall()
+    ending = threading.Timer(0.5, other.close)
+    ending.start()
+    catalog.apply([SaveEpoch(7)])
+    ending.join()
+    assert catalog.snapshot().epoch == 7
     catalog.close()
 
 
