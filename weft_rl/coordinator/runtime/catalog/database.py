@@ -2,12 +2,14 @@
 
 SQLite with a rollback journal and ``synchronous=EXTRA``: a transaction that has returned is
 in the file itself, and survives a power cut. One coordinator owns a catalog: its file is
-locked as long as it is open. All of it is checked at the start, and nothing is repaired.
+locked as long as it is open. All of it is checked at the start, and nothing is repaired; but
+SQLite itself drops what is damaged of a write-ahead log, which only earlier releases left.
 There is one connection, and once it is open one thread that uses it: the driver's writer.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -70,6 +72,8 @@ from weft_rl.coordinator.runtime.catalog.tables import (
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
 
+_log = logging.getLogger(__name__)
+
 #: Longest that an open catalog waits for another program: who reads it keeps us from writing.
 BUSY_SECONDS: Final = 60.0
 #: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
@@ -122,6 +126,7 @@ class Catalog:
         except sqlite3.Error as error:
             raise from_sqlite(Path(path), error) from error
         try:
+            _warn_of_log(Path(f"{file.path}-wal"))
             catalog = cls(file)
             check(catalog._connection, file.path)
             catalog._begin_generation()
@@ -334,6 +339,15 @@ class Catalog:
         """Close the catalog and release its lock; the writer thread must be idle."""
         self._connection.close()
         self._file.release()
+
+
+def _warn_of_log(log: Path) -> None:
+    if log.exists() and log.stat().st_size:
+        _log.warning(
+            "%s, which an earlier Weft left, is read into the catalog. SQLite drops what is damaged"
+            " of it and says nothing: see in `weft versions` that the last pushes are there",
+            log,
+        )
 
 
 class _Transaction:

@@ -81,7 +81,7 @@ _MAX_PROBLEMS: Final = 1000
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection that waits ``WAIT_SECONDS`` for other programs, and for the disk."""
+    """Open a connection that waits ``WAIT_SECONDS`` for others, and for the disk at commits."""
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, timeout=WAIT_SECONDS
     )

@@ -85,15 +85,20 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
-def test_what_an_earlier_weft_left_in_a_write_ahead_log_is_read(
-    catalog_path: Path, is_copied: bool
-) -> None:
+def _leave_a_log(catalog_path: Path) -> Path:
     """Until its catalog's journal was a rollback journal, a coordinator that was killed left it."""
     Catalog.open(catalog_path).close()
     child = subprocess.run([sys.executable, "-c", _KILLED_IN_WAL_MODE, str(catalog_path)])
     assert child.returncode == -signal.SIGKILL
     assert b"late" not in catalog_path.read_bytes()
+    return Path(f"{catalog_path}-wal")
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_an_earlier_weft_left_in_a_write_ahead_log_is_read(
+    catalog_path: Path, is_copied: bool
+) -> None:
+    _leave_a_log(catalog_path)
     if is_copied:  # a copy of catalog and log, without the shared memory of the killed one
         os.unlink(f"{catalog_path}-shm")
     for generation in (2, 3):
@@ -104,6 +109,25 @@ def test_what_an_earlier_weft_left_in_a_write_ahead_log_is_read(
         assert not Path(f"{catalog_path}-wal").exists()
         catalog.close()
         assert b"late" in catalog_path.read_bytes(), "a copy of the file alone is whole"
+
+
+def test_a_write_ahead_log_that_may_be_damaged_is_warned_of(
+    catalog_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite drops what is damaged of it, and says nothing."""
+    log = _leave_a_log(catalog_path)
+    assert not caplog.records
+    content = bytearray(log.read_bytes())
+    content[100] ^= 1  # in the first frame
+    log.write_bytes(content)
+    Path(f"{catalog_path}-shm").unlink()
+    catalog = Catalog.open(catalog_path)
+    assert catalog.snapshot().policies == ()
+    (warning,) = caplog.records
+    assert str(log) in warning.getMessage()
+    catalog.close()
+    Catalog.open(catalog_path).close()
+    assert len(caplog.records) == 1
 
 
 def test_a_catalog_in_wal_mode_that_another_program_has_open_is_refused(
