@@ -427,7 +427,7 @@ class Driver:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._writer, self._catalog.apply, saves)
         finally:
-            self._writer.shutdown()
+            await asyncio.to_thread(self._writer.shutdown)
 
 
 def _away() -> PeerUnavailableError:

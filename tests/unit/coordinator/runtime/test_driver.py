@@ -196,6 +196,8 @@ async def test_a_program_that_locks_the_catalog_delays_its_readers_alone(
     other.execute("BEGIN EXCLUSIVE")
     reader = asyncio.create_task(driver.read(lambda known: known.list_versions("p", 9, 9)))
     began = time.monotonic()
+    await asyncio.sleep(0)  # it is on its way
+    stopping = asyncio.create_task(driver.stop())
     for _ in range(20):
         await asyncio.sleep(0.01)
     assert time.monotonic() - began < 1, "the event loop did not wait"
@@ -203,7 +205,7 @@ async def test_a_program_that_locks_the_catalog_delays_its_readers_alone(
     other.execute("COMMIT")
     other.close()
     assert await asyncio.wait_for(reader, 5) == []
-    await driver.stop()
+    await stopping
     with pytest.raises(PeerUnavailableError):
         await driver.read(lambda known: known.list_versions("p", 9, 9))
     catalog.close()
