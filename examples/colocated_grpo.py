@@ -16,7 +16,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer_side import Padded, Publisher, RolloutClient, Sampling, pad
+from trainer_side import PaddedBatch, Publisher, RolloutClient, Sampling, pad
 
 WAIT = 300.0
 PROMPTS, SAMPLES = 8, 4
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def learn(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Padded, device: str
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: PaddedBatch, device: str
 ) -> tuple[float, float]:
     """One step; returns the mean reward, and the loss."""
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).to(device)

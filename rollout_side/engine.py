@@ -149,7 +149,7 @@ class JoinOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryUse:
+class MemoryUsage:
     """Bytes held for Weft, in host memory or where bases are staged."""
 
     adapter_bytes: int
@@ -167,7 +167,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class AbsentPolicy:
+class UnservedPolicy:
     """Policy that the pool once served, and does not serve any more."""
 
     last_version: int
@@ -392,7 +392,7 @@ class Engine(Protocol):
     async def drop_alias(self, policy: str) -> None:
         """Let an adapter's bare name stand for nothing; succeeds if it already does."""
 
-    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, UnservedPolicy]) -> None:
         """Set the policies that are not served any more, with reasons for clients."""
 
     async def manifest(self, version: PolicyVersion) -> Manifest:
@@ -478,7 +478,7 @@ class Engine(Protocol):
             Whether it is gone; call again later if not.
         """
 
-    async def memory(self) -> MemoryUse:
+    async def memory(self) -> MemoryUsage:
         """Return the memory held now, or a moment ago, with the effects of all calls that have
         returned. Asks no worker, so it may be called at any rate."""
 

@@ -7,7 +7,7 @@ from trainer_side.publisher import Publisher
 from trainer_side.push_request import PushOptions
 from trainer_side.push_result import PushReport, PushResult
 from trainer_side.rollouts.client import RolloutClient
-from trainer_side.rollouts.sample import Padded, Sample, SampleGroup, pad
+from trainer_side.rollouts.sample import PaddedBatch, Sample, SampleGroup, pad
 from trainer_side.rollouts.stream import RolloutStream
 from weft_rl.contract.errors import (
     BaseMismatchError,
@@ -55,7 +55,7 @@ __all__ = [
     "SampleGroup",
     "Sample",
     "pad",
-    "Padded",
+    "PaddedBatch",
     "WeftError",
     "InvalidRequestError",
     "InvalidManifestError",

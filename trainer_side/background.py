@@ -18,7 +18,7 @@ from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
 from trainer_side.push_result import PushResult
 from trainer_side.pushes.content import Content
-from trainer_side.pushing import Pushing, under_way
+from trainer_side.pushing import PushExecutor, under_way
 from trainer_side.ranks.ranks import Ranks
 from weft_rl import tracing
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
@@ -34,7 +34,7 @@ MAX_WAITING = 2
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingPush:
     """A push that was asked for and has not begun."""
 
     number: int
@@ -51,7 +51,7 @@ class _Waiting:
     """True if a later push of the policy made it pointless before it began."""
 
 
-class Background:
+class BackgroundPusher:
     """Thread that pushes copies of the weights, one after the other.
 
     At most ``MAX_WAITING`` pushes of a policy wait with a copy, beside the one under way: a caller
@@ -63,13 +63,13 @@ class Background:
             it while another push is under way.
     """
 
-    def __init__(self, pushing: Pushing, ranks: Ranks) -> None:
+    def __init__(self, pushing: PushExecutor, ranks: Ranks) -> None:
         self._pushing, self._ranks = pushing, ranks
         self._memory = HostMemory()
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # ``with`` it, an interrupt leaves it free, unlike the other
         self._condition = threading.Condition(self._lock)
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_WaitingPush] = deque()
         self._is_running = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -96,7 +96,7 @@ class Background:
         """
         self._pushing.turn.check(f"the push of {request.policy}")
         check_choice("when_busy", when_busy, WhenBusy)
-        waiting = _Waiting(
+        waiting = _WaitingPush(
             next(self._numbers), request, time.monotonic(), tracing.of_process().current()
         )
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
@@ -145,7 +145,7 @@ class Background:
             self._thread.join()
         self._ranks.abandon()
 
-    def _wait_for_room(self, waiting: _Waiting, *, replace_earlier: bool) -> None:
+    def _wait_for_room(self, waiting: _WaitingPush, *, replace_earlier: bool) -> None:
         """Block until this push may copy; all ranks may, or all raise the error of one."""
         seconds = waiting.request.timeout_seconds
         with self._lock:
@@ -159,19 +159,19 @@ class Background:
             numbers = self._ranks.share(lambda: json.dumps(self._replace_ahead(waiting)).encode())
             self._drop_copies(json.loads(numbers))
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _leave(self, waiting: _WaitingPush) -> None:
         with self._lock:
             if waiting in self._queue:
                 self._queue.remove(waiting)
                 self._condition.notify_all()
 
-    def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
+    def _ahead(self, waiting: _WaitingPush) -> list[_WaitingPush]:
         """Return the pushes of the same policy that wait before this one."""
         ahead = itertools.takewhile(lambda other: other is not waiting, self._queue)
         policy = waiting.request.policy
         return [w for w in ahead if w.request.policy == policy and not w.is_replaced]
 
-    def _replace_ahead(self, waiting: _Waiting) -> list[int]:
+    def _replace_ahead(self, waiting: _WaitingPush) -> list[int]:
         """Replace earlier waiting pushes of the same policy, at the sender; return their
         numbers."""
         with self._lock:
@@ -189,7 +189,7 @@ class Background:
         for number in numbers:
             self._memory.give_back(number)
 
-    def _copy(self, waiting: _Waiting) -> None:
+    def _copy(self, waiting: _WaitingPush) -> None:
         """Copy the weights, or keep the error that prevented it as the push's outcome. The other
         ranks made their copies and must learn of the error in step."""
         try:
@@ -201,7 +201,7 @@ class Background:
         else:
             self._fill(waiting, lambda: kept)
 
-    def _fill(self, waiting: _Waiting, content: Callable[[], Content]) -> None:
+    def _fill(self, waiting: _WaitingPush, content: Callable[[], Content]) -> None:
         with self._lock:
             waiting.content = content
             self._condition.notify_all()
@@ -225,7 +225,7 @@ class Background:
                 self._is_running = False
                 self._condition.notify_all()
 
-    def _carry_out(self, waiting: _Waiting) -> None:
+    def _carry_out(self, waiting: _WaitingPush) -> None:
         assert waiting.content is not None
         copied = replace(waiting.request, content=waiting.content)
         try:

@@ -16,21 +16,21 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer_side.background import Background, WhenBusy
+from trainer_side.background import BackgroundPusher, WhenBusy
 from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
-from trainer_side.pool.leases import Notices
-from trainer_side.pool.peer import Peer
+from trainer_side.pool.leases import NoticeQueue
+from trainer_side.pool.peer import SideGroupRank
 from trainer_side.pool.progress import reporter_for
 from trainer_side.push_request import PushOptions, PushRequest, PushSettings
 from trainer_side.push_result import PushResult
 from trainer_side.pushes.content import Model
-from trainer_side.pushes.rank_push import Packings
-from trainer_side.pushing import Pushing
+from trainer_side.pushes.rank_push import RankPushFactory
+from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import Together, ranks_of
-from trainer_side.rollout_sleep import RolloutsAsleep
+from trainer_side.rollout_sleep import RolloutSleep
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
 from trainer_side.sources.named_source import Metadata, NamedTensors
 from weft_rl.contract.capabilities import BackendChoice
@@ -168,7 +168,7 @@ class Publisher:
             timeout_seconds=timeout_seconds,
             options=PushOptions() if options is None else options,
         )
-        self._notices = Notices(on_publish_again) if on_publish_again else None
+        self._notices = NoticeQueue(on_publish_again) if on_publish_again else None
         self._coordinator: CoordinatorClient | None = None
         selection = BackendSelection(backend, send_from)
         client = None
@@ -183,13 +183,13 @@ class Publisher:
             )
             reporter = reporter_for(progress)
             client = PoolClient(self._coordinator, data_host, selection, reporter)
-        self._pushing = Pushing(
+        self._pushing = PushExecutor(
             pushing_ranks,
             client,
-            Packings(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
-            Peer(coordinator, data_host, selection, credentials),
+            RankPushFactory(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
+            SideGroupRank(coordinator, data_host, selection, credentials),
         )
-        self._background = Background(self._pushing, ranks_of(ranks))
+        self._background = BackgroundPusher(self._pushing, ranks_of(ranks))
 
     # -- pushes that block --------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class Publisher:
             RequestConflictError: At the beginning: one was woken meanwhile, by an operator.
             WeftError: See ``push_adapter``.
         """
-        return RolloutsAsleep(
+        return RolloutSleep(
             level,
             when_running,
             timeout_seconds,

@@ -17,7 +17,7 @@ from trainer_side.pushes.content import (
     adapter_content,
     base_content,
 )
-from trainer_side.pushes.rank_push import Packings, RankPush, packs_on_device
+from trainer_side.pushes.rank_push import RankPush, RankPushFactory, packs_on_device
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
@@ -261,7 +261,7 @@ class PushPlan:
 def plan_push(
     request: PushRequest,
     target: pb.DescribeTargetResponse,
-    packings: Packings,
+    packings: RankPushFactory,
     reference: Callable[[], Reference],
 ) -> PushPlan:
     """Plan what this rank would push to a pool; not collective, reads no values.

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
-from trainer_side.pool.peer import Peer
+from trainer_side.pool.peer import SideGroupRank
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
 from trainer_side.push_result import PushResult, report_of
-from trainer_side.pushes.rank_push import Packings, RankPush
+from trainer_side.pushes.rank_push import RankPush, RankPushFactory
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
-from trainer_side.sources.origin import Origin, Origins
+from trainer_side.sources.origin import KnownBases, TrainingBase
 from weft_rl import tracing
 from weft_rl.contract.errors import (
     BaseMismatchError,
@@ -59,7 +59,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _CANNOT_USE, _NO_PLACE = FLAGS
 
 
-class Turn:
+class PublisherLock:
     """Right to use a publisher, held by one thread of one process at a time."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def under_way(call: str) -> TransferTimeoutError:
     )
 
 
-class Pushing:
+class PushExecutor:
     """Executor of pushes, one at a time; thread-safe.
 
     Args:
@@ -143,14 +143,14 @@ class Pushing:
         self,
         ranks: Ranks,
         client: PoolClient | None,
-        packings: Packings,
-        peer: Peer,
+        packings: RankPushFactory,
+        peer: SideGroupRank,
     ) -> None:
         #: Of the publisher.
-        self.turn = Turn()
+        self.turn = PublisherLock()
         self._ranks, self._sender_client = ranks, client
         self._packings, self._peer = packings, peer
-        self._origins = Origins()
+        self._origins = KnownBases()
         self._said: dict[str, tuple[str, ...]] = {}
 
     def push(
@@ -369,7 +369,7 @@ class Pushing:
 
     def _begin(
         self, request: PushRequest, plan: PushPlan, deadline: float, span: Span
-    ) -> tuple[Origin, pb.BeginTransferResponse]:
+    ) -> tuple[TrainingBase, pb.BeginTransferResponse]:
         """Begin the transfer at rank 0; return on every rank the base that an adapter was trained
         on, and what was begun."""
         span.set(
@@ -392,7 +392,7 @@ class Pushing:
             )
             return origin.encode(begun.SerializeToString())
 
-        origin, answer = Origin.decode(self._ranks.share(begin, all_wait=True))
+        origin, answer = TrainingBase.decode(self._ranks.share(begin, all_wait=True))
         begun = pb.BeginTransferResponse.FromString(answer)
         span.set(version=begun.version.version, transfer_id=begun.transfer_id)
         _log.debug(
@@ -405,14 +405,14 @@ class Pushing:
         )
         return origin, begun
 
-    def _origin(self, request: PushRequest, plan: PushPlan, deadline: float) -> Origin:
+    def _origin(self, request: PushRequest, plan: PushPlan, deadline: float) -> TrainingBase:
         """Find the base that an adapter was trained on.
 
         Raises:
             BaseMismatchError: It is not known, and the request must know it.
         """
         if plan.adapter is None:
-            return Origin(None)
+            return TrainingBase(None)
         digest = plan.target.base_checkpoint_digest
         must_know = request.base.is_required
         origin = self._origins.of(
@@ -428,7 +428,7 @@ class Pushing:
         self,
         request: PushRequest,
         plan: PushPlan,
-        origin: Origin,
+        origin: TrainingBase,
         version: PolicyVersion,
         transfer: pb.Transfer,
     ) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class InStep(Protocol):
         coordinator client at the sender, None at other ranks; ``call`` names it in errors."""
 
 
-class RolloutsAsleep(AbstractContextManager[tuple[str, ...]]):
+class RolloutSleep(AbstractContextManager[tuple[str, ...]]):
     """Sleep of the replicas on a trainer's GPUs, inside a ``with``; see
     ``Publisher.rollouts_asleep``.
 

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _LONG_SECONDS = 60.0
 
 
-class Doorbell:
+class ThreadWaker:
     """Waker of the one thread that waits for something that other threads change."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Flag:
     """A ``threading.Event`` for one thread that waits."""
 
     def __init__(self) -> None:
-        self._is_set, self._changed = False, Doorbell()
+        self._is_set, self._changed = False, ThreadWaker()
 
     def set(self) -> None:
         """Set the flag, for good; callable from any thread."""
@@ -68,7 +68,7 @@ class Flag:
         return self._changed.wait_for(self.is_set, timeout_seconds)
 
 
-class Wakeup:
+class SelectorWaker:
     """Waker of a thread that waits in ``selectors``; used from any other."""
 
     def __init__(self) -> None:

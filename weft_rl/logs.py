@@ -133,7 +133,7 @@ def write_json_only() -> None:
     sys.excepthook = _log_exception
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
-        _Printed(stream, descriptor).start()
+        _PrintedLines(stream, descriptor).start()
 
 
 def _log_exception(
@@ -142,7 +142,7 @@ def _log_exception(
     logging.getLogger(__name__).critical("the process ends", exc_info=(kind, error, traceback))
 
 
-class _Printed:
+class _PrintedLines:
     """Lines that are printed to a descriptor, which becomes a pipe."""
 
     def __init__(self, stream: Any, descriptor: int) -> None:

@@ -26,7 +26,7 @@ from examples.grpo.loss import (
     model_inputs,
 )
 from examples.grpo.task import MAX_TOKENS, PAD, problems, rewards
-from trainer_side import Padded, PolicyVersion, Publisher, RolloutClient, Sampling, pad
+from trainer_side import PaddedBatch, PolicyVersion, Publisher, RolloutClient, Sampling, pad
 
 BASE = "base"
 _PROMPTS = 16
@@ -130,7 +130,7 @@ class _Learner:
             self._optimizer, 1.0, 0.0, total_iters=settings.steps
         )
 
-    def learn(self, batch: Padded, earned: torch.Tensor) -> tuple[float, float]:
+    def learn(self, batch: PaddedBatch, earned: torch.Tensor) -> tuple[float, float]:
         """One step; returns the mean importance ratio, and the largest distance of one from 1."""
         mask = batch.completion_mask
         inputs = model_inputs(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask)

@@ -16,21 +16,21 @@ from typing import Any
 from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
 from rollout_side.agent.orders import ProbeOrders, SleepOrders
 from rollout_side.agent.registration import (
-    HeartbeatAnswer,
-    Holdings,
+    HeartbeatOrders,
+    HeldVersions,
     OrderKey,
     Registration,
     ReplicaDeclaration,
 )
-from rollout_side.agent.serving import Serving
+from rollout_side.agent.serving import ServedVersions
 from rollout_side.config import AgentConfig
 from rollout_side.engine import (
-    AbsentPolicy,
     AliasRefusals,
     Engine,
     JoinOrder,
     SendOrder,
     SleepOrder,
+    UnservedPolicy,
 )
 from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.errors import WeftError
@@ -124,11 +124,11 @@ class Agent:
         self.config = config
         self.engine = engine
         #: Versions, which the coordinator's orders change through the servicer.
-        self.serving = Serving(engine, self._after_switch)
+        self.serving = ServedVersions(engine, self._after_switch)
         #: Address of the ReplicaService; see ``advertise``.
         self.address = ""
         self.registration: Registration | None = None
-        self._answer: HeartbeatAnswer | None = None
+        self._answer: HeartbeatOrders | None = None
         self._aliases = OUT_OF_CONTACT
         engine.refuse_aliases(self._aliases)
         self._drain = Drainer(engine.num_requests, self._close, self._is_needed)
@@ -136,7 +136,7 @@ class Agent:
         self._closed = self._ordered = ""
         self._order = OrderKey(0, 0)
         self._pins_ordered: tuple[int, ...] = ()
-        self._absent: Mapping[str, AbsentPolicy] = {}
+        self._absent: Mapping[str, UnservedPolicy] = {}
         self._last_epoch = 0
         self._answered = asyncio.Event()
         # When the event loop last ran ``run``.
@@ -294,8 +294,8 @@ class Agent:
             work=self._work(),
         )
 
-    def _holdings(self) -> Holdings:
-        return Holdings(
+    def _holdings(self) -> HeldVersions:
+        return HeldVersions(
             self.report(),
             self.serving.memory.staged_transfer_ids,
             self.engine.checkpoint,
@@ -362,7 +362,7 @@ class Agent:
                 await self._answered.wait()
         self._answered.clear()
 
-    def _take_answer(self, answer: HeartbeatAnswer) -> None:
+    def _take_answer(self, answer: HeartbeatOrders) -> None:
         self._answered.set()
         self._answer = answer
         self._update_aliases()
@@ -399,7 +399,7 @@ class Agent:
         def fail(error: WeftError) -> None:
             loop.call_soon_threadsafe(refused.set_result, error)
 
-        def take_answer(answer: HeartbeatAnswer) -> None:
+        def take_answer(answer: HeartbeatOrders) -> None:
             loop.call_soon_threadsafe(self._take_answer, answer)
 
         def take_order(order: OrderKey, reason: str) -> None:

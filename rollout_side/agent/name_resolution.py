@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from rollout_side.agent.registration import HeartbeatAnswer
-from rollout_side.engine import AbsentPolicy, AliasRefusals
+from rollout_side.agent.registration import HeartbeatOrders
+from rollout_side.engine import AliasRefusals, UnservedPolicy
 from weft_rl.contract.errors import NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import (
     BASE_POLICY,
@@ -25,7 +25,7 @@ def resolve(
     served: VersionVector,
     newest: Callable[[str], int],
     refused: AliasRefusals,
-    absent: Mapping[str, AbsentPolicy],
+    absent: Mapping[str, UnservedPolicy],
 ) -> PolicyVersion:
     """Return the exact version that answers a request.
 
@@ -78,7 +78,9 @@ def resolve(
     return PolicyVersion(asked, alias)
 
 
-def _unknown(asked: str, served: VersionVector, gone: AbsentPolicy | None = None) -> NotFoundError:
+def _unknown(
+    asked: str, served: VersionVector, gone: UnservedPolicy | None = None
+) -> NotFoundError:
     """Return the error for a policy that is not served here, or is unknown."""
     there = _listed(_versions(asked, served) or _names(served))
     why = gone.reason if gone else f"nothing here is called {asked}"
@@ -97,7 +99,7 @@ OUT_OF_CONTACT = AliasRefusals(
 )
 
 
-def refused_aliases(answer: HeartbeatAnswer, served: VersionVector) -> AliasRefusals:
+def refused_aliases(answer: HeartbeatOrders, served: VersionVector) -> AliasRefusals:
     """Return the aliases that stand for other versions in the pool than here.
 
     Used while in contact with the pool. Without the pool's base every answer would be of former

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from rollout_side.config import AgentConfig
-from rollout_side.engine import AbsentPolicy
+from rollout_side.engine import UnservedPolicy
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
 from weft_rl.contract.errors import (
@@ -63,7 +63,7 @@ _NOT_KNOWN = not_compared("it does not say what it was started with")
 
 
 @dataclass(frozen=True)
-class Holdings:
+class HeldVersions:
     """Versions that a replica serves and holds now, with its report."""
 
     report: ReplicaReport
@@ -90,7 +90,7 @@ class OrderKey:
 
 
 @dataclass(frozen=True)
-class HeartbeatAnswer:
+class HeartbeatOrders:
     """Answer of the coordinator to a heartbeat."""
 
     drain: DrainNote | None
@@ -113,7 +113,7 @@ class HeartbeatAnswer:
     """True if there are more than ``lacking`` lists."""
     base_doubt: str = ""
     """Reason why base@0 here is not known to be the pool's; empty if it is, or is not served."""
-    absent: Mapping[str, AbsentPolicy] = field(default_factory=dict)
+    absent: Mapping[str, UnservedPolicy] = field(default_factory=dict)
     """Policies that the pool does not serve any more, by name."""
 
 
@@ -122,9 +122,9 @@ def answer_from_proto(
     is_draining: bool,
     coordinator_generation: int,
     vector: VersionVector,
-) -> HeartbeatAnswer:
+) -> HeartbeatOrders:
     """Return the answer to a heartbeat that reported ``vector`` and ``is_draining``."""
-    return HeartbeatAnswer(
+    return HeartbeatOrders(
         drain_from_proto(response.drain) if response.HasField("drain") else None,
         is_draining,
         response.in_transfer,
@@ -136,7 +136,7 @@ def answer_from_proto(
         response.lacking_more,
         response.base_doubt,
         {
-            one.policy: AbsentPolicy(one.last_version, one.reason)
+            one.policy: UnservedPolicy(one.last_version, one.reason)
             for one in response.absent_policies
         },
     )
@@ -255,9 +255,9 @@ class Registration:
         config: AgentConfig,
         declaration: ReplicaDeclaration,
         *,
-        current: Callable[[], Holdings],
+        current: Callable[[], HeldVersions],
         on_failed: Callable[[WeftError], None],
-        on_answer: Callable[[HeartbeatAnswer], None],
+        on_answer: Callable[[HeartbeatOrders], None],
         on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
     ) -> None:
         #: Set while the coordinator knows this process.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from rollout_side.agent.orders import FailedTransfers, OrderQueue, SpillOrders
-from rollout_side.engine import Engine, MemoryUse, SwitchTimes, VersionFacts
-from weft_rl.containers.lru import Lru
+from rollout_side.engine import Engine, MemoryUsage, SwitchTimes, VersionFacts
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import (
     DigestMismatchError,
     NotFoundError,
@@ -41,7 +41,7 @@ class VersionCopy:
     """Facts to record of it once it is served."""
 
 
-class Serving:
+class ServedVersions:
     """Versions that one engine serves, and the orders that change them.
 
     All methods run on the event loop that ``engine`` belongs to.
@@ -55,7 +55,7 @@ class Serving:
         #: Versions that can no longer be requested but still answer old requests.
         self.retiring: set[PolicyVersion] = set()
         # As of the last refresh: heartbeats are made on another thread.
-        self.memory = MemoryUse(adapter_bytes=0, staging_bytes=0)
+        self.memory = MemoryUsage(adapter_bytes=0, staging_bytes=0)
         #: Versions of the base whose copies the engine keeps.
         self.pins: tuple[int, ...] = ()
         self.known = KnownVersions()
@@ -420,7 +420,7 @@ class KnownVersions:
     def __init__(self) -> None:
         #: Facts of versions that are served or retained.
         self.facts: dict[PolicyVersion, VersionFacts] = {}
-        self._newest: Lru[str, int] = Lru(_MAX_POLICIES)
+        self._newest: LruMapping[str, int] = LruMapping(_MAX_POLICIES)
 
     def newest(self, policy: str) -> int:
         """Return the highest number of a policy that was served here; 0 if none was."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import Sendable, StagedVersion
+from rollout_side.memory.versions import SendableVersion, StagedVersion
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import LoadFailedError, NotFoundError, WeftError
 from weft_rl.contract.layout.manifest import TensorSlot
@@ -32,7 +32,7 @@ IDLE_SECONDS = 60.0
 _LOWEST_PRIORITY = 19
 
 
-class DigestReading:
+class DigestReader:
     """Reading of one version's tensor digests; its thread begins at once.
 
     Args:
@@ -76,7 +76,7 @@ class DigestReading:
             self._is_closed = True
             self._changed.notify()
 
-    def _run(self, copy: Sendable) -> None:
+    def _run(self, copy: SendableVersion) -> None:
         # For this thread only: serving goes first.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         error: WeftError | None = None
@@ -101,7 +101,7 @@ class DigestReading:
             if self._is_closed or not asked:
                 raise LoadFailedError(f"the digests of {self._version} were not taken in time")
 
-    def _buckets(self, copy: Sendable) -> Iterator[list[StoredTensor]]:
+    def _buckets(self, copy: SendableVersion) -> Iterator[list[StoredTensor]]:
         """Yield the digested tensors of each bucket, each checked to be still held once it was
         read."""
         manifest, device = copy.manifest, self._store.memory.device
@@ -131,7 +131,7 @@ class DigestReading:
         digest = tensor_digest(content, going_on=lambda: not self._is_closed)
         return StoredTensor(meta.name, meta.dtype.safetensors_name, meta.shape, digest)
 
-    def _check_held(self, copy: Sendable) -> None:
+    def _check_held(self, copy: SendableVersion) -> None:
         """Check that the version is still held.
 
         Raises:

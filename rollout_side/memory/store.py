@@ -20,7 +20,7 @@ from rollout_side.memory.versions import (
     PartialTransfer,
     PartialTransfers,
     RetainedBases,
-    Sendable,
+    SendableVersion,
     ServedBase,
     ServedSlot,
     StagedHandle,
@@ -38,7 +38,7 @@ from weft_rl.transport.progress import OnProgress, ignore_progress
 
 
 @dataclass
-class Usage:
+class StoreUsage:
     """Bytes that a worker holds for Weft, on the host except bases staged on a device."""
 
     adapter_bytes: int = 0
@@ -428,7 +428,7 @@ class WorkerStore:
             return base if base is not None and base.version == version else self.held(version)
 
     @contextmanager
-    def lend(self, version: PolicyVersion) -> Iterator[Sendable]:
+    def lend(self, version: PolicyVersion) -> Iterator[SendableVersion]:
         """Lend what ``sendable`` returns. A copy's memory is not reused inside the ``with``, even
         if the version is dropped meanwhile. If a served base is loaded anew meanwhile, its digest
         shows it.
@@ -525,11 +525,11 @@ class WorkerStore:
             self._segments.put(staged.segment if staged else None)
             self.handoff.discard(transfer_id)
 
-    def usage(self) -> Usage:
+    def usage(self) -> StoreUsage:
         """Return the memory that is held now."""
         with self._lock:
             transfer_ids = {*self._staged, *self._partial.transfer_ids, *self.handoff.transfer_ids}
-            return Usage(
+            return StoreUsage(
                 adapter_bytes=sum(e.staged.segment.num_bytes for e in self._adapters.values()),
                 staging_bytes=self._num_waiting_bytes() + self._bases.num_bytes,
                 pinned_bytes=self._bases.num_pinned_bytes,

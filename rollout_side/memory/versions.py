@@ -32,7 +32,7 @@ class BucketContents(NamedTuple):
     """Digests of these runs or tensors, in order."""
 
 
-class Sendable(Protocol):
+class SendableVersion(Protocol):
     """Whole version that can be sent to another replica."""
 
     @property
@@ -65,7 +65,7 @@ class ServedBase:
     plain copies and no copy was kept; it is gone with the next load.
 
     Args:
-        read: Copies one bucket's payload, as ``Sendable.payload``.
+        read: Copies one bucket's payload, as ``SendableVersion.payload``.
     """
 
     transfer_id: str
@@ -75,7 +75,7 @@ class ServedBase:
     read: Callable[[int, torch.Tensor], torch.Tensor]
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """See ``Sendable``."""
+        """See ``SendableVersion``."""
         return self.read(index, out)
 
 
@@ -100,7 +100,7 @@ class StagedVersion:
     """At most one tensor: the copy that ``own_bytes`` returns next."""
 
     def payload(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """See ``Sendable``."""
+        """See ``SendableVersion``."""
         at, size = self._starts[index], self.manifest.buckets[index].payload_bytes
         return out[:size].copy_(self.segment.data[at : at + size])
 

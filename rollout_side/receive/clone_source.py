@@ -16,7 +16,7 @@ import torch
 
 from rollout_side.engine import SendOrder
 from rollout_side.memory.store import WorkerStore
-from rollout_side.memory.versions import Sendable
+from rollout_side.memory.versions import SendableVersion
 from weft_rl.contract.capabilities import GLOO
 from weft_rl.contract.errors import TransferAbortedError, WeftError
 from weft_rl.contract.layout.send_plan import whole_plan
@@ -24,8 +24,8 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import part_digests
 from weft_rl.transport.group import CPU, on_device, window
-from weft_rl.transport.sender import Sending, SendingRank
-from weft_rl.transport.wire.buckets import Sealed, in_manifest_order, seal_bucket, whole_parts
+from weft_rl.transport.sender import SenderProgress, SendingRank
+from weft_rl.transport.wire.buckets import SealedBucket, in_manifest_order, seal_bucket, whole_parts
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class _Clone:
         try:
             with self._store.lend(version) as copy:
                 buckets = CopiedBuckets(copy, order.nonce, self._device, order.ticket.backend)
-                rank.send(Sending(order.transfer_id, buckets, deadline))
+                rank.send(SenderProgress(order.transfer_id, buckets, deadline))
         except Exception as error:
             rank.give_up(order.transfer_id, error)  # also if the version is no longer held
             raise
@@ -132,7 +132,7 @@ class CopiedBuckets:
     """
 
     def __init__(
-        self, copy: Sendable, nonce: int, device: torch.device = CPU, backend: str = GLOO
+        self, copy: SendableVersion, nonce: int, device: torch.device = CPU, backend: str = GLOO
     ) -> None:
         self.manifest, self.plan, self.sender = copy.manifest, whole_plan(copy.manifest), 0
         need = max(bucket.wire_bytes for bucket in self.manifest.buckets)
@@ -141,7 +141,7 @@ class CopiedBuckets:
         self._copy, self._nonce = copy, nonce
         self._digests: list[list[int]] = []
 
-    def make(self, index: int, on_progress: Callable[[], None] = lambda: None) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None] = lambda: None) -> SealedBucket:
         """Copy a bucket, digest it anew and seal it."""
         buffer = self._buffer(index)
         payload = self._copy.payload(index, buffer)

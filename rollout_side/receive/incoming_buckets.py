@@ -27,8 +27,8 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.tracing import Span
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
-from weft_rl.transport.wire.buckets import Assembly, start_bucket, start_runs
-from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived, BucketOptions
+from weft_rl.transport.wire.buckets import BucketMemory, start_bucket, start_runs
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket, BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ class Sink(Protocol):
         """Return the memory, on the side group's device, that a bucket of the layout may arrive in
         as it travels; None if there is none."""
 
-    def assembly(self, bucket: int) -> Assembly | None:
+    def assembly(self, bucket: int) -> BucketMemory | None:
         """Return the memory that runs of a bucket of the layout have their places in; None if the
         bucket comes again and is dropped."""
 
@@ -71,7 +71,7 @@ class Sink(Protocol):
         """Return whether the replica is to load now; True only once."""
 
 
-class Ring:
+class ReceiveRing:
     """Memory that a transfer's buckets are received in, one after the other, in one side group.
 
     On an accelerator everything runs on the calling thread's current stream.
@@ -117,7 +117,7 @@ class Ring:
         return self._plan.buckets[index].payload_bytes
 
     def accept(
-        self, index: int, nonce: int, arrived: Arrived = IN_ITS_BUFFER
+        self, index: int, nonce: int, arrived: ArrivedBucket = IN_ITS_BUFFER
     ) -> Callable[[], None]:
         """Begin to verify a bucket that has arrived; return a function that ends the verification.
         That function puts the bucket into the sink. It is called once, in the buckets' order.
@@ -145,7 +145,7 @@ class Ring:
         return end
 
     def _start_runs(
-        self, index: int, wire: torch.Tensor, nonce: int, arrived: Arrived
+        self, index: int, wire: torch.Tensor, nonce: int, arrived: ArrivedBucket
     ) -> Callable[[], BucketContents]:
         planned, manifest = self._plan.buckets[index], self._manifest
         into = self.sink.assembly(planned.bucket)
@@ -238,7 +238,7 @@ def place_runs(
     wire: torch.Tensor,
     manifest: Manifest,
     runs: Sequence[Run],
-    into: Assembly,
+    into: BucketMemory,
 ) -> None:
     """Copy runs to their places, and write the zeros that follow their tensors. Blocks until
     ``wire`` may be written again.
@@ -302,7 +302,7 @@ class IncomingTransfer(Protocol):
         device: torch.device,
         num_in_flight: int,
         check: Callable[[], None],
-    ) -> Ring:
+    ) -> ReceiveRing:
         """Return a ring to receive buckets in, from ``first_bucket`` on, which is at most
         ``num_verified``.
 
@@ -333,7 +333,7 @@ class IncomingTransfer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedTransfer:
     """Transfer that a side group is to receive, and its destination."""
 
     transfer_id: str
@@ -356,7 +356,7 @@ class Prepared:
 
 
 def receive_buckets(
-    membership: Membership, prepared: Prepared, ring: Ring, first_bucket: int
+    membership: Membership, prepared: PreparedTransfer, ring: ReceiveRing, first_bucket: int
 ) -> None:
     """Receive every bucket from ``first_bucket`` on; blocks until the last was verified.
 
@@ -397,8 +397,8 @@ class _ReceivePipeline:
     def __init__(
         self,
         membership: Membership,
-        prepared: Prepared,
-        ring: Ring,
+        prepared: PreparedTransfer,
+        ring: ReceiveRing,
         first_bucket: int,
     ) -> None:
         self._membership, self._prepared, self._ring = membership, prepared, ring
@@ -523,7 +523,7 @@ def _read_from(operation: Operation, read: Callable[[], _T]) -> _T:
         raise
 
 
-def _notify_if_due(membership: Membership, prepared: Prepared, ring: Ring) -> None:
+def _notify_if_due(membership: Membership, prepared: PreparedTransfer, ring: ReceiveRing) -> None:
     if ring.sink.is_load_due():
         due = pb.LoadDue(transfer_id=prepared.transfer_id)
         membership.attendance.send(pb.AttendRequest(load_due=due))

@@ -18,7 +18,11 @@ from rollout_side.engine import JoinOrder
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.store import WorkerStore, WorkingThreads
 from rollout_side.memory.versions import PartialTransfer, is_adapter
-from rollout_side.receive.incoming_buckets import IncomingTransfer, Prepared, receive_buckets
+from rollout_side.receive.incoming_buckets import (
+    IncomingTransfer,
+    PreparedTransfer,
+    receive_buckets,
+)
 from rollout_side.receive.transfers import InPlaceTransfer, StagingTransfer
 from weft_rl.contract.errors import (
     CapacityError,
@@ -37,7 +41,7 @@ from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
-from weft_rl.transport.member import Attendance, FetchedManifests, Membership
+from weft_rl.transport.member import AttendStream, FetchedManifests, Membership
 from weft_rl.transport.progress import OnProgress
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
@@ -87,7 +91,7 @@ class GroupReceiver:
         self._manifests = FetchedManifests()
         self._directions: queue.Queue[_Direction] = queue.Queue(_MAX_DIRECTIONS)
         self._membership: Membership | None = None
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedTransfer | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"weft-receive-{trainer_id}", daemon=True
         )
@@ -251,7 +255,7 @@ class GroupReceiver:
 
     def _make_room(
         self, membership: Membership, prepare: pb.Prepare, version: PolicyVersion, span: Span
-    ) -> Prepared:
+    ) -> PreparedTransfer:
         """Make ready to receive a transfer; blocks for its manifest and its memory."""
         timeout_seconds = prepare.timeout.ToTimedelta().total_seconds()
         deadline = time.monotonic() + timeout_seconds
@@ -290,7 +294,7 @@ class GroupReceiver:
             )
         else:
             transfer = self._stage(prepare.transfer_id, version, fetched, planned, allocating)
-        return Prepared(
+        return PreparedTransfer(
             transfer_id=prepare.transfer_id,
             version=version,
             nonce=prepare.nonce,
@@ -447,7 +451,7 @@ class Probe:
             ended.set()
 
         with open_channel(ticket.coordinator) as channel:
-            attendance = Attendance(
+            attendance = AttendStream(
                 RendezvousServiceStub(channel),
                 pb.GroupCredential(group_id=ticket.group_id, token=ticket.token),
                 ticket.rank,

@@ -17,12 +17,17 @@ from rollout_side.memory.versions import (
     bucket_starts,
     is_adapter,
 )
-from rollout_side.receive.incoming_buckets import Ring, arrival_buffers, make_buffers, make_each
+from rollout_side.receive.incoming_buckets import (
+    ReceiveRing,
+    arrival_buffers,
+    make_buffers,
+    make_each,
+)
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.wire.buckets import Assembly, bucket_sums
+from weft_rl.transport.wire.buckets import BucketMemory, bucket_sums
 
 
 class StagingTransfer:
@@ -61,7 +66,7 @@ class StagingTransfer:
         device: torch.device,
         num_in_flight: int,
         check: Callable[[], None],
-    ) -> Ring:
+    ) -> ReceiveRing:
         """See ``IncomingTransfer``. Buckets from the first on come again, for a slower member."""
         partial, manifest, plan = self._partial, self.manifest, self.plan
         partial.forget(first_bucket)
@@ -75,7 +80,7 @@ class StagingTransfer:
         sink, buffers = StagingSink(partial, data, device), {}
         if plan.lists_runs or data.device != device:
             buffers = arrival_buffers(plan, num_in_flight, device)
-        return Ring(manifest, plan, sink, buffers, num_in_flight)
+        return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""
@@ -142,9 +147,9 @@ class StagingSink:
         """See ``Sink``."""
         return self._place(bucket) if self._is_on_device else None
 
-    def assembly(self, bucket: int) -> Assembly | None:
+    def assembly(self, bucket: int) -> BucketMemory | None:
         """See ``Sink``."""
-        return Assembly(self._data, self._starts)
+        return BucketMemory(self._data, self._starts)
 
     def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
         """See ``Sink``."""
@@ -226,11 +231,11 @@ class LoadingSink:
         size = self._handoff.manifest.buckets[bucket].wire_bytes
         return self._buffers[bucket % len(self._buffers)][:size]
 
-    def assembly(self, bucket: int) -> Assembly | None:
+    def assembly(self, bucket: int) -> BucketMemory | None:
         """See ``Sink``."""
         if bucket < self._num_put:  # it comes again, for a slower member
             return None
-        return Assembly(self.place(bucket), [0] * len(self._handoff.manifest.buckets))
+        return BucketMemory(self.place(bucket), [0] * len(self._handoff.manifest.buckets))
 
     def put(self, index: int, wire: torch.Tensor, carried: BucketContents) -> None:
         """See ``Sink``."""
@@ -327,7 +332,7 @@ class InPlaceTransfer:
         device: torch.device,
         num_in_flight: int,
         check: Callable[[], None],
-    ) -> Ring:
+    ) -> ReceiveRing:
         """See ``IncomingTransfer``. Buckets that come again, for a slower member, are verified and
         dropped."""
         plan, manifest = self.plan, self.manifest
@@ -336,7 +341,7 @@ class InPlaceTransfer:
         largest = max(bucket.wire_bytes for bucket in manifest.buckets)
         num_more = self._memory.room_for(largest, device, self._bound_bytes, num_in_flight)
         sink = LoadingSink(self._handoff, plan, device, num_in_flight, check, num_more)
-        return Ring(manifest, plan, sink, buffers, num_in_flight)
+        return ReceiveRing(manifest, plan, sink, buffers, num_in_flight)
 
     def finish(self, check: Callable[[], None]) -> bytes:
         """See ``IncomingTransfer``."""

@@ -47,7 +47,7 @@ STALL_SECONDS = 10.0
 _MAX_HUNG = 4
 
 
-class _SpillRead:
+class _SpillReader:
     """Read of one spilled version, and its progress."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Spiller:
         self._closed = False
         self._refused: dict[str, float] = {}
         self._retry_at: dict[PolicyVersion, float] = {}
-        self._restore: _SpillRead | None = None
+        self._restore: _SpillReader | None = None
         #: Threads that read a version from a disk that did not answer, by its directory's name.
         self._hung: dict[str, threading.Thread] = {}
         self._listed: tuple[PolicyVersion, ...] = ()
@@ -237,7 +237,7 @@ class Spiller:
         if self._restore and self._restore.transfer_id == transfer_id:
             return
         place = self._folder.place_of(version, content_digest)
-        restore = self._restore = _SpillRead(transfer_id, version, content_digest, place)
+        restore = self._restore = _SpillReader(transfer_id, version, content_digest, place)
         hanging = [name for name in self._hung if self._hangs(name)]
         if place.name in hanging or len(hanging) >= _MAX_HUNG:
             restore.end(
@@ -284,7 +284,7 @@ class Spiller:
         restore.outcome.result()
         return True
 
-    def _last_restore(self) -> _SpillRead | None:
+    def _last_restore(self) -> _SpillReader | None:
         """Return the last restore. If its disk does not answer, it fails, and its thread is left
         behind with the memory that it may still write to."""
         restore = self._restore
@@ -309,7 +309,7 @@ class Spiller:
         thread = self._hung.get(name)
         return thread is not None and thread.is_alive()
 
-    def _read(self, restore: _SpillRead, layout_digest: bytes) -> None:
+    def _read(self, restore: _SpillReader, layout_digest: bytes) -> None:
         place, version, began = restore.place, restore.version, time.monotonic()
         try:
             if not place.exists():
@@ -332,7 +332,7 @@ class Spiller:
             ) from error
         _log.info("read %s from %s in %.3f s", version, place, time.monotonic() - began)
 
-    def _stage(self, restore: _SpillRead, manifest: Manifest) -> None:
+    def _stage(self, restore: _SpillReader, manifest: Manifest) -> None:
         transfer_id, version = restore.transfer_id, restore.version
         segment = self._store.reserve(
             transfer_id,

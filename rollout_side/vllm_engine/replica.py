@@ -11,17 +11,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from rollout_side.engine import (
-    AbsentPolicy,
     AliasRefusals,
     EngineWork,
     GenerateOrder,
     Generation,
     JoinOrder,
-    MemoryUse,
+    MemoryUsage,
     SendOrder,
     SleepOrder,
     SpillOrder,
     SwitchTimes,
+    UnservedPolicy,
     VersionFacts,
 )
 from rollout_side.memory.ranks.messages import unpack_manifest
@@ -264,7 +264,7 @@ class VllmReplica:
 
     # -- held versions: methods of ``Engine`` that change nothing of what is served ----
 
-    async def memory(self) -> MemoryUse:
+    async def memory(self) -> MemoryUsage:
         """See ``Engine``."""
         return self._holdings.read()
 
@@ -429,7 +429,7 @@ class VllmReplica:
         async with self._gate.exclusive():
             self.models.drop_alias(policy)
 
-    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, UnservedPolicy]) -> None:
         """See ``Engine``."""
         self.models.absent = policies
 

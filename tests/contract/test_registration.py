@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from rollout_side.agent.registration import Holdings, Registration, ReplicaDeclaration
+from rollout_side.agent.registration import HeldVersions, Registration, ReplicaDeclaration
 from rollout_side.config import AgentConfig
 from tests.doubles.certificates import Authority
 from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
@@ -102,12 +102,14 @@ def _serve(server: grpc.Server, registry: Registry) -> str:
     return f"127.0.0.1:{port}"
 
 
-def _holdings() -> Holdings:
-    return Holdings(ReplicaReport())
+def _holdings() -> HeldVersions:
+    return HeldVersions(ReplicaReport())
 
 
 def _registration(
-    target: str, failed: Callable[[WeftError], None], current: Callable[[], Holdings] = _holdings
+    target: str,
+    failed: Callable[[WeftError], None],
+    current: Callable[[], HeldVersions] = _holdings,
 ) -> Registration:
     identity = ReplicaDeclaration(
         address="127.0.0.1:1", capabilities=CAPABILITIES, reference=REFERENCE, model_name="tiny"
@@ -236,7 +238,7 @@ def test_what_fails_in_the_replica_itself_does_not_end_its_thread_in_silence(
     registry = Registry([])
     broken = True
 
-    def current() -> Holdings:
+    def current() -> HeldVersions:
         if broken:
             raise ValueError("a directory that nobody can parse")
         return _holdings()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from google.protobuf.duration_pb2 import Duration
 
-from rollout_side.engine import MemoryUse
+from rollout_side.engine import MemoryUsage
 from rollout_side.memory.handoff import HandoffQueue
 from tests.contract.calls import refusal
 from tests.contract.served_replica import BASE_1, MANIFEST, Served
@@ -310,7 +310,7 @@ async def test_workers_that_do_not_answer_for_a_while_do_not_end_the_replica(
         away, asked = [True], []
         memory = engine.memory
 
-        async def ask() -> MemoryUse:
+        async def ask() -> MemoryUsage:
             asked.append(1)
             if away and len(asked) > 1:  # the first time is before it registers
                 raise TransferTimeoutError("the engine did not finish its work in time")

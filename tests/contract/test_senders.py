@@ -17,7 +17,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.doubles.sharded_trainer import ShardedTrainer
 from weft_rl.contract.capabilities import GLOO, ONE_SIDED
 from weft_rl.contract.errors import WeftError
-from weft_rl.transport.wire.buckets import Sealed
+from weft_rl.transport.wire.buckets import SealedBucket
 
 Weights = dict[str, torch.Tensor]
 
@@ -205,7 +205,9 @@ def test_other_bytes_than_were_digested_are_found(
 ) -> None:
     make = sharded_trainer.ShardBuckets.make
 
-    def make_others(buckets: sharded_trainer.ShardBuckets, index: int, on_progress: Any) -> Sealed:
+    def make_others(
+        buckets: sharded_trainer.ShardBuckets, index: int, on_progress: Any
+    ) -> SealedBucket:
         sealed = make(buckets, index, on_progress)
         buckets.wire(index)[0] ^= 1
         return sealed

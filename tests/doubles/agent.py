@@ -8,7 +8,7 @@ import threading
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
+from rollout_side.agent.registration import HeartbeatOrders, OrderKey
 from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.rpc.server import Security, Servicer, bind, make_server
@@ -43,7 +43,7 @@ def hear(agent: Agent, *lacking: str) -> Registered:
     versions = tuple(map(PolicyVersion.parse, lacking))
     vector = agent.serving.vector
     agent._take_answer(
-        HeartbeatAnswer(None, False, False, "", OrderKey(0, 0), (), vector, versions)
+        HeartbeatOrders(None, False, False, "", OrderKey(0, 0), (), vector, versions)
     )
     assert isinstance(agent.registration, Registered)
     return agent.registration

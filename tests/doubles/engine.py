@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from rollout_side.engine import (
-    AbsentPolicy,
     AliasRefusals,
     EngineWork,
     GenerateOrder,
     JoinOrder,
-    MemoryUse,
+    MemoryUsage,
     SendOrder,
     SleepOrder,
     SpillOrder,
     SwitchTimes,
+    UnservedPolicy,
     VersionFacts,
 )
-from rollout_side.memory.digest_reading import DigestReading
+from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.segment import Memory
 from rollout_side.memory.store import WorkerStore
@@ -122,7 +122,7 @@ class EngineDouble:
         self.fail_next_load: LoadFailedError | None = None
         self.in_use: set[PolicyVersion] = set()
         self.aliases: dict[str, int] = {}
-        self.absent: Mapping[str, AbsentPolicy] = {}
+        self.absent: Mapping[str, UnservedPolicy] = {}
         self.running = 0
         self.base_version = 0
         self.answers: set[AnswerDouble] = set()
@@ -339,7 +339,7 @@ class EngineDouble:
         self.store.held(version)
         self.aliases[version.policy] = version.version
 
-    def set_absent(self, policies: Mapping[str, AbsentPolicy]) -> None:
+    def set_absent(self, policies: Mapping[str, UnservedPolicy]) -> None:
         self.absent = policies
 
     async def drop_alias(self, policy: str) -> None:
@@ -371,7 +371,7 @@ class EngineDouble:
     ) -> AsyncGenerator[Sequence[StoredTensor], None]:
         if version == STARTED_WITH:
             raise NotReadyError("the double has no files", reason="NOT_RETAINED")
-        reading, is_all = DigestReading(self.store, version), False
+        reading, is_all = DigestReader(self.store, version), False
         try:
             while not is_all:
                 part, is_all = reading.take()
@@ -432,9 +432,9 @@ class EngineDouble:
         self.store.drop_adapter(version)
         return True
 
-    async def memory(self) -> MemoryUse:
+    async def memory(self) -> MemoryUsage:
         usage = self.store.usage()
-        return MemoryUse(
+        return MemoryUsage(
             adapter_bytes=usage.adapter_bytes,
             staging_bytes=usage.staging_bytes,
             staged_transfer_ids=usage.transfer_ids,

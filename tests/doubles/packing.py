@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer_side.packing.packer import Packed, Packer, whole_packing
+from trainer_side.packing.packer import PackedBucket, Packer, whole_packing
 from trainer_side.pushes.rank_push import GatheredPush
 from trainer_side.ranks.ranks import OneRank
 from weft_rl.contract.layout.manifest import Manifest
@@ -25,7 +25,7 @@ class SourcePacker:
         source.is_collective = getattr(source, "is_collective", False)
         self._reader = GatheredPush(source, OneRank(), packing)
 
-    def pack(self, index: int, nonce: int = 1, *, finite: bool = False) -> Packed:
+    def pack(self, index: int, nonce: int = 1, *, finite: bool = False) -> PackedBucket:
         return self.packer.pack(index, self._reader, nonce, finite=finite)
 
     def wire(self, index: int) -> torch.Tensor:

@@ -27,8 +27,8 @@ from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.backends import allocate
 from weft_rl.transport.digests.wsum64 import part_digests
 from weft_rl.transport.group import CPU
-from weft_rl.transport.sender import Reformed, Sending, SendingRank
-from weft_rl.transport.wire.buckets import Sealed, run_parts, seal_bucket, tensor_sums
+from weft_rl.transport.sender import MembersLostError, SenderProgress, SendingRank
+from weft_rl.transport.wire.buckets import SealedBucket, run_parts, seal_bucket, tensor_sums
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
@@ -116,7 +116,7 @@ class ShardBuckets:
         self._digests: list[int] = []
         self.made: list[int] = []
 
-    def make(self, index: int, on_progress: Callable[[], None]) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None]) -> SealedBucket:
         push, wire_index = self._push, self._indices[index]
         push.before(self._rank, index)
         self.made.append(index)
@@ -270,13 +270,13 @@ class ShardedTrainer:
 
     def _send(self, rank: int, push: ShardedPush, transfer_id: str, deadline: float) -> None:
         buckets = self.buckets[rank] = ShardBuckets(push, rank, self._backend)
-        sending = Sending(transfer_id, buckets, deadline)
+        sending = SenderProgress(transfer_id, buckets, deadline)
         while True:
             member = self.ranks[rank]
             try:
                 member.send(sending)
                 return
-            except (Reformed, WeftError) as error:
+            except (MembersLostError, WeftError) as error:
                 if member.successor is None:
                     member.give_up(transfer_id, error)
                     self._note(rank, error)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainer_side.params.dtensor import Split, cells_of
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
+from trainer_side.params.dtensor import MeshSplit, cells_of
+from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
 from trainer_side.ranks.ranks import OneRank
 
 
@@ -39,9 +39,9 @@ def sharded(
     given: dict[int, torch.Tensor] | None = None,
 ) -> ShardedParams:
     """Cut along ``dim``, or along the last there is; as one of the ranks has them."""
-    placed: dict[str, Sharded | Gathered] = {}
+    placed: dict[str, Sharded | GatheredParam] = {}
     for name, tensor in whole.items():
-        cells = cells_of(tensor.shape, [num_ranks], [Split(min(dim, tensor.dim() - 1))])
+        cells = cells_of(tensor.shape, [num_ranks], [MeshSplit(min(dim, tensor.dim() - 1))])
         assert cells is not None
         runs = tuple(HeldRun(cell.places[0], *each) for cell in cells for each in cell.slices)
         own = [run.of(tensor).reshape(-1) for run in runs if run.rank == rank]

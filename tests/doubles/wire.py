@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft_rl.contract.layout.runs import Run
-from weft_rl.transport.wire.buckets import Sealed, seal_bucket
+from weft_rl.transport.wire.buckets import SealedBucket, seal_bucket
 from weft_rl.transport.wire.options import BucketOptions, write_tail
 
 
@@ -18,12 +18,12 @@ def seal_wire(
     index: int,
     digests: Sequence[int],
     runs: Sequence[Run] | None = None,
-) -> Sealed:
+) -> SealedBucket:
     """``seal_bucket``, and the tail in its place."""
     return put_tail(wire, seal_bucket(payload_bytes, nonce, index, digests, runs))
 
 
-def put_tail(wire: torch.Tensor, sealed: Sealed) -> Sealed:
+def put_tail(wire: torch.Tensor, sealed: SealedBucket) -> SealedBucket:
     """The tail of a bucket in its place, as a backend puts it there."""
     write_tail(wire, BucketOptions(False, wire.numel() - sealed.payload_bytes, sealed.tail))
     return sealed

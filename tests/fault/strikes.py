@@ -165,9 +165,9 @@ def _count(wanted: int, strike: Strike) -> Callable[..., bool]:
 
 def _trainer(strike: Strike) -> None:
     from trainer_side.packing.packer import Packer
-    from trainer_side.pool.client import PoolClient, Sender
-    from trainer_side.pushing import Pushing
-    from weft_rl.transport.member import Attendance
+    from trainer_side.pool.client import PoolClient, PushSender
+    from trainer_side.pushing import PushExecutor
+    from weft_rl.transport.member import AttendStream
     from weft_rl.transport.sender import SendingRank
 
     match strike.point:
@@ -178,35 +178,35 @@ def _trainer(strike: Strike) -> None:
         case "at a bucket":
             _before(Packer, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":
-            _before(Attendance, "send", strike, lambda self, message: message.HasField("staged"))
+            _before(AttendStream, "send", strike, lambda self, message: message.HasField("staged"))
         case "inside commit":
-            _after(Sender, "send", strike)
+            _after(PushSender, "send", strike)
         case "after commit":
-            _after(Pushing, "_carry_out", strike)
+            _after(PushExecutor, "_carry_out", strike)
 
 
 def _sending_rank(strike: Strike) -> None:
     """Points of a trainer rank that sends what it holds beside others."""
     from trainer_side.packing.packer import Packer
-    from trainer_side.pool.client import Sender
-    from trainer_side.pushes.rank_push import Packings
-    from trainer_side.pushing import Pushing
-    from weft_rl.transport.member import Attendance
+    from trainer_side.pool.client import PushSender
+    from trainer_side.pushes.rank_push import RankPushFactory
+    from trainer_side.pushing import PushExecutor
+    from weft_rl.transport.member import AttendStream
     from weft_rl.transport.sender import SendingRank
 
     match strike.point:
         case "before begin":
-            _before(Packings, "_packing", strike)
+            _before(RankPushFactory, "_packing", strike)
         case "in rendezvous":
             _before(SendingRank, "_hand_over", strike)
         case "at a bucket":
             _before(Packer, "pack", strike, lambda self, nth, *rest, **more: nth >= BUCKET)
         case "before commit":
-            _before(Attendance, "send", strike, lambda self, message: message.HasField("staged"))
+            _before(AttendStream, "send", strike, lambda self, message: message.HasField("staged"))
         case "inside commit":
-            _after(Sender, "send", strike)
+            _after(PushSender, "send", strike)
         case "after commit":
-            _after(Pushing, "_carry_out", strike)
+            _after(PushExecutor, "_carry_out", strike)
 
 
 def _giving_rank(strike: Strike) -> None:
@@ -227,7 +227,7 @@ def _gathering_rank(strike: Strike) -> None:
     """Points of a trainer rank from which another gathers."""
     from trainer_side.params.sharded import ShardedParams
     from trainer_side.pushes.rank_push import GatheredPush
-    from trainer_side.pushing import Pushing
+    from trainer_side.pushing import PushExecutor
 
     match strike.point:
         case "in rendezvous":
@@ -237,7 +237,7 @@ def _gathering_rank(strike: Strike) -> None:
         case "before commit":
             _after(GatheredPush, "assist", strike)
         case "after commit":
-            _after(Pushing, "_carry_out", strike)
+            _after(PushExecutor, "_carry_out", strike)
 
 
 def _replica(strike: Strike) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft_rl.transport.digests import kernel
-from weft_rl.transport.digests.copies import Place, copied_words, copy_words, pack_tensors
+from weft_rl.transport.digests.copies import PlacedRange, copied_words, copy_words, pack_tensors
 from weft_rl.transport.digests.wsum64 import Part, digests_of, part_digests, tensor_digest
 
 DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on the CPU: for writing this file
@@ -29,7 +29,11 @@ def test_parts_are_copied_as_they_are_digested() -> None:
     if DRY:
         pytest.skip("needs the kernel")
     parts = [Part(0, 256 * 70, 512), Part(256 * 70, 33 * MIB, 12 * MIB + 256), Part(40 * MIB, 256)]
-    places = [Place(8 * MIB, 520, 512 + 256 * 70 - 16), Place(16 * MIB, 0, 2**62), Place(64, 8, 16)]
+    places = [
+        PlacedRange(8 * MIB, 520, 512 + 256 * 70 - 16),
+        PlacedRange(16 * MIB, 0, 2**62),
+        PlacedRange(64, 8, 16),
+    ]
     payload = torch.randint(0, 256, (41 * MIB,), dtype=torch.uint8, device="cuda")
     target = torch.full((64 * MIB,), 7, dtype=torch.uint8, device="cuda")
     wanted = target.cpu()
@@ -54,8 +58,8 @@ def test_tensors_are_packed_as_they_are_digested() -> None:
     source = torch.randint(0, 256, (48 * MIB,), dtype=torch.uint8, device="cuda")
     # Wherever a tensor lies, and whichever of its elements this is.
     tensors = [source[8 : 8 + 33 * MIB], source[:0], source[34 * MIB + 24 : 34 * MIB + 24 + 4096]]
-    places = [Place(-512, 512, 512 + 33 * MIB), Place(0, 0, 0)]
-    places.append(Place(40 * MIB - 12 * MIB, 12 * MIB + 264, 12 * MIB + 264 + 4096))
+    places = [PlacedRange(-512, 512, 512 + 33 * MIB), PlacedRange(0, 0, 0)]
+    places.append(PlacedRange(40 * MIB - 12 * MIB, 12 * MIB + 264, 12 * MIB + 264 + 4096))
     payload = torch.zeros(41 * MIB, dtype=torch.uint8, device="cuda")
     packed = pack_tensors(tensors, places, payload)
     assert packed is not None
@@ -71,8 +75,8 @@ def test_tensors_are_packed_as_they_are_digested() -> None:
     assert torch.equal(payload.cpu(), wanted)
     odd = [place._replace(at=place.at + 4) for place in places]
     assert pack_tensors(tensors, odd, payload) is None
-    assert pack_tensors([source[1:9]], [Place(0, 0, 8)], payload) is None
-    assert pack_tensors([source[:8].cpu()], [Place(0, 0, 8)], payload) is None
+    assert pack_tensors([source[1:9]], [PlacedRange(0, 0, 8)], payload) is None
+    assert pack_tensors([source[:8].cpu()], [PlacedRange(0, 0, 8)], payload) is None
     assert torch.equal(payload.cpu(), wanted)
 
 
@@ -106,4 +110,4 @@ def test_buckets_of_all_kinds_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert part_digests(there, parts) == on_host
     assert tensor_digest(there[:4096]) == tensor_digest(payload[:4096])
     assert digests_of([there[:512], there[1:4096]]) == digests_of([payload[:512], payload[1:4096]])
-    assert copy_words(there, copied_words(parts[:2], [Place(0, 0, 8)] * 2), there) is None
+    assert copy_words(there, copied_words(parts[:2], [PlacedRange(0, 0, 8)] * 2), there) is None

@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.conftest import Note
 from trainer_side.params.elements import held_by
-from trainer_side.params.merged_elements import Delta, Factors, MergedElements
+from trainer_side.params.merged_elements import LoraFactors, MergedElements, WeightAddition
 from trainer_side.params.sharded import HeldRun, Sharded
 from trainer_side.ranks.ranks import OneRank
 
@@ -70,13 +70,13 @@ def test_a_merge_rounds_once(held: torch.dtype, served: torch.dtype, note: Note)
 
     weight, a, b = draw(_OUT, _IN), draw(_R, _IN), draw(_OUT, _R)
     held_by_one = {name: _whole(tensor) for name, tensor in {"a": a, "b": b}.items()}
-    factors = Factors(
+    factors = LoraFactors(
         {name: held_by(held_by_one[name], 0) for name in "ab"},
         {"a": a.to("meta"), "b": b.to("meta")},
         OneRank(),
     )
     factors.bring()
-    delta = Delta(weight.shape, factors, "a", "b", _SCALING)
+    delta = WeightAddition(weight.shape, factors, "a", "b", _SCALING)
     before = weight.clone()
     elements = MergedElements(held_by(_whole(weight), 0), delta, 0)
     merged = torch.empty(_OUT * _IN, dtype=served, device=device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_side.receive.clone_source import CopiedBuckets
-from rollout_side.receive.incoming_buckets import Ring
+from rollout_side.receive.incoming_buckets import ReceiveRing
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
@@ -131,7 +131,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
     publisher.push_base(Model(5))
     reached, go_on = threading.Event(), threading.Event()
     landed: list[int] = []
-    land = Ring.accept
+    land = ReceiveRing.accept
 
     make = CopiedBuckets.make
 
@@ -153,7 +153,7 @@ def test_a_push_ends_a_clone_which_goes_on_without_what_was_verified(
         return counted
 
     monkeypatch.setattr(CopiedBuckets, "make", slow)
-    monkeypatch.setattr(Ring, "accept", count)
+    monkeypatch.setattr(ReceiveRing, "accept", count)
     late = double()
     pool.add_replica("replica-9", late)
     assert reached.wait(10)

@@ -24,7 +24,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.rpc.channel import open_channel
-from weft_rl.transport.member import Attendance
+from weft_rl.transport.member import AttendStream
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
@@ -412,16 +412,16 @@ def test_a_push_that_fails_at_once_does_not_keep_the_next_one_waiting(
             pass
         yield from ()
 
-    real = Attendance.__init__
+    real = AttendStream.__init__
 
-    def join(self: Attendance, stub: Any, credential: Any, rank: int, **how: Any) -> None:
+    def join(self: AttendStream, stub: Any, credential: Any, rank: int, **how: Any) -> None:
         silent = SimpleNamespace(Attend=lambda requests: stub.Attend(say_nothing(requests)))
         real(self, silent if rank == 0 else stub, credential, rank, **how)
 
-    monkeypatch.setattr(Attendance, "__init__", join)
+    monkeypatch.setattr(AttendStream, "__init__", join)
     with pytest.raises(InvalidManifestError, match=r"'another\.weight'"):
         publisher.push_tensors(extra(pairs_of(1))[::-1])
-    monkeypatch.setattr(Attendance, "__init__", real)
+    monkeypatch.setattr(AttendStream, "__init__", real)
     began = time.monotonic()
     publisher.push_tensors(pairs_of(2))
     assert time.monotonic() - began < 8

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rollout_side.receive import transfers
-from rollout_side.receive.incoming_buckets import Ring
+from rollout_side.receive.incoming_buckets import ReceiveRing
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
 from tests.integration.models import Model, lora, peft_of, same, until, weights
@@ -65,12 +65,12 @@ def test_receives_are_posted_as_the_sender_announces(pool, engines, monkeypatch,
     """And no more than a receiver has a use for."""
     posted = []
 
-    class Watched(Ring):
+    class Watched(ReceiveRing):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             posted.append(self.ahead)
 
-    monkeypatch.setattr(transfers, "Ring", Watched)
+    monkeypatch.setattr(transfers, "ReceiveRing", Watched)
     for module in (packer, member):
         monkeypatch.setattr(module, "window", lambda device, backend: number)
     with Publisher(pool.target, trainer_id="trainer-a", bucket_bytes=2048) as publisher:

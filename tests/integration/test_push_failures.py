@@ -46,25 +46,25 @@ def test_a_replica_lost_before_the_sender_comes_does_not_hold_the_push(
             lost.append("replica-1")
             pool.remove_replica("replica-1")
 
-    real = trainer_side.pool.client.Sender
+    real = trainer_side.pool.client.PushSender
 
     def slow(ticket, device, credentials):
         if late == "before it forms":
             lose_one()
             return real(ticket, device, credentials)
         sender = object.__new__(real)
-        attend = weft_rl.transport.member.Attendance
+        attend = weft_rl.transport.member.AttendStream
 
         def attendance(*args, **kwargs):
             lose_one()
             return attend(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(weft_rl.transport.member, "Attendance", attendance)
+            patch.setattr(weft_rl.transport.member, "AttendStream", attendance)
             sender.__init__(ticket, device)
         return sender
 
-    monkeypatch.setattr(trainer_side.pool.client, "Sender", slow)
+    monkeypatch.setattr(trainer_side.pool.client, "PushSender", slow)
     version, report = publisher.push_base(Model(1), require=1)
     assert str(version) == "base@1"
     assert lost

@@ -17,7 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from rollout_side.receive.incoming_buckets import Ring
+from rollout_side.receive.incoming_buckets import ReceiveRing
 from tests.doubles.collector import Collector, Seen
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool, running_pool
@@ -229,12 +229,12 @@ def test_a_push_that_fails_says_why_in_its_spans(traced_pool, collector, provide
 def test_a_receiver_that_refuses_bytes_says_why_in_its_span(
     traced_pool, collector, provider, monkeypatch
 ):
-    def refuse(self: Ring, index: int, nonce: int, *_: object) -> None:
+    def refuse(self: ReceiveRing, index: int, nonce: int, *_: object) -> None:
         raise DigestMismatchError(f"bucket {index} is not what was sent")
 
     with _publisher(traced_pool(collector.endpoint).pool) as publisher:
         publisher.push_adapter(peft_of(Model(), 1), "math")
-        monkeypatch.setattr(Ring, "accept", refuse)
+        monkeypatch.setattr(ReceiveRing, "accept", refuse)
         with pytest.raises(WeftError):
             publisher.push_adapter(peft_of(Model(), 2), "math")
         collector.wait(4, "weft.receive")

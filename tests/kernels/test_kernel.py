@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft_rl.transport.digests import kernel, wsum64
-from weft_rl.transport.digests.copies import Place, copied_words, copy_words, pack_tensors
+from weft_rl.transport.digests.copies import PlacedRange, copied_words, copy_words, pack_tensors
 from weft_rl.transport.digests.wsum64 import Part, digests_of, part_digests, tensor_digest
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def test_parts_are_weighed_at_their_places() -> None:
     parts = [Part(0, _BLOCK, 512), Part(_BLOCK, _ROWS_BYTES, 7 * _BLOCK)]
     parts.append(Part(_BLOCK + _ROWS_BYTES, _BLOCK))
     payload = drawn(_ROWS_BYTES + 2 * _BLOCK)
-    words = tuple(kernel.Words(*[number // 8 for number in part[:3]]) for part in parts)
+    words = tuple(kernel.CopiedWords(*[number // 8 for number in part[:3]]) for part in parts)
     found = kernel.sums(payload.view(torch.int64), words)
     assert [value % 2**64 for value in found.tolist()] == part_digests(payload, parts)
 
@@ -93,14 +93,14 @@ def test_tensors_are_digested_where_they_lie(monkeypatch: pytest.MonkeyPatch) ->
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_parts_are_copied_as_they_are_digested(data: st.DataObject) -> None:
-    parts, places, size, at = list[Part](), list[Place](), 0, 0
+    parts, places, size, at = list[Part](), list[PlacedRange](), 0, 0
     for _ in range(data.draw(st.integers(1, 4))):
         num = data.draw(st.integers(1, 40)) * _BLOCK
         first = data.draw(st.integers(0, 300)) * _BLOCK
         parts.append(Part(size, num, first))
         begin = first + 8 * data.draw(st.integers(0, num // 16))
         end = data.draw(st.sampled_from([first + num, begin, begin + 8, 2**62]))
-        places.append(Place(at - first, begin, end))
+        places.append(PlacedRange(at - first, begin, end))
         size, at = size + num, at + num + 8 * data.draw(st.integers(0, 9))
     payload, target = drawn(size, 2), drawn(at, 3)
     wanted = target.clone()
@@ -120,8 +120,8 @@ def test_tensors_are_packed_as_they_are_digested(monkeypatch: pytest.MonkeyPatch
     """Wherever each lies: before the payload in memory, or behind it."""
     payload = drawn(_ROWS_BYTES + 8 * _BLOCK)
     tensors = [drawn(_ROWS_BYTES, 4), drawn(0), drawn(24, 5)]
-    places = [Place(0, 0, _ROWS_BYTES), Place(0, 0, 0)]
-    places.append(Place(_ROWS_BYTES + _BLOCK - 512, 512, 512 + 24))
+    places = [PlacedRange(0, 0, _ROWS_BYTES), PlacedRange(0, 0, 0)]
+    places.append(PlacedRange(_ROWS_BYTES + _BLOCK - 512, 512, 512 + 24))
     wanted = payload.clone()
     for tensor, place in zip(tensors, places, strict=True):
         wanted[place.at + place.begin : place.at + place.end] = tensor

@@ -27,10 +27,10 @@ from tests.fault import strikes
 from tests.integration import models
 from tests.trainers.kinds import ONE_BATCH, Trainer, wrap
 from trainer_side import Publisher, PushOptions, PushResult
-from trainer_side.pool.peer import Peer
+from trainer_side.pool.peer import SideGroupRank
 from trainer_side.pushes import rank_push as shard_push
 from trainer_side.pushes.rank_push import ShardedPush
-from trainer_side.sharding.plan import Handed
+from trainer_side.sharding.plan import HandedRuns
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run
 
@@ -100,7 +100,7 @@ class Rank:
         self._handed = self._slices = 0
         original = shard_push.hand_over
 
-        def hand_over(source: Any, handed: Handed, *rest: Any) -> None:
+        def hand_over(source: Any, handed: HandedRuns, *rest: Any) -> None:
             original(source, handed, *rest)
             self._handed = len(handed.runs)
 
@@ -203,7 +203,7 @@ class Rank:
 
         peer.join = join  # type: ignore[method-assign]
 
-    def _peer(self) -> Peer | None:
+    def _peer(self) -> SideGroupRank | None:
         assert self._publisher is not None
         return self._publisher._pushing._peer if dist.get_rank() else None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft_rl.interrupts import Doorbell, Flag, OwnThread, on_own_thread
+from weft_rl.interrupts import Flag, OwnThread, ThreadWaker, on_own_thread
 
 
 def _until(ready: Callable[[], object]) -> None:
@@ -23,7 +23,7 @@ def _until(ready: Callable[[], object]) -> None:
 
 
 def test_a_doorbell_wakes_who_waits_and_is_rung_once_for_many() -> None:
-    bell, values = Doorbell(), list[int]()
+    bell, values = ThreadWaker(), list[int]()
 
     def change() -> None:
         values.append(1)

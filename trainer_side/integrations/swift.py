@@ -167,7 +167,7 @@ class WeftClient:
         pass
 
 
-class _CloseAtEnd(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
+class _ClosingCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
     """Callback that gives up the leases when training has ended, so that the next one need not
     wait."""
 
@@ -209,7 +209,7 @@ def install(
             trainer._wait_queue()
         if not pushing:  # made by all ranks at once
             pushing.append(open_publisher(coordinator, trainer_id, publisher or {}))
-            trainer.add_callback(_CloseAtEnd(pushing))
+            trainer.add_callback(_ClosingCallback(pushing))
         version = push_policy(pushing[0], trainer.model_wrapped, policy).version
         if trainer.accelerator.is_main_process:
             trainer.vllm_client.serve(version, trainer.template)

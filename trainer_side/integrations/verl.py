@@ -75,7 +75,7 @@ def settings_of(rollout_config: Any) -> Settings:
         raise InvalidRequestError(f"checkpoint_engine.engine_kwargs.{NAME}: {error}") from error
 
 
-class Sender:
+class VerlSender:
     """Sender of the weights that verl's actors train; each rank has one, and all push together."""
 
     def __init__(self, settings: Settings) -> None:
@@ -141,7 +141,7 @@ class WeftCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     from Weft."""
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
-        self._sender = Sender(Settings(**settings))
+        self._sender = VerlSender(Settings(**settings))
 
     def prepare(self) -> dict[str, Any]:
         """Return nothing; no preparation is needed before a push."""
@@ -161,7 +161,7 @@ class WeftCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Do nothing; the publisher lives on, since it holds the policy's lease."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Push ``weights`` on every rank; see ``Sender.push``.
+        """Push ``weights`` on every rank; see ``VerlSender.push``.
 
         This blocks the actor's event loop: the gathers in between belong to this thread, whose
         accelerator is the rank's.
@@ -194,7 +194,7 @@ class WeftRollout(BaseRollout):  # type: ignore[misc]
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any) -> None:
         super().__init__(config, model_config, device_mesh)
-        self._sender = Sender(settings_of(self.config))
+        self._sender = VerlSender(settings_of(self.config))
 
     async def resume(self, tags: list[str]) -> None:
         """Do nothing; replicas are never put to sleep."""
@@ -222,7 +222,7 @@ class WeftRollout(BaseRollout):  # type: ignore[misc]
         self._sender.close()
 
 
-class WeftServer:
+class VerlServer:
     """Handle that verl takes for a server: token ids in, tokens with log-probabilities and version
     out.
 
@@ -332,7 +332,7 @@ class WeftReplica(RolloutReplica):  # type: ignore[misc]
 
     async def launch_servers(self) -> None:
         """Make the handle; the address is a name, for verl's router."""
-        server = ray.remote(WeftServer).options(num_cpus=0, max_concurrency=self.max_concurrency)
+        server = ray.remote(VerlServer).options(num_cpus=0, max_concurrency=self.max_concurrency)
         self._server_handle = server.remote(settings_of(self.config), self.config)
         self._server_address = f"{NAME}-{self.replica_rank}{self.name_suffix}"
         self.workers = [self._server_handle]

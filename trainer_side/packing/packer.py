@@ -15,10 +15,10 @@ from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.layout.send_plan import SendPlan, announced_plan, whole_plan, whole_runs
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.backends import allocate
-from weft_rl.transport.digests.copies import PIECE_BYTES, Place, pack_digesting, pack_tensors
+from weft_rl.transport.digests.copies import PIECE_BYTES, PlacedRange, pack_digesting, pack_tensors
 from weft_rl.transport.digests.wsum64 import Digests, Part, start_digests
 from weft_rl.transport.group import CPU, window
-from weft_rl.transport.wire.buckets import Sealed, run_parts, seal_bucket, whole_parts
+from weft_rl.transport.wire.buckets import SealedBucket, run_parts, seal_bucket, whole_parts
 
 #: The smallest magnitude bits of what is no number; E4M3FN has one NaN and no infinity.
 _FP8_LIMITS = {DataType.FLOAT8_E4M3FN: 0x7F, DataType.FLOAT8_E5M2: 0x7C}
@@ -78,7 +78,7 @@ def _is_finite(content: torch.Tensor, dtype: DataType) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class PackedLayout:
     """Wire buckets of a push that one rank packs; kept across pushes that have the same."""
 
     manifest: Manifest
@@ -91,17 +91,17 @@ class Packing:
     """Runs of each wire bucket of this sender, in order; None where the reader announces them."""
 
 
-def whole_packing(manifest: Manifest) -> Packing:
+def whole_packing(manifest: Manifest) -> PackedLayout:
     """Return the packing of one rank that sends the buckets of a layout as they are."""
-    return Packing(manifest, whole_plan(manifest), 0, whole_runs(manifest))
+    return PackedLayout(manifest, whole_plan(manifest), 0, whole_runs(manifest))
 
 
-def announced_packing(manifest: Manifest) -> Packing:
+def announced_packing(manifest: Manifest) -> PackedLayout:
     """Return the packing of one rank whose reader announces what comes next."""
-    return Packing(manifest, announced_plan(manifest), 0, None)
+    return PackedLayout(manifest, announced_plan(manifest), 0, None)
 
 
-class Sum(Protocol):
+class DigestSum(Protocol):
     """Sum of all senders' digests, which may be under way."""
 
     @property
@@ -116,22 +116,22 @@ class Sum(Protocol):
         """
 
 
-class KnownSum(NamedTuple):
+class KnownDigestSum(NamedTuple):
     """Sum of the digests of a sender that has all."""
 
     values: Sequence[int]
 
     @property
     def done(self) -> bool:
-        """See ``Sum``."""
+        """See ``DigestSum``."""
         return True
 
     def result(self) -> Sequence[int]:
-        """See ``Sum``."""
+        """See ``DigestSum``."""
         return self.values
 
 
-class Announced(NamedTuple):
+class AnnouncedRuns(NamedTuple):
     """Runs that a reader filled a bucket with, in the order that they lie in."""
 
     runs: Sequence[Run]
@@ -142,7 +142,7 @@ class Announced(NamedTuple):
 class Reader(Protocol):
     """Content of one push as one rank sends it, bucket by bucket in the order of its packing."""
 
-    packing: Packing
+    packing: PackedLayout
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
         """Copy or compute the elements of a bucket whose runs are known.
@@ -158,7 +158,7 @@ class Reader(Protocol):
         """Return the elements of known runs where they lie, in their own dtypes and shaped as
         ``fill`` has it; None for those to be filled."""
 
-    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> Announced:
+    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
         """Fill a bucket's payload with what comes next, where runs are not known before.
 
         Args:
@@ -166,7 +166,7 @@ class Reader(Protocol):
             on_progress: Called now and then.
         """
 
-    def add_up(self, totals: Sequence[int]) -> Sum:
+    def add_up(self, totals: Sequence[int]) -> DigestSum:
         """Begin to add up this sender's digests with the others'; further calls return the same.
 
         Args:
@@ -179,7 +179,7 @@ class _Views:
     """Places of a bucket's known runs in its buffer."""
 
     parts: list[Part]
-    places: list[Place]
+    places: list[PlacedRange]
     views: list[torch.Tensor]
     edges: list[torch.Tensor]
     """Rest of the runs' first and last blocks."""
@@ -188,10 +188,10 @@ class _Views:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBucket:
     """Bucket that is packed and sealed, and what it carries."""
 
-    sealed: Sealed
+    sealed: SealedBucket
     runs: Sequence[Run]
     digests: Sequence[int]
     """Digest of each run."""
@@ -213,7 +213,7 @@ class Packer:
 
     def __init__(
         self,
-        packing: Packing,
+        packing: PackedLayout,
         buffers: Sequence[torch.Tensor] = (),
         device: torch.device = CPU,
         backend: str = GLOO,
@@ -233,7 +233,7 @@ class Packer:
         *,
         finite: bool = False,
         on_progress: Callable[[], None] = lambda: None,
-    ) -> Packed:
+    ) -> PackedBucket:
         """Fill this sender's bucket ``nth`` and seal it.
 
         Blocks for the copies and the digesting. The buffer is that of bucket
@@ -264,7 +264,7 @@ class Packer:
         digests = begun.wait()
         listed = runs if packing.plan.lists_runs else None
         sealed = seal_bucket(wire.payload_bytes, nonce, self._indices[nth], digests, listed)
-        return Packed(sealed, runs, digests)
+        return PackedBucket(sealed, runs, digests)
 
     def wire(self, nth: int) -> torch.Tensor:
         """Return the uint8 bytes of a held bucket, with room for its tail, also of one whose turn
@@ -307,7 +307,7 @@ class Packer:
             end = begin + run.num_elements * meta.dtype.itemsize_bytes
             view = buffer[begin:end].view(getattr(torch, meta.dtype.torch_name))
             found.views.append(view.view(meta.shape) if is_whole else view)
-            found.places.append(Place(begin - first, first, first + end - begin))
+            found.places.append(PlacedRange(begin - first, first, first + end - begin))
             edges = (buffer[part.at : begin], buffer[end : part.at + part.num_bytes])
             found.edges.extend([edge for edge in edges if edge.numel()])
         return found
@@ -353,7 +353,7 @@ class PackedBuckets:
         #: Whether the reader has failed, or gave what must not be sent: no other group helps.
         self.spoiled = False
 
-    def make(self, index: int, on_progress: Callable[[], None]) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None]) -> SealedBucket:
         """See ``Buckets``: read a bucket's elements, digest and seal it."""
         try:
             packed = self.packer.pack(

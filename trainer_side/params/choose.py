@@ -16,10 +16,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3, walk
 from trainer_side.params.quantised import DequantisedParams
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams, of_zero3
+from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams, of_zero3
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import InvalidRequestError
 
 #: How a trainer holds its model; "auto" looks. "whole" is plain, DDP, ZeRO-1 and 2.
@@ -30,20 +30,20 @@ _SHARDED = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "zero3": "DeepSpeed ZeRO-3"}
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """Trainer's model without its wrappers, and where its parameters are."""
 
     module: torch.nn.Module
     """The user's own module: a PreTrainedModel, a PEFT model, any other."""
     params: Params
     """Parameters by ``unwrapped_name``, tied ones once."""
-    sources: Lru[object, Any] = field(init=False, repr=False, compare=False,
-                                      default_factory=lambda: Lru(_MAX_SOURCES))  # fmt: skip
+    sources: LruMapping[object, Any] = field(init=False, repr=False, compare=False,
+                                      default_factory=lambda: LruMapping(_MAX_SOURCES))  # fmt: skip
     """Sources made of these parameters, kept for later pushes while the parameters stay the
     same."""
 
 
-def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Opened:
+def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> OpenedModel:
     """Open a model as its trainer holds it: plain, DDP, FSDP1, FSDP2 or DeepSpeed.
 
     Not collective; parameters are by reference.
@@ -62,12 +62,12 @@ def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> Ope
     return opened
 
 
-def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
+def _open(model: torch.nn.Module, ranks: Ranks) -> OpenedModel:
     module, wrapper = unwrap(model)
     rank_of = _rank_of(ranks)
     found = walk(module)
     if wrapper == "FSDP1" or _has_fsdp1(found.modules):
-        return Opened(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
+        return OpenedModel(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
     state = None
     if _has_fsdp2(found.modules):
         from trainer_side.params.dtensor import reshard
@@ -78,20 +78,20 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> Opened:
     else:
         state = _whole_state(found.named.values())
     kept, key = found.kept, (wrapper, ranks, state)
-    if state is not None and isinstance(kept, _Kept) and kept.key == key:
+    if state is not None and isinstance(kept, _KeptModel) and kept.key == key:
         return kept.opened
     opened = _opened(module, found.named, ranks, wrapper, rank_of)
-    found.kept = None if state is None else _Kept(opened, key)
+    found.kept = None if state is None else _KeptModel(opened, key)
     return opened
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptModel:
     """Opened model, kept for the next push if every parameter has the same elements in the same
     places. To find out anew takes longer than to send it. Its parameters are referenced, so that
     identities hold."""
 
-    opened: Opened
+    opened: OpenedModel
     key: tuple[str, Ranks, list[object] | None]
 
 
@@ -123,16 +123,16 @@ def _opened(
     ranks: Ranks,
     wrapper: str,
     rank_of: Mapping[int, int],
-) -> Opened:
+) -> OpenedModel:
     named = {unwrapped_name(name): param for name, param in parameters.items()}
-    places = _Places(rank_of)
+    places = _ParamPlaces(rank_of)
     kinds = {places.kind(param) for param in named.values()} - {""}
     if not kinds and any(map(is_quantised, named.values())):
-        return Opened(module, DequantisedParams(module, named, wrapper or "plain"))
+        return OpenedModel(module, DequantisedParams(module, named, wrapper or "plain"))
     if not kinds:
-        return Opened(module, WholeParams(named, wrapper or "plain"))
+        return OpenedModel(module, WholeParams(named, wrapper or "plain"))
     placed = {name: places.of(param) for name, param in named.items()}
-    return Opened(module, ShardedParams(placed, " and ".join(sorted(kinds)), ranks))
+    return OpenedModel(module, ShardedParams(placed, " and ".join(sorted(kinds)), ranks))
 
 
 def _kind_of(params: Params) -> str:
@@ -146,7 +146,7 @@ def _is_loaded(name: str) -> bool:
     return name in sys.modules
 
 
-class _Places:
+class _ParamPlaces:
     """Locations of one model's parameters over the ranks."""
 
     def __init__(self, rank_of: Mapping[int, int]) -> None:
@@ -159,7 +159,7 @@ class _Places:
             return _SHARDED["zero3"]
         return _SHARDED["fsdp2"] if _is_dtensor(param) else ""
 
-    def of(self, param: torch.nn.Parameter) -> Sharded | Gathered:
+    def of(self, param: torch.nn.Parameter) -> Sharded | GatheredParam:
         """Return the location of a parameter's elements."""
         if is_zero3(param):
             return of_zero3(param, self._rank_of)
@@ -168,7 +168,7 @@ class _Places:
                 from trainer_side.params.dtensor import DTensorPlaces
 
                 self._dtensors = DTensorPlaces(self._rank_of)
-            placed: Sharded | Gathered = self._dtensors.of(param)
+            placed: Sharded | GatheredParam = self._dtensors.of(param)
             return placed
         return Sharded(param.shape, param.dtype, (HeldRun(SENDER, 0, param.numel()),), param)
 
@@ -203,18 +203,20 @@ def _has(modules: Iterable[torch.nn.Module], kind: type) -> bool:
     return any(issubclass(own, kind) for own in set(map(type, modules)))
 
 
-def _fsdp1(model: torch.nn.Module, rank_of: Mapping[int, int]) -> dict[str, Sharded | Gathered]:
+def _fsdp1(
+    model: torch.nn.Module, rank_of: Mapping[int, int]
+) -> dict[str, Sharded | GatheredParam]:
     from torch.distributed.fsdp import FlatParameter
 
     from trainer_side.params.fsdp1 import units_of
 
-    placed: dict[str, Sharded | Gathered] = {
+    placed: dict[str, Sharded | GatheredParam] = {
         unwrapped_name(name): shard for name, shard in units_of(model, rank_of)
     }
     for raw, param in model.named_parameters():  # those that FSDP was told to ignore
         name = unwrapped_name(raw)
         if name not in placed and not isinstance(param, FlatParameter):
-            placed[name] = _Places(rank_of).of(param)
+            placed[name] = _ParamPlaces(rank_of).of(param)
     return placed
 
 

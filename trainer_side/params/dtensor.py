@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded
+from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded
 from trainer_side.ranks.ranks import SENDER
 from weft_rl.contract.errors import UnsupportedError
 
@@ -24,7 +24,7 @@ from weft_rl.contract.errors import UnsupportedError
 MAX_SLICES = 4096
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """Cut of a tensor by one dim of a mesh."""
 
     dim: int
@@ -61,7 +61,7 @@ class _Span(NamedTuple):
 
 
 def cells_of(
-    shape: Sequence[int], mesh_shape: Sequence[int], splits: Sequence[Split | None]
+    shape: Sequence[int], mesh_shape: Sequence[int], splits: Sequence[MeshSplit | None]
 ) -> list[Cell] | None:
     """Return the cells of a tensor, which together hold each of its elements once.
 
@@ -224,7 +224,7 @@ class DTensorPlaces:
         self._layouts: dict[_Key, _Layout | None] = {}
         self._given: Counter[int] = Counter()
 
-    def of(self, param: DTensor) -> Sharded | Gathered:
+    def of(self, param: DTensor) -> Sharded | GatheredParam:
         """Return the location of a DTensor's elements.
 
         Raises:
@@ -239,7 +239,7 @@ class DTensorPlaces:
             is_known = _splits(param.placements) is not None
             lies = "in too many pieces" if is_known else f"as {param.placements}"
             why = f"it lies {lies}, which only DTensor can put together"
-            return Gathered(param.shape, param.dtype, param.full_tensor, local, why)
+            return GatheredParam(param.shape, param.dtype, param.full_tensor, local, why)
         if local.numel() != layout.own_numel:
             # Whoever makes DTensors may cut them as placements cannot say.
             raise UnsupportedError(
@@ -304,14 +304,14 @@ class DTensorPlaces:
         return like
 
 
-def _splits(placements: Iterable[Placement]) -> list[Split | None] | None:
-    splits: list[Split | None] = []
+def _splits(placements: Iterable[Placement]) -> list[MeshSplit | None] | None:
+    splits: list[MeshSplit | None] = []
     for placement in placements:
         # A subclass may mean something else.
         if type(placement) is _StridedShard:
-            splits.append(Split(placement.dim, int(placement.split_factor)))
+            splits.append(MeshSplit(placement.dim, int(placement.split_factor)))
         elif type(placement) is Shard:
-            splits.append(Split(placement.dim))
+            splits.append(MeshSplit(placement.dim))
         elif type(placement) is Replicate:
             splits.append(None)
         else:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from trainer_side.params.params import Params
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
 
 
 class Elements(Protocol):
@@ -128,4 +128,4 @@ def why_not_held(params: Params, name: str) -> str:
     if not isinstance(params, ShardedParams):
         return "it is not sharded"
     param = params.placed[name]
-    return param.why if isinstance(param, Gathered) else ""
+    return param.why if isinstance(param, GatheredParam) else ""

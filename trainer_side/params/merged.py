@@ -26,9 +26,9 @@ from trainer_side.params.elements import (
     why_not_held,
 )
 from trainer_side.params.merged_elements import (
-    Delta,
-    Factors,
+    LoraFactors,
     MergedElements,
+    WeightAddition,
     are_exact,
     factors_of,
     merge_block,
@@ -48,7 +48,7 @@ _MIN_GROUP_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class _Merge:
+class _ParamAddition:
     """Addition to one parameter of the base; names are those of ``Params``."""
 
     form: str
@@ -149,7 +149,7 @@ class MergedParams:
         if merge.a not in self._factors:
             return None
         shape, factors = self.metas[name].shape, self._factors
-        delta = Delta(shape, factors, merge.a, merge.b, merge.scaling, merge.is_transposed)
+        delta = WeightAddition(shape, factors, merge.a, merge.b, merge.scaling, merge.is_transposed)
         assert isinstance(self._params, ShardedParams)
         rank = self._params.ranks.rank
         in_place = merges_in_place(base, delta.width)
@@ -176,7 +176,7 @@ class MergedParams:
         self._factors.release()
 
     @cached_property
-    def _factors(self) -> Factors:
+    def _factors(self) -> LoraFactors:
         """Factors of all weights that can be merged where they lie."""
         held: dict[str, HeldElements] = {}
         for merge in self._merges.values():
@@ -184,7 +184,7 @@ class MergedParams:
             if merge.form == "product" and all(pair.values()):
                 held.update({name: each for name, each in pair.items() if each is not None})
         assert isinstance(self._params, ShardedParams)
-        return Factors(held, self._params.metas, self._params.ranks)
+        return LoraFactors(held, self._params.metas, self._params.ranks)
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``Params.local``: yield the inputs of the sums."""
@@ -233,7 +233,7 @@ def _base_names(metas: Mapping[str, torch.Tensor], adapter: str) -> dict[str, st
 
 def _merges(
     model: Any, adapter: str, raw_names: Mapping[str, str], metas: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, _Merge]]:
+) -> Iterator[tuple[str, _ParamAddition]]:
     if adapter not in getattr(model, "peft_config", {}):
         known = ", ".join(sorted(getattr(model, "peft_config", {}))) or "none"
         raise InvalidAdapterError(f"the model has no adapter {adapter!r}; it has {known}")
@@ -282,7 +282,7 @@ def _lora_paths(metas: Iterable[str], adapter: str) -> list[str]:
 
 def _merges_of(
     layer: Any, path: str, adapter: str, metas: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, _Merge]]:
+) -> Iterator[tuple[str, _ParamAddition]]:
     kind, scaling = type(layer).__name__, float(layer.scaling[adapter])
     variant = type(layer.lora_variant.get(adapter)).__name__
     is_dora = variant.startswith("Dora")
@@ -293,18 +293,18 @@ def _merges_of(
     if kind in ("Linear", "Linear4bit", "Linear8bitLt"):
         transposed = bool(getattr(layer, "fan_in_fan_out", False))
         form = "dora" if is_dora else "product"
-        yield _base(path, "weight"), _Merge(form, a, b, scaling, magnitude, transposed)
+        yield _base(path, "weight"), _ParamAddition(form, a, b, scaling, magnitude, transposed)
         bias = f"{path}.lora_B.{adapter}.bias"
         if bias in metas:
-            yield _base(path, "bias"), _Merge("bias", "", bias, scaling)
+            yield _base(path, "bias"), _ParamAddition("bias", "", bias, scaling)
     elif kind == "Embedding" and not is_dora:
         a, b = f"{path}.lora_embedding_A.{adapter}", f"{path}.lora_embedding_B.{adapter}"
-        yield _base(path, "weight"), _Merge("product", a, b, scaling, is_transposed=True)
+        yield _base(path, "weight"), _ParamAddition("product", a, b, scaling, is_transposed=True)
     elif kind == "ParamWrapper":
         name = _base(path, layer.parameter_name)
         is_swapped = bool(getattr(layer, "_did_swap_in_out_features", False))
         is_transposed = layer.num_experts > 1 and not is_swapped
-        yield name, _Merge("product", a, b, scaling, is_transposed=is_transposed)
+        yield name, _ParamAddition("product", a, b, scaling, is_transposed=is_transposed)
     else:
         raise UnsupportedError(
             f"{path}: LoRA on a layer of kind {kind}{' with DoRA' if is_dora else ''} cannot be "
@@ -348,7 +348,10 @@ def _accumulated(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _product(
-    merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
+    merge: _ParamAddition,
+    weight: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
 ) -> None:
     """Merge ``weight`` with a product of factors into ``out``.
 
@@ -375,7 +378,10 @@ def _product(
 
 
 def _dora(
-    merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
+    merge: _ParamAddition,
+    weight: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
 ) -> None:
     """Merge ``weight`` with DoRA's factors into ``out``; both (out features, in features), or
     transposed."""
@@ -395,7 +401,10 @@ def _dora(
 
 
 def _bias(
-    merge: _Merge, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], out: torch.Tensor
+    merge: _ParamAddition,
+    weight: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
 ) -> None:
     bias = tensors[merge.b]
     dtype = _accumulated(weight, bias)

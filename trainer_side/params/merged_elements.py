@@ -63,7 +63,7 @@ def _is_rounded(device: torch.device) -> bool:
 _CHUNK_ELEMENTS, _CHUNK_ELEMENTS_ON_DEVICE = 2**19, 2**24
 
 
-class Factors:
+class LoraFactors:
     """LoRA factors, whole at every rank while a push reads them.
 
     Args:
@@ -175,12 +175,12 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Delta:
+class WeightAddition:
     """Addition to a weight: a product of factors, or one for each expert."""
 
     shape: torch.Size
     """Shape of the whole weight: (out features, in features), (experts, out, in), or transposed."""
-    factors: Factors
+    factors: LoraFactors
     """Factors ``a`` (experts x rank, in features) and ``b`` (out features, rank x experts)."""
     a: str
     b: str
@@ -223,7 +223,9 @@ class MergedElements:
         first_row: The weight's row that ``base`` begins with.
     """
 
-    def __init__(self, base: HeldElements, delta: Delta, rank: int, first_row: int = 0) -> None:
+    def __init__(
+        self, base: HeldElements, delta: WeightAddition, rank: int, first_row: int = 0
+    ) -> None:
         self.runs: Sequence[HeldRun] = base.runs
         self._base, self._delta = base, delta
         self._rank, self._first_row = rank, first_row

@@ -33,7 +33,7 @@ LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-class Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """Elements of a parameter, end to end, that are a tensor of the checkpoint."""
 
     source: str
@@ -53,7 +53,7 @@ class Conversion:
     targets: tuple[str, ...]
     is_identity: bool
     """True if one parameter keeps shape and content, perhaps under another name."""
-    blocks: tuple[Block | None, ...] = ()
+    blocks: tuple[TensorBlock | None, ...] = ()
     """Block of each target, unless it is an identity; None for a target that is not contiguous."""
 
 
@@ -153,14 +153,14 @@ def plan_conversions(
         groups = [Conversion(tuple(meta), tuple(whole), False)]
     storages = {_storage(tensor): name for name, tensor in meta.items()}
 
-    def block(target: torch.Tensor) -> Block | None:
+    def block(target: torch.Tensor) -> TensorBlock | None:
         name = storages.get(_storage(target))
         if name is None or meta[name]._version or target.dtype != meta[name].dtype:
             return None  # computed, perhaps in the source's own place
         if not (meta[name].is_contiguous() and target.is_contiguous()):
             return None
         begin = int(target.storage_offset())
-        return Block(name, begin, begin + target.numel())
+        return TensorBlock(name, begin, begin + target.numel())
 
     return [
         replace(group, blocks=tuple(block(whole[target]) for target in group.targets))

@@ -137,7 +137,7 @@ Table = dict[str, object]
 _KEPT = "_weft_walk"
 
 
-class Walk:
+class ModelWalk:
     """Modules and parameters of a model, kept in the model itself, so that they live as long. A
     copy or a pickle of the model is without them."""
 
@@ -158,7 +158,7 @@ class Walk:
         return type(None), ()
 
 
-def walk(module: torch.nn.Module) -> Walk:
+def walk(module: torch.nn.Module) -> ModelWalk:
     """Return all modules, each once, and all parameters as ``named_parameters`` names and orders
     them.
 
@@ -166,9 +166,9 @@ def walk(module: torch.nn.Module) -> Walk:
     check that it is unchanged takes a fifth of that.
     """
     found = module.__dict__.get(_KEPT)
-    if isinstance(found, Walk) and found.modules[0] is module and found.is_true():
+    if isinstance(found, ModelWalk) and found.modules[0] is module and found.is_true():
         return found
-    found = Walk(module)
+    found = ModelWalk(module)
     if type(module).named_parameters is torch.nn.Module.named_parameters:
         module.__dict__[_KEPT] = found
     else:

@@ -85,7 +85,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredParam:
     """Parameter that only its framework can put together."""
 
     shape: torch.Size
@@ -108,7 +108,9 @@ class ShardedParams:
 
     is_collective = True
 
-    def __init__(self, params: Mapping[str, Sharded | Gathered], kind: str, ranks: Ranks) -> None:
+    def __init__(
+        self, params: Mapping[str, Sharded | GatheredParam], kind: str, ranks: Ranks
+    ) -> None:
         self.kind = kind
         #: Where each is.
         self.placed, self.ranks = params, ranks
@@ -149,7 +151,7 @@ class ShardedParams:
             if param.local is not None:
                 yield name, param.local.detach()
 
-    def _bring(self, pieces: Sequence[_Piece]) -> None:
+    def _bring(self, pieces: Sequence[_RunPiece]) -> None:
         """Bring pieces to the sender, with one message from each rank that holds some."""
         own = self.ranks.rank
         if own != SENDER:
@@ -162,7 +164,7 @@ class ShardedParams:
         here = [piece for piece in pieces if piece.rank == SENDER]
         if here:
             copy_into([piece.target() for piece in here], [piece.source() for piece in here])
-        by_rank: dict[int, list[_Piece]] = {}
+        by_rank: dict[int, list[_RunPiece]] = {}
         for piece in pieces:
             if piece.rank != SENDER:
                 by_rank.setdefault(piece.rank, []).append(piece)
@@ -172,7 +174,7 @@ class ShardedParams:
             copy_into([piece.target() for piece in theirs], messages[rank][1])
 
     def _message(
-        self, rank: int, pieces: Sequence[_Piece]
+        self, rank: int, pieces: Sequence[_RunPiece]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return a message buffer for one rank's pieces, in reused memory, and a view of each
         piece."""
@@ -192,7 +194,7 @@ class ShardedParams:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _RunPiece:
     """Part of a run, as it travels."""
 
     param: Sharded
@@ -226,13 +228,13 @@ def _chunks(
     params: Sequence[tuple[Sharded, torch.dtype, torch.Tensor | None]],
     num_ranks: int,
     chunk_bytes: int,
-) -> Iterator[list[_Piece]]:
+) -> Iterator[list[_RunPiece]]:
     """Cut parameters into chunks so that no rank's message exceeds its share.
 
     The same on every rank: it depends on runs and dtypes only.
     """
     share = max(_ALIGN_BYTES, chunk_bytes // num_ranks)
-    chunk: list[_Piece] = []
+    chunk: list[_RunPiece] = []
     used = 0
     for param, dtype, out in params:
         window = max(1, share // dtype.itemsize)
@@ -241,7 +243,7 @@ def _chunks(
         parts = [list(_parts(runs, window)) for _, runs in by_rank]
         for beside in zip_longest(*parts):
             found = [part for part in beside if part is not None]
-            pieces = [_Piece(param, dtype, run, first, out) for run, first in found]
+            pieces = [_RunPiece(param, dtype, run, first, out) for run, first in found]
             size = max(_aligned(piece.num_bytes) for piece in pieces)
             if used + size > share and chunk:
                 yield chunk
@@ -274,7 +276,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
+def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | GatheredParam:
     """Return the location of a parameter's elements: ZeRO-3 gives each rank an equal run, the last
     one padded. Attribute names are DeepSpeed's (0.14 to 0.19).
 
@@ -291,7 +293,7 @@ def of_zero3(param: Any, rank_of: Mapping[int, int]) -> Sharded | Gathered:
         )
     if _is_special(param):
         why = "only DeepSpeed can put it together (NVMe offload, hpZ, MiCS or quantised shards)"
-        return Gathered(shape, shard.dtype, lambda: _gather(param), shard, why)
+        return GatheredParam(shape, shard.dtype, lambda: _gather(param), shard, why)
     numel, size = shape.numel(), shard.numel()
     runs = tuple(
         HeldRun(rank_of[rank], begin, min(size, numel - begin))

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from trainer_side.params.params import Params, WholeParams
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
 from trainer_side.ranks.ranks import SENDER
 from weft_rl.contract.errors import UnsupportedError
 
@@ -67,7 +67,7 @@ class SnapshotMemory:
         return host
 
 
-class _Overlaid:
+class _OverlaidParams:
     """Parameters, some of them replaced by copies; see ``Params``."""
 
     is_collective = False
@@ -107,7 +107,7 @@ def gathered_names(params: Params) -> set[str]:
     while it trains: its collectives would come between those of the training."""
     if not isinstance(params, ShardedParams):
         return set()
-    return {name for name, param in params.placed.items() if isinstance(param, Gathered)}
+    return {name for name, param in params.placed.items() if isinstance(param, GatheredParam)}
 
 
 def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> Params:
@@ -121,8 +121,8 @@ def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> 
     """
     if not isinstance(params, ShardedParams):
         copies = {name: memory.copy(params.whole(name)) for name in params.metas if name in names}
-        return _Overlaid(params, copies)
-    kept: dict[str, Sharded | Gathered] = {}
+        return _OverlaidParams(params, copies)
+    kept: dict[str, Sharded | GatheredParam] = {}
     for name, param in params.placed.items():
         if isinstance(param, Sharded):
             is_copied = name in names and param.local is not None

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import grpc
 import torch
 
-from trainer_side.packing.packer import PackedBuckets, Packer, Packing, Reader
+from trainer_side.packing.packer import PackedBuckets, PackedLayout, Packer, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
 from trainer_side.pool.coordinator_client import CoordinatorClient, data_address
 from trainer_side.pool.progress import ProgressReporter
@@ -54,7 +54,7 @@ from weft_rl.rpc.codec import (
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import same_stream
-from weft_rl.transport.sender import Progress, Reformed, Sending, SendingRank
+from weft_rl.transport.sender import MembersLostError, Progress, SenderProgress, SendingRank
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -83,13 +83,13 @@ class Outcome(Protocol):
 
 
 @dataclass(kw_only=True)
-class PushSending(Sending):
+class PushProgress(SenderProgress):
     """Progress of one push at a rank that sends; it outlives the groups that carry it."""
 
     packed: PackedBuckets
     """Its buckets."""
     find_group: FindGroup
-    """See ``Sender.begin``."""
+    """See ``PushSender.begin``."""
 
 
 def _is_known_or_moved(outcome: Outcome, rank: SendingRank) -> bool:
@@ -125,7 +125,7 @@ class PoolClient:
         self._data_host = data_host
         self._host = ""
         self._selection, self._reporter = selection, reporter
-        self._sender: Sender | None = None
+        self._sender: PushSender | None = None
         #: The trainer's ranks that send in the group that is kept.
         self._senders: tuple[int, ...] = (SENDER,)
         #: That group, where they are others than this one: its id, and its backend.
@@ -357,7 +357,7 @@ class PoolClient:
         version = str(version_from_proto(begun.version))
         return self._reporter.push(version, push.num_bytes)
 
-    def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> Sender:
+    def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> PushSender:
         if self._sender is not None:
             if self._sender.usable and self._sender.ticket.group_id == begun.group.group_id:
                 self._sender.report_packing(begun.transfer_id)
@@ -368,7 +368,7 @@ class PoolClient:
         ticket = self._ticket(begun.group)
         while True:
             try:
-                self._sender = Sender(
+                self._sender = PushSender(
                     ticket, self._selection.device_of(ticket.backend), self.coordinator.credentials
                 )
                 return self._sender
@@ -402,7 +402,7 @@ class PoolClient:
         return ticket_from_proto(group, coordinator=self.coordinator.target, host=self._host)
 
     def _outcome(
-        self, begun: pb.BeginTransferResponse, deadline: float, sender: Sender | None
+        self, begun: pb.BeginTransferResponse, deadline: float, sender: PushSender | None
     ) -> pb.Transfer:
         """Wait for the commit, the sender standing by; the wait outlives the coordinator."""
         request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
@@ -457,7 +457,7 @@ class PoolClient:
         return ""
 
 
-class Sender:
+class PushSender:
     """Sending rank of a side group, kept across pushes while membership stays.
 
     Used by one thread; the group's stream has a thread of its own.
@@ -478,7 +478,7 @@ class Sender:
         self._credentials = credentials
         #: Packers of the last pushes, in the same buffers.
         self._packers: list[Packer] = []
-        self._last: PushSending | None = None
+        self._last: PushProgress | None = None
         self._rank = self._join(ticket)
 
     @property
@@ -515,7 +515,7 @@ class Sender:
         progress: Progress | None = None,
         check_finite: bool = False,
         find_group: FindGroup = lambda group_id: None,
-    ) -> PushSending:
+    ) -> PushProgress:
         """Make the state of a push that this rank is to ``send``; sends nothing yet.
 
         Args:
@@ -530,12 +530,12 @@ class Sender:
         """
         packer = self._packer_for(reader.packing)
         buckets = PackedBuckets(packer, reader, nonce, check_finite)
-        self._last = PushSending(
+        self._last = PushProgress(
             transfer_id, buckets, deadline, progress, packed=buckets, find_group=find_group
         )
         return self._last
 
-    def send(self, sending: PushSending) -> bytes:
+    def send(self, sending: PushProgress) -> bytes:
         """Send the buckets that are not verified yet, in as many groups as it takes; each is kept
         until all receivers have verified it.
 
@@ -556,7 +556,9 @@ class Sender:
             try:
                 return rank.send(sending)
             except Exception as error:
-                moves = isinstance(error, Reformed | WeftError) and not sending.packed.spoiled
+                moves = (
+                    isinstance(error, MembersLostError | WeftError) and not sending.packed.spoiled
+                )
                 if moves and rank.successor is None and _was_dropped(error):
                     rank.successor = sending.find_group(rank.ticket.group_id)
                 if not moves or rank.successor is None:
@@ -585,7 +587,7 @@ class Sender:
                     _log.info("could not resume in another group: %s", error)
                     return
 
-    def _rejoin(self, old: SendingRank, successor: GroupTicket, sending: PushSending) -> None:
+    def _rejoin(self, old: SendingRank, successor: GroupTicket, sending: PushProgress) -> None:
         """Resume in the next group, with other buffers where the old ones are not safe to use."""
         released = old.num_released(sending.transfer_id)
         sending.num_released = max(sending.num_released, released)
@@ -618,7 +620,7 @@ class Sender:
         on_own_thread(self._rank.leave)
         self._packers = []
 
-    def _packer_for(self, packing: Packing) -> Packer:
+    def _packer_for(self, packing: PackedLayout) -> Packer:
         """Return the packer of a packing; a new one uses the buffers of the former ones. Those of
         which it cannot use every buffer are dropped, and their memory with them."""
         for kept in self._packers:

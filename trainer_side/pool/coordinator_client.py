@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.5
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-class Contact:
+class CoordinatorConnection:
     """Connection of a trainer to its coordinator.
 
     One that was never reached for ``connect_seconds`` is an error: most often its address
@@ -243,7 +243,7 @@ class CoordinatorClient:
         self._channel = open_threaded_channel(coordinator, credentials, self._give_up_late)
         #: Calls that ``call`` and ``with_lease`` make.
         self.stub = PublishServiceStub(self._channel)
-        self._contact = Contact(
+        self._contact = CoordinatorConnection(
             self._channel, coordinator, connect_seconds, credentials=credentials
         )
         self.leases = Leases(self.stub, trainer_id, on_wanted, takeover=takeover)

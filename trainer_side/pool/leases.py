@@ -98,7 +98,7 @@ def _start_time(pid: int) -> float | None:
 
 
 @dataclass
-class Rival:
+class RivalHolder:
     """Knowledge of a lease's holder from successive refusals of one acquisition.
 
     A restarted trainer must wait for the lease of its former process, which nobody released. Two
@@ -154,7 +154,7 @@ _RENEWALS = 3
 
 
 @dataclass
-class _Held:
+class _HeldLease:
     token: int
     time_to_live_seconds: float
     lost_version: int = 0
@@ -196,7 +196,7 @@ class Leases:
         #: Random: what tells this publisher from others with its trainer_id.
         self.session_id = secrets.token_hex(8)
         self._lock = threading.RLock()  # a signal handler may ask while its thread has it
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldLease] = {}
         #: Policies that were ever held: none of them is taken over by force again.
         self._known: set[str] = set()
         # By policy, the newest version and the largest token that were told: a coordinator
@@ -233,7 +233,7 @@ class Leases:
             last_version=last_version,
             last_fencing_token=last_token,
         )
-        rival = Rival(takeover=self._takeover and not was_held)
+        rival = RivalHolder(takeover=self._takeover and not was_held)
         waiting = False
         while True:
             try:
@@ -266,7 +266,9 @@ class Leases:
         with self._lock:
             last_version = max(last_version, response.last_version)
             self._last[policy] = last_version, max(last_token, lease.fencing_token)
-            self._held[policy] = _Held(lease.fencing_token, duration_from_proto(lease.time_to_live))
+            self._held[policy] = _HeldLease(
+                lease.fencing_token, duration_from_proto(lease.time_to_live)
+            )
             self._known.add(policy)
         return lease.fencing_token
 
@@ -345,7 +347,7 @@ class Leases:
                 except Exception:  # noqa: BLE001 (no lease would be renewed any more)
                     _log.exception("renewing %s failed; it is tried again", policy)
 
-    def _note(self, policy: str, held: _Held, lost_version: int) -> None:
+    def _note(self, policy: str, held: _HeldLease, lost_version: int) -> None:
         with self._lock:
             before = held.wanted_version
             held.lost_version = lost_version
@@ -370,7 +372,7 @@ _MAX_WAITING = 1000
 _STOP_SECONDS = 5.0
 
 
-class Notices:
+class NoticeQueue:
     """Notices that hand names to a function that may take long, from threads that may not.
 
     Args:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.pool.client import Sender
+from trainer_side.pool.client import PushSender
 from trainer_side.pool.coordinator_client import data_address
 from trainer_side.pushes.rank_push import RankPush
 from weft_rl.contract.errors import NotReadyError, TransferAbortedError, WeftError
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _LEAVE_SECONDS = 15.0
 
 
-class Peer:
+class SideGroupRank:
     """Place of this rank in the trainer's side group, kept across pushes while membership stays.
 
     Args:
@@ -45,7 +45,7 @@ class Peer:
     ) -> None:
         self._coordinator, self._data_host = coordinator, data_host
         self._selection, self._credentials = selection, credentials
-        self._sender: Sender | None = None
+        self._sender: PushSender | None = None
 
     def can_use(self, target: pb.DescribeTargetResponse) -> bool:
         """Return whether this rank, too, can use the backend that ``target`` names first; try
@@ -82,7 +82,7 @@ class Peer:
         token = [begun.group.token, *begun.group.further_tokens][number]
         ticket = replace(ticket, rank=number, token=token)
         device = self._selection.device_of(ticket.backend)
-        self._sender = Sender(ticket, device, self._credentials)
+        self._sender = PushSender(ticket, device, self._credentials)
         self._sender.wait_attended()
 
     @contextmanager

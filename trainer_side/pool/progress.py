@@ -27,7 +27,7 @@ def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressRep
         return _Calls(progress)
     if progress == "auto" and sys.stderr.isatty():
         try:
-            return _Bar()
+            return _ProgressBar()
         except ImportError:
             pass
     return None
@@ -42,7 +42,7 @@ class _Calls:
         yield lambda done, total: self._function(version, done, total)
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self) -> None:
         import rich.progress  # noqa: F401 (fail here, not in the middle of a push)
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_side.params.choose import Kind, Opened, open_model
+from trainer_side.params.choose import Kind, OpenedModel, open_model
 from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import adapter_tensor_name, base_name_in_peft, unwrapped_name
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
-from trainer_side.pushes.rank_push import FollowedPush, Packings, RankPush
+from trainer_side.pushes.rank_push import FollowedPush, RankPush, RankPushFactory
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import (
     Adapter,
@@ -26,7 +26,7 @@ from trainer_side.sources.adapter_source import (
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
-from trainer_side.sources.origin import BaseOf
+from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, Source
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 from weft_rl.contract.tensors import Reference
@@ -47,7 +47,7 @@ class Content(Protocol):
     def rank_push(
         self,
         target: pb.DescribeTargetResponse,
-        packings: Packings,
+        packings: RankPushFactory,
         reference: Callable[[], Reference],
     ) -> tuple[RankPush, Adapter | None]:
         """Return this rank's push of it, and the adapter's description if it is one; not
@@ -71,11 +71,11 @@ class Content(Protocol):
         """Remarks for the user that the push's success does not show."""
 
     @property
-    def base(self) -> BaseOf:
+    def base(self) -> AdapterBase:
         """Model that is pushed as the base, or that an adapter was trained on."""
 
 
-class Weights(ABC):
+class PushContent(ABC):
     """Content that every rank of the trainer has a source of."""
 
     can_begin_again = True
@@ -91,7 +91,7 @@ class Weights(ABC):
     def rank_push(
         self,
         target: pb.DescribeTargetResponse,
-        packings: Packings,
+        packings: RankPushFactory,
         reference: Callable[[], Reference],
     ) -> tuple[RankPush, Adapter | None]:
         """See ``Content.rank_push``."""
@@ -100,10 +100,10 @@ class Weights(ABC):
 
 
 @dataclass(frozen=True)
-class ModelBase(Weights):
+class ModelBase(PushContent):
     """Content with every weight of a model."""
 
-    opened: Opened
+    opened: OpenedModel
     cast: bool
     merged: str | None = None
     """Name of the adapter to merge into the weights; None for none."""
@@ -137,7 +137,7 @@ class ModelBase(Weights):
         return cls(opened, cast, merged, notes)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``Weights.source``."""
+        """See ``PushContent.source``."""
         module: Any = self.opened.module
         params = self.opened.params
         if params.is_collective and has_quantised_layers(module):
@@ -185,16 +185,16 @@ class ModelBase(Weights):
         return self.notes
 
     @property
-    def base(self) -> BaseOf:
+    def base(self) -> AdapterBase:
         """See ``Content.base``."""
         return _base_of(self.opened)
 
 
 @dataclass(frozen=True)
-class ModelAdapter(Weights):
+class ModelAdapter(PushContent):
     """Content with a PEFT model's adapter."""
 
-    opened: Opened
+    opened: OpenedModel
     adapter_name: str
     cast: bool
     check_base: bool
@@ -202,7 +202,7 @@ class ModelAdapter(Weights):
     """Remarks on the model as it was when the push was asked for."""
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``Weights.source``."""
+        """See ``PushContent.source``."""
         adapter = adapter_of_model(
             self.opened, self.adapter_name, _adapter_rule(target, self.cast),
             check_base=self.check_base,
@@ -228,13 +228,13 @@ class ModelAdapter(Weights):
         )
 
     @property
-    def base(self) -> BaseOf:
+    def base(self) -> AdapterBase:
         """See ``Content.base``."""
         return _base_of(self.opened)
 
 
 @dataclass(frozen=True)
-class FileBase(Weights):
+class FileBase(PushContent):
     """Content of a checkpoint on disk, read when it is sent."""
 
     path: Path
@@ -242,7 +242,7 @@ class FileBase(Weights):
     remarks: tuple[str, ...] = ()
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``Weights.source``."""
+        """See ``PushContent.source``."""
         return CheckpointSource(self.path, _base_rule(target, self.cast)), None
 
     def kept(self, memory: SnapshotMemory) -> FileBase:
@@ -250,13 +250,13 @@ class FileBase(Weights):
         return self
 
     @property
-    def base(self) -> BaseOf:
+    def base(self) -> AdapterBase:
         """See ``Content.base``: no module of this process."""
-        return BaseOf()
+        return AdapterBase()
 
 
 @dataclass(frozen=True)
-class FileAdapter(Weights):
+class FileAdapter(PushContent):
     """Content of a directory that PEFT saved, read when it is sent."""
 
     path: Path
@@ -264,7 +264,7 @@ class FileAdapter(Weights):
     remarks: tuple[str, ...] = ()
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
-        """See ``Weights.source``."""
+        """See ``PushContent.source``."""
         adapter = adapter_of_dir(self.path, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
@@ -273,7 +273,7 @@ class FileAdapter(Weights):
         return self
 
     @property
-    def base(self) -> BaseOf:
+    def base(self) -> AdapterBase:
         """See ``Content.base``: return the base that PEFT recorded when it saved."""
         return base_of_dir(self.path)
 
@@ -301,7 +301,7 @@ class NamedBase:
     def rank_push(
         self,
         target: pb.DescribeTargetResponse,
-        packings: Packings,
+        packings: RankPushFactory,
         reference: Callable[[], Reference],
     ) -> tuple[RankPush, None]:
         """See ``Content.rank_push``.
@@ -327,15 +327,15 @@ class NamedBase:
         raise UnsupportedError("named tensors cannot be copied for a later push: use push_tensors")
 
     @property
-    def base(self) -> BaseOf:
+    def base(self) -> AdapterBase:
         """See ``Content.base``: no module of this process."""
-        return BaseOf()
+        return AdapterBase()
 
 
-def _base_of(opened: Opened) -> BaseOf:
+def _base_of(opened: OpenedModel) -> AdapterBase:
     module: Any = opened.module
     is_peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
-    return BaseOf.of(module.get_base_model() if is_peft else module)
+    return AdapterBase.of(module.get_base_model() if is_peft else module)
 
 
 def base_content(

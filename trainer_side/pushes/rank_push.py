@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trainer_side.packing.packer import (
-    Announced,
-    KnownSum,
-    Packing,
-    Sum,
+    AnnouncedRuns,
+    DigestSum,
+    KnownDigestSum,
+    PackedLayout,
     announced_packing,
     whole_packing,
 )
 from trainer_side.ranks.ranks import SENDER, Ranks
-from trainer_side.sharding.hand_over import Givers, hand_over
+from trainer_side.sharding.hand_over import GivingRanks, hand_over
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import Source, torch_dtypes
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run
@@ -48,7 +48,7 @@ class RankPush:
     """Ranks of the trainer that send, by their ranks in the side group."""
     sender: int | None = None
     """Place of this rank among them; None if it does not send."""
-    packing: Packing
+    packing: PackedLayout
     """Buckets that this rank packs; at rank 0 also if it sends none."""
     is_prepared_together: bool = False
     """True if all ranks come to the push, and ``prepare``, before any of them sends."""
@@ -75,13 +75,13 @@ class RankPush:
         """See ``Reader``."""
         return [None] * len(runs)
 
-    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> Announced:
+    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
         """See ``Reader``."""
         raise NotImplementedError
 
-    def add_up(self, totals: Sequence[int] | None = None) -> Sum:
+    def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
         """See ``Reader``; without ``totals``, this rank has nothing to add."""
-        return KnownSum(totals or ())
+        return KnownDigestSum(totals or ())
 
     def wait_added_up(self, timeout_seconds: float) -> None:
         """Block until ``add_up`` was called, on any thread; what follows over the ranks' link comes
@@ -108,7 +108,7 @@ class GatheredPush(RankPush):
     """
 
     def __init__(
-        self, source: Source, ranks: Ranks, packing: Packing, *, is_laid_out_alike: bool = True
+        self, source: Source, ranks: Ranks, packing: PackedLayout, *, is_laid_out_alike: bool = True
     ) -> None:
         self._source, self._ranks, self.packing = source, ranks, packing
         self.description = source.description
@@ -168,15 +168,15 @@ class NamedPush(RankPush):
 
     description = DESCRIPTION
 
-    def __init__(self, source: RunSource, packing: Packing) -> None:
+    def __init__(self, source: RunSource, packing: PackedLayout) -> None:
         self._source, self.packing = source, packing
         self.num_bytes = packing.manifest.total_bytes
         self.sender = packing.sender
         source.begin(packing.manifest)
 
-    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> Announced:
+    def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
         """See ``Reader``."""
-        return Announced(*self._source.fill(payload, on_progress))
+        return AnnouncedRuns(*self._source.fill(payload, on_progress))
 
 
 class FollowedPush(RankPush):
@@ -231,10 +231,10 @@ class ShardedPush(RankPush):
         self.packing = plan.packings[self.sender or 0]
         self._dtypes = torch_dtypes(source.metas)
         givers = {rank: each for rank, each in plan.handed.items() if each.to == ranks.rank}
-        self._givers = Givers(source, givers, self._dtypes, ranks)
+        self._givers = GivingRanks(source, givers, self._dtypes, ranks)
         self._lock = threading.Lock()
         self._begun = Flag()
-        self._sum: Sum | None = None
+        self._sum: DigestSum | None = None
 
     def prepare(self) -> None:
         """See ``RankPush``: gather tensors that cannot be sent as the ranks hold them."""
@@ -273,7 +273,7 @@ class ShardedPush(RankPush):
         if handed is not None:
             hand_over(self.source, handed, self._dtypes, self._ranks)
 
-    def add_up(self, totals: Sequence[int] | None = None) -> Sum:
+    def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
         """See ``Reader``.
 
         Raises:
@@ -321,7 +321,7 @@ def bucket_capacity(backend: str, chosen: int | None) -> int:
     return chosen or (DEVICE_BUCKET_BYTES if packs_on_device(backend) else DEFAULT_BUCKET_BYTES)
 
 
-class Packings:
+class RankPushFactory:
     """Maker of the pushes of one rank.
 
     Args:
@@ -337,8 +337,10 @@ class Packings:
         self.ranks = ranks
         self._bucket_bytes, self._max_senders = bucket_bytes, max_senders
         self._shard_plans = ShardPlans(max_senders)
-        self._kept: Lru[tuple[int, tuple[TensorMeta, ...]], Packing] = Lru(_MAX_KEPT)
-        self._last: tuple[int, tuple[TensorMeta, ...], Packing] | None = None
+        self._kept: LruMapping[tuple[int, tuple[TensorMeta, ...]], PackedLayout] = LruMapping(
+            _MAX_KEPT
+        )
+        self._last: tuple[int, tuple[TensorMeta, ...], PackedLayout] | None = None
 
     def weights_push(self, source: Source, backend: str) -> RankPush:
         """Make the push of a source that every rank has: of the shards that the ranks hold, or
@@ -367,7 +369,7 @@ class Packings:
         packing = self._packing(source.metas, backend)
         return NamedPush(source, announced_packing(packing.manifest))
 
-    def _packing(self, metas: tuple[TensorMeta, ...], backend: str) -> Packing:
+    def _packing(self, metas: tuple[TensorMeta, ...], backend: str) -> PackedLayout:
         """Return the packing of whole tensors."""
         capacity, last = bucket_capacity(backend, self._bucket_bytes), self._last
         if last is not None and last[0] == capacity and last[1] is metas:

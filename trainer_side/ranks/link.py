@@ -25,9 +25,16 @@ from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Final
 
-from weft_rl.ipc.connection import Codec, Connection, Incoming, Outgoing, PeerError, finish
+from weft_rl.ipc.connection import (
+    Codec,
+    Connection,
+    IncomingFrame,
+    OutgoingFrame,
+    PeerError,
+    finish,
+)
 from weft_rl.ipc.handshake import Handshake
-from weft_rl.ipc.listener import Arrivals
+from weft_rl.ipc.listener import NewConnections
 from weft_rl.rpc.channel import address_of_interface, local_address_towards
 
 _log = logging.getLogger(__name__)
@@ -54,7 +61,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _ANYWHERE: Final = "192.0.2.1:9"
 
 
-class Traffic(IntEnum):
+class TrafficKind(IntEnum):
     """Traffic that runs beside others. Each has connections of its own, used by one thread at a
     time."""
 
@@ -93,10 +100,10 @@ class RankLink:
         connections: Connections by traffic and rank; they belong to the link from now on.
     """
 
-    def __init__(self, connections: Mapping[tuple[Traffic, int], Connection[bytes]]) -> None:
+    def __init__(self, connections: Mapping[tuple[TrafficKind, int], Connection[bytes]]) -> None:
         self._connections = dict(connections)
         self._lock = threading.Lock()  # guards the three below
-        self._inside_of = dict.fromkeys(Traffic, 0)
+        self._inside_of = dict.fromkeys(TrafficKind, 0)
         self._why_closed = ""
         self._left: tuple[int, bytes] = (-1, b"")
 
@@ -107,7 +114,7 @@ class RankLink:
 
     def swap(
         self,
-        traffic: Traffic,
+        traffic: TrafficKind,
         call: int,
         outgoing: Mapping[int, memoryview],
         incoming: Mapping[int, memoryview | None],
@@ -133,7 +140,7 @@ class RankLink:
             LinkError: The link is closed.
         """
         with self._inside(traffic):
-            send = _OutgoingIfThere if whoever_is_there else Outgoing
+            send = _OptionalFrame if whoever_is_there else OutgoingFrame
             sends = [
                 send(self._connections[traffic, rank], call, content)
                 for rank, content in outgoing.items()
@@ -150,7 +157,7 @@ class RankLink:
                 raise
             return {rank: each.content for rank, each in receives.items()}
 
-    def check(self, traffic: Traffic) -> None:
+    def check(self, traffic: TrafficKind) -> None:
         """Check that all ranks are still there, also those that were heard before they went.
 
         Raises:
@@ -182,15 +189,15 @@ class RankLink:
             self._why_closed = why
             said = memoryview(_WHO.pack(rank) + reason)
             for (traffic, _), each in self._connections.items():
-                if reason and traffic is not Traffic.SUM and not self._inside_of[traffic]:
+                if reason and traffic is not TrafficKind.SUM and not self._inside_of[traffic]:
                     with contextlib.suppress(PeerError):
-                        Outgoing(each, _LEAVES, said).advance()
+                        OutgoingFrame(each, _LEAVES, said).advance()
             for each in self._connections.values():  # once all were told: it is noticed first
                 each.shut()  # wakes who waits for it, also here
             self._close_connections()
 
     def _note_who_left(
-        self, error: PeerError, traffic: Traffic, begun: set[Connection[bytes]]
+        self, error: PeerError, traffic: TrafficKind, begun: set[Connection[bytes]]
     ) -> None:
         """Note the reason of a rank that has left, if it has said one.
 
@@ -206,7 +213,7 @@ class RankLink:
         with self._lock:  # nobody begins to use what is read here
             for (each, rank), connection in self._connections.items():
                 is_idle = self._inside_of[each] == (1 if each is traffic else 0)
-                if each is Traffic.SUM or not is_idle or connection in begun:
+                if each is TrafficKind.SUM or not is_idle or connection in begun:
                     continue
                 try:
                     _Message(connection, rank, _LEAVES, None).advance()
@@ -218,7 +225,7 @@ class RankLink:
                     continue
 
     @contextmanager
-    def _inside(self, traffic: Traffic) -> Iterator[None]:
+    def _inside(self, traffic: TrafficKind) -> Iterator[None]:
         with self._lock:
             if self.closed:
                 raise LinkError(self._why_closed, *self._left)
@@ -245,7 +252,7 @@ class RankLink:
                 each.close()
 
 
-class _OutgoingIfThere(Outgoing):
+class _OptionalFrame(OutgoingFrame):
     """Message to a rank that may be gone."""
 
     def advance(self) -> bool:
@@ -255,7 +262,7 @@ class _OutgoingIfThere(Outgoing):
             return True
 
 
-class _Message(Incoming):
+class _Message(IncomingFrame):
     """Message of a rank on its way in, unless the rank says in its place that it leaves."""
 
     def __init__(
@@ -299,7 +306,7 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
     Raises:
         LinkError: Not all came in time, one cannot be reached, or the store is gone.
     """
-    connections: dict[tuple[Traffic, int], Connection[bytes]] = {}
+    connections: dict[tuple[TrafficKind, int], Connection[bytes]] = {}
     try:
         with closing(_listen(store)) as listener:
             _write(store, str(rank), json.dumps(listener.getsockname()[:2]))
@@ -332,9 +339,9 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
     return RankLink(connections)
 
 
-def _traffic_of(lower: int) -> tuple[Traffic, ...]:
+def _traffic_of(lower: int) -> tuple[TrafficKind, ...]:
     """Return the traffic between a rank and any higher one."""
-    return tuple(Traffic) if lower == 0 else (Traffic.PAIRS,)
+    return tuple(TrafficKind) if lower == 0 else (TrafficKind.PAIRS,)
 
 
 def _write(store: Any, key: str, value: str) -> None:
@@ -365,8 +372,8 @@ def _connect(other: int, address: tuple[str, int], deadline: float) -> Connectio
 def _accept(
     listener: socket.socket,
     handshake: Handshake,
-    expected: set[tuple[Traffic, int]],
-    connections: dict[tuple[Traffic, int], Connection[bytes]],
+    expected: set[tuple[TrafficKind, int]],
+    connections: dict[tuple[TrafficKind, int], Connection[bytes]],
     deadline: float,
 ) -> None:
     """Accept the connections of all ranks that are ``expected``.
@@ -378,7 +385,7 @@ def _accept(
         PeerGoneError: A rank is gone again.
         OSError: No connection can be accepted.
     """
-    arrivals = Arrivals(listener, len(expected) + _MAX_STRANGERS, handshake.hello_bytes)
+    arrivals = NewConnections(listener, len(expected) + _MAX_STRANGERS, handshake.hello_bytes)
     with closing(arrivals):
         while expected:
             left = deadline - time.monotonic()
@@ -397,8 +404,8 @@ def _accept(
 def _admit(
     connected: socket.socket,
     handshake: Handshake,
-    expected: set[tuple[Traffic, int]],
-    connections: dict[tuple[Traffic, int], Connection[bytes]],
+    expected: set[tuple[TrafficKind, int]],
+    connections: dict[tuple[TrafficKind, int], Connection[bytes]],
 ) -> None:
     """Admit an expected rank; close the connection of anybody else.
 
@@ -408,7 +415,7 @@ def _admit(
     connection = Connection(connected, _FRAMES)
     try:
         rank, number = handshake.hear(connection)
-        expected.remove(key := (Traffic(number), rank))
+        expected.remove(key := (TrafficKind(number), rank))
     except (PeerError, ValueError, KeyError):
         _log.warning("turned away a connection that is no rank's of this trainer")
         connection.close()

@@ -30,7 +30,7 @@ _OFFER, _NO_OFFER = MESSAGES.encode(ExportDevice(0, 0, b"", b""))
 _CANNOT = 1
 
 
-class MappedExchange:
+class ExchangeMemory:
     """Memory for exchanges, mapped once and used again by every push.
 
     Args:

@@ -31,7 +31,7 @@ FLAGS = (1, 2)
 ERROR_BYTES = 8192
 
 
-class Sum(Protocol):
+class RankSum(Protocol):
     """Sum over the ranks that is under way."""
 
     @property
@@ -131,7 +131,7 @@ class Ranks(Protocol):
             agreement.
         """
 
-    def add_up(self, values: torch.Tensor) -> Sum:
+    def add_up(self, values: torch.Tensor) -> RankSum:
         """Begin to add up every rank's values; return at once.
 
         Args:
@@ -164,7 +164,7 @@ class Ranks(Protocol):
 
 
 @dataclass
-class Agreement:
+class RankDeclaration:
     """Declaration of a rank in a block of ``agreeing``; see ``Ranks.agree``."""
 
     flags: int = 0
@@ -174,9 +174,9 @@ class Agreement:
 
 
 @contextmanager
-def agreeing(ranks: Ranks) -> Iterator[Agreement]:
+def agreeing(ranks: Ranks) -> Iterator[RankDeclaration]:
     """Let all ranks continue after this block, or all raise the error of one."""
-    agreement = Agreement()
+    agreement = RankDeclaration()
     try:
         yield agreement
     except Exception as error:
@@ -186,7 +186,7 @@ def agreeing(ranks: Ranks) -> Iterator[Agreement]:
 
 
 @dataclass
-class Shared:
+class SharedBytes:
     """Bytes of rank 0 for every rank; see ``sharing``."""
 
     payload: bytes = b""
@@ -194,10 +194,10 @@ class Shared:
 
 
 @contextmanager
-def sharing(ranks: Ranks) -> Iterator[Shared]:
+def sharing(ranks: Ranks) -> Iterator[SharedBytes]:
     """Share the payload that rank 0 sets in this block, or the error that it raises there, with
     every rank. The other ranks do nothing in the block; see ``Ranks.share``."""
-    shared = Shared()
+    shared = SharedBytes()
     try:
         yield shared
     except Exception as error:
@@ -250,7 +250,7 @@ class OneRank:
         """See ``Ranks.bring``."""
         return bring_by_host(self, sizes, fill)
 
-    def add_up(self, values: torch.Tensor) -> Sum:
+    def add_up(self, values: torch.Tensor) -> RankSum:
         """See ``Ranks.add_up``."""
         return _OwnSum(values)
 
@@ -274,7 +274,7 @@ class _OwnSum:
     done = True
 
     def result(self) -> list[int]:
-        """See ``Sum``."""
+        """See ``RankSum``."""
         return [int(value) for value in self.values.tolist()]
 
 

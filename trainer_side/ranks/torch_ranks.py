@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from trainer_side.ranks.link import LinkError, RankLink, Traffic, meet
-from trainer_side.ranks.mapped_exchange import MappedExchange
+from trainer_side.ranks.link import LinkError, RankLink, TrafficKind, meet
+from trainer_side.ranks.mapped_exchange import ExchangeMemory
 from trainer_side.ranks.ranks import (
     SENDER,
     OneRank,
     Ranks,
-    Sum,
+    RankSum,
     bring_by_host,
     decode_error,
     encode_error,
@@ -97,7 +97,7 @@ class TorchRanks:
         #: What a rank has left with, this one or another that has said so.
         self._ended_by: BaseException | None = None
         # None once it was found that not all can.
-        self._mapped: MappedExchange | None = None
+        self._mapped: ExchangeMemory | None = None
 
     def open(self, deadline: float) -> None:
         """See ``Ranks.open``."""
@@ -111,7 +111,7 @@ class TorchRanks:
         self._over, self._ended_by = False, None
         self._num_links += 1
         self._sum = None
-        self._mapped = MappedExchange(self)
+        self._mapped = ExchangeMemory(self)
         # Of the application's store, under a name of our own: these ranks are one job.
         store = PrefixStore(
             f"{self._name}/{self._num_links}", dist.distributed_c10d._get_default_store()
@@ -176,16 +176,16 @@ class TorchRanks:
         """See ``Ranks.collect``."""
         if self.rank == SENDER:
             outs = {rank: _bytes_of(buffer) for rank, buffer in theirs.items()}
-            self._swap(Traffic.STAR, _Call.COLLECT, {}, outs)
+            self._swap(TrafficKind.STAR, _Call.COLLECT, {}, outs)
         elif mine is not None:
-            self._swap(Traffic.STAR, _Call.COLLECT, {SENDER: _bytes_of(mine)}, {})
+            self._swap(TrafficKind.STAR, _Call.COLLECT, {SENDER: _bytes_of(mine)}, {})
 
     def exchange(self, messages: Sequence[torch.Tensor]) -> None:
         """See ``Ranks.exchange``."""
         contents = {rank: _bytes_of(each) for rank, each in enumerate(messages) if each.numel()}
         own = contents.pop(self.rank, None)
         to_all = {} if own is None else dict.fromkeys(self._others, own)
-        self._swap(Traffic.PAIRS, _Call.EXCHANGE, to_all, contents)
+        self._swap(TrafficKind.PAIRS, _Call.EXCHANGE, to_all, contents)
 
     def bring(
         self, sizes: Sequence[int], fill: Callable[[torch.Tensor], None], device: torch.device
@@ -198,18 +198,18 @@ class TorchRanks:
             self._mapped = None
         return bring_by_host(self, sizes, fill)
 
-    def add_up(self, values: torch.Tensor) -> Sum:
+    def add_up(self, values: torch.Tensor) -> RankSum:
         """See ``Ranks.add_up``."""
         self._sum = _LinkSum(self._linked, self, values, after=self._sum)
         return self._sum
 
     def give(self, rank: int, message: torch.Tensor) -> None:
         """See ``Ranks.give``."""
-        self._swap(Traffic.PAIRS, _Call.GIVE, {rank: _bytes_of(message)}, {})
+        self._swap(TrafficKind.PAIRS, _Call.GIVE, {rank: _bytes_of(message)}, {})
 
     def take(self, rank: int, out: torch.Tensor) -> None:
         """See ``Ranks.take``."""
-        self._swap(Traffic.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
+        self._swap(TrafficKind.PAIRS, _Call.GIVE, {}, {rank: _bytes_of(out)})
 
     def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""
@@ -242,10 +242,10 @@ class TorchRanks:
         """Return what every rank says, at the sender; elsewhere nothing. A rank that has died since
         it spoke is reported as gone, too."""
         if self.rank != SENDER:
-            self._swap(Traffic.STAR, call, {SENDER: memoryview(own)}, {})
+            self._swap(TrafficKind.STAR, call, {SENDER: memoryview(own)}, {})
             return {}
-        said = self._swap(Traffic.STAR, call, {}, dict.fromkeys(self._others))
-        self._guarded(lambda link: link.check(Traffic.STAR))
+        said = self._swap(TrafficKind.STAR, call, {}, dict.fromkeys(self._others))
+        self._guarded(lambda link: link.check(TrafficKind.STAR))
         return {SENDER: own} | {rank: bytes(each) for rank, each in said.items()}
 
     def _say_to_all(self, call: _Call, content: bytes) -> bytes:
@@ -253,13 +253,13 @@ class TorchRanks:
         others have them, and come to the next agreement without it."""
         if self.rank == SENDER:
             to_all = dict.fromkeys(self._others, memoryview(content))
-            self._swap(Traffic.STAR, call, to_all, {}, whoever_is_there=True)
+            self._swap(TrafficKind.STAR, call, to_all, {}, whoever_is_there=True)
             return content
-        return bytes(self._swap(Traffic.STAR, call, {}, {SENDER: None})[SENDER])
+        return bytes(self._swap(TrafficKind.STAR, call, {}, {SENDER: None})[SENDER])
 
     def _swap(
         self,
-        traffic: Traffic,
+        traffic: TrafficKind,
         call: _Call,
         outgoing: Mapping[int, memoryview],
         incoming: Mapping[int, memoryview | None],
@@ -338,11 +338,11 @@ class _LinkSum:
 
     @property
     def done(self) -> bool:
-        """See ``Sum``."""
+        """See ``RankSum``."""
         return self._link.closed or not self._thread.is_alive()
 
     def result(self) -> list[int]:
-        """See ``Sum``."""
+        """See ``RankSum``."""
         self._thread.join()
         if self._error is not None:
             raise self._ranks._gone(self._error) from self._error
@@ -370,7 +370,7 @@ class _LinkSum:
     def _swap(
         self, outgoing: Mapping[int, memoryview], incoming: Mapping[int, memoryview | None]
     ) -> None:
-        self._link.swap(Traffic.SUM, _Call.ADD_UP, outgoing, incoming, self._until)
+        self._link.swap(TrafficKind.SUM, _Call.ADD_UP, outgoing, incoming, self._until)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from trainer_side.rollouts.requests import (
-    Ask,
     OnError,
     Prompt,
-    Wanted,
+    PromptRequest,
+    WantedVersions,
     check_sampling,
     checked_prompts,
     closed_error,
@@ -245,8 +245,8 @@ class RolloutClient:
         wanted = wanted_of(model, min_version)
         seconds = self._seconds(timeout_seconds)
 
-        def sample(prompt: Prompt, wanted: Wanted, index: int) -> Future[SampleGroup]:
-            ask = Ask(
+        def sample(prompt: Prompt, wanted: WantedVersions, index: int) -> Future[SampleGroup]:
+            ask = PromptRequest(
                 index=index,
                 prompt=prompt,
                 wanted=wanted,
@@ -286,13 +286,13 @@ class RolloutClient:
         strict: bool | None,
         timeout_seconds: float | None,
         on_error: OnError,
-    ) -> list[Ask]:
+    ) -> list[PromptRequest]:
         how = Sampling() if sampling is None else sampling
         check_sampling(how, n)
         check_choice("on_error", on_error, OnError)
         wanted = wanted_of(model, min_version)
         return [
-            Ask(
+            PromptRequest(
                 index=index,
                 prompt=prompt,
                 wanted=wanted,
@@ -319,7 +319,7 @@ class RolloutClient:
             raise WeftError("this RolloutClient has failed") from self._running.exception()
         return self._loop.submit(coroutine)
 
-    async def _sample_all(self, asks: list[Ask], on_error: OnError) -> list[SampleGroup]:
+    async def _sample_all(self, asks: list[PromptRequest], on_error: OnError) -> list[SampleGroup]:
         tasks = [
             asyncio.ensure_future(self._sampler.sample(ask, keep=on_error == "keep"))
             for ask in asks

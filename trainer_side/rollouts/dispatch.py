@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer_side.rollouts.requests import Wanted
+from trainer_side.rollouts.requests import WantedVersions
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Target:
+class BusyReplica:
     """Replica, with this client's work on it."""
 
     replica_id: str
@@ -59,19 +59,19 @@ class Target:
     progress_at: float = 0.0
     """Time at which it last sent something, or had nothing to do."""
 
-    def serves(self, wanted: Wanted) -> bool:
+    def serves(self, wanted: WantedVersions) -> bool:
         """Return whether it would answer with a wanted version, as far as the routes tell."""
         if wanted.exact is not None:
             return self.served.holds(PolicyVersion(wanted.policy, wanted.exact))
         return self.newest(wanted) >= (wanted.at_least or (0 if wanted.is_base else 1))
 
-    def may_serve_soon(self, wanted: Wanted) -> bool:
+    def may_serve_soon(self, wanted: WantedVersions) -> bool:
         """Return whether the wanted version is newer than those it is known to serve. Replicas
         switch together and are reported one by one: were it not asked, the first would get all
         requests."""
         return (wanted.exact or wanted.at_least or 1) > self.newest(wanted)
 
-    def newest(self, wanted: Wanted) -> int:
+    def newest(self, wanted: WantedVersions) -> int:
         """Return the version that the policy's name stands for there; 0 if it has no such
         adapter."""
         if wanted.is_base:
@@ -96,10 +96,10 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Place:
+class PromptRequirements:
     """Requirements of a waiting prompt on its replica."""
 
-    wanted: Wanted
+    wanted: WantedVersions
     avoid: frozenset[str] = frozenset()
     """Replicas that failed the prompt: others are taken where there are any."""
     refused: frozenset[str] = frozenset()
@@ -110,14 +110,14 @@ class Place:
 
 
 @dataclass
-class _Waiting(Generic[_T]):
+class _WaitingPrompt(Generic[_T]):
     number: int
     cost_tokens: int
     what: _T
 
 
 @dataclass
-class Dispatch(Generic[_T]):
+class PromptDispatcher(Generic[_T]):
     """Waiting prompts, and the replicas that may take them.
 
     Prompts with the same requirements wait in order. Of those that could go now, the first to come
@@ -127,11 +127,11 @@ class Dispatch(Generic[_T]):
 
     max_requests: int
     """Most requests of each replica at a time."""
-    targets: dict[str, Target] = field(default_factory=dict)
-    _queues: dict[Place, deque[_Waiting[_T]]] = field(default_factory=dict)
+    targets: dict[str, BusyReplica] = field(default_factory=dict)
+    _queues: dict[PromptRequirements, deque[_WaitingPrompt[_T]]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def update(self, routes: Iterable[Target], now: float) -> None:
+    def update(self, routes: Iterable[BusyReplica], now: float) -> None:
         """Replace the list of replicas that may be sent requests."""
         listed = {route.replica_id: route for route in routes}
         for name, target in [*self.targets.items()]:
@@ -153,15 +153,15 @@ class Dispatch(Generic[_T]):
         """Return the next prompt's number, in the order that prompts go."""
         return next(self._numbers)
 
-    def wait(self, place: Place, number: int, cost_tokens: int, what: _T) -> None:
+    def wait(self, place: PromptRequirements, number: int, cost_tokens: int, what: _T) -> None:
         """Queue a prompt for a replica."""
         queue = self._queues.setdefault(place, deque())
         at = len(queue)
         while at and queue[at - 1].number > number:  # one that comes back goes to its old place
             at -= 1
-        queue.insert(at, _Waiting(number, cost_tokens, what))
+        queue.insert(at, _WaitingPrompt(number, cost_tokens, what))
 
-    def forget(self, place: Place, what: _T) -> None:
+    def forget(self, place: PromptRequirements, what: _T) -> None:
         """Drop a prompt that waits no more."""
         queue = self._queues.get(place, deque())
         for i, waiting in enumerate(queue):
@@ -171,7 +171,7 @@ class Dispatch(Generic[_T]):
         if not queue:
             self._queues.pop(place, None)
 
-    def next(self, now: float) -> tuple[_T, Target, int] | None:
+    def next(self, now: float) -> tuple[_T, BusyReplica, int] | None:
         """Return the prompt that goes now, its replica and its cost. The cost is counted at the
         replica until ``release``."""
         for place in sorted(self._queues, key=lambda place: self._queues[place][0].number):
@@ -188,7 +188,7 @@ class Dispatch(Generic[_T]):
                 return waiting.what, target, waiting.cost_tokens
         return None
 
-    def release(self, target: Target, left_tokens: int) -> None:
+    def release(self, target: BusyReplica, left_tokens: int) -> None:
         """Take an ended request off a replica; ``left_tokens`` of its cost were not made."""
         target.num_requests -= 1
         target.outstanding_tokens = max(0, target.outstanding_tokens - left_tokens)
@@ -202,7 +202,7 @@ class Dispatch(Generic[_T]):
         times = [t.away_until for t in self.targets.values() if t.is_listed and t.away_until > now]
         return min(times, default=None)
 
-    def _choose(self, place: Place, now: float) -> Target | None:
+    def _choose(self, place: PromptRequirements, now: float) -> BusyReplica | None:
         """Return the replica for a place in the queues, or None if none can take it now.
 
         Where no listed replica says that it serves the version, any may be asked: it may have it by
@@ -229,7 +229,7 @@ class Dispatch(Generic[_T]):
             default=None,
         )
 
-    def is_served(self, place: Place) -> bool:
+    def is_served(self, place: PromptRequirements) -> bool:
         """Return whether a listed replica says that it serves the wanted version, and has not
         refused."""
         return any(
@@ -237,14 +237,14 @@ class Dispatch(Generic[_T]):
             for t in self.targets.values()
         )
 
-    def may_ask(self, place: Place) -> bool:
+    def may_ask(self, place: PromptRequirements) -> bool:
         """Return whether a replica may have what others have refused. It is one that says so, or
         one of a few that were not asked, of which the routes may not tell yet."""
         listed = {t.replica_id for t in self.targets.values() if t.is_listed}
         is_bounded = len(place.refused) < _MAX_ASKED
         return self.is_served(place) or (is_bounded and not listed <= place.refused)
 
-    def why_waiting(self, wanted: Wanted) -> str:
+    def why_waiting(self, wanted: WantedVersions) -> str:
         """Return what a prompt still waits for, for messages."""
         listed = [t for t in self.targets.values() if t.is_listed]
         if not listed:
@@ -258,7 +258,7 @@ class Dispatch(Generic[_T]):
         return "the replicas that may be asked are busy or failing"
 
 
-class Next(enum.Enum):
+class NextStep(enum.Enum):
     """Next step for a prompt whose request failed."""
 
     END = "end"
@@ -275,7 +275,7 @@ class Next(enum.Enum):
     """Restart as with ``LEAVE``, but counted: the prompt may have made the replica fail."""
 
 
-def after(error: WeftError, *, strict: bool, has_begun: bool, was_failing: bool) -> Next:
+def after(error: WeftError, *, strict: bool, has_begun: bool, was_failing: bool) -> NextStep:
     """Return the next step after a failed request.
 
     Args:
@@ -284,15 +284,15 @@ def after(error: WeftError, *, strict: bool, has_begun: bool, was_failing: bool)
         was_failing: True if the replica's last request had failed, too.
     """
     if isinstance(error, _FINAL):
-        return Next.END
+        return NextStep.END
     if isinstance(error, VersionChangedError):
-        return Next.END if strict else Next.AGAIN
+        return NextStep.END if strict else NextStep.AGAIN
     if isinstance(error, NotFoundError):
-        return Next.ASK_OTHERS
+        return NextStep.ASK_OTHERS
     if error.reason == "VERSION_AHEAD":
-        return Next.WAIT
+        return NextStep.WAIT
     if error.reason == "REFUSING" or isinstance(error, CapacityError):
-        return Next.LEAVE
+        return NextStep.LEAVE
     if isinstance(error, PeerUnavailableError) and was_failing and not has_begun:
-        return Next.LEAVE  # nobody was there to fail over it
-    return Next.RESTART
+        return NextStep.LEAVE  # nobody was there to fail over it
+    return NextStep.RESTART

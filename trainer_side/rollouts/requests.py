@@ -24,7 +24,7 @@ _CHUNK_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedVersions:
     """Policy and versions that may answer."""
 
     policy: str
@@ -49,7 +49,9 @@ class Wanted:
         return self.policy == BASE_POLICY
 
 
-def wanted_of(model: str | PolicyVersion, min_version: str | PolicyVersion | None) -> Wanted:
+def wanted_of(
+    model: str | PolicyVersion, min_version: str | PolicyVersion | None
+) -> WantedVersions:
     """Return the versions that a caller asks for; see ``RolloutClient.generate``.
 
     Raises:
@@ -63,11 +65,11 @@ def wanted_of(model: str | PolicyVersion, min_version: str | PolicyVersion | Non
                 "give one of them"
             )
         exact = version_of(model)
-        return Wanted(exact.policy, exact=exact.version)
+        return WantedVersions(exact.policy, exact=exact.version)
     policy = check_name(model, "policy")
     if min_version is None:
-        return Wanted(policy)
-    return Wanted(policy, at_least=number_of(policy, "min_version", min_version))
+        return WantedVersions(policy)
+    return WantedVersions(policy, at_least=number_of(policy, "min_version", min_version))
 
 
 def number_of(policy: str, name: str, given: str | PolicyVersion) -> int:
@@ -84,13 +86,13 @@ def number_of(policy: str, name: str, given: str | PolicyVersion) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class PromptRequest:
     """Prompt with the requirements of its samples."""
 
     index: int
     """Index of the prompt, among those of the call or stream."""
     prompt: Prompt
-    wanted: Wanted
+    wanted: WantedVersions
     num_samples: int
     """Number of samples of the prompt."""
     sampling: Sampling
@@ -113,7 +115,7 @@ class Ask:
             return missing
         return [i for at, i in enumerate(missing) if i == missing[0] + at]
 
-    def request(self, wanted: Wanted, samples: Sequence[int]) -> pb.GenerateRequest:
+    def request(self, wanted: WantedVersions, samples: Sequence[int]) -> pb.GenerateRequest:
         """Return the message that asks a replica for some of the prompt's samples.
 
         Each sample of each prompt has a seed of its own, wherever it is made. With one seed for all

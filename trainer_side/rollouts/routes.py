@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from trainer_side.rollouts.dispatch import Target
+from trainer_side.rollouts.dispatch import BusyReplica
 from trainer_side.rollouts.sample import OverAnotherBase
 from weft_rl.contract.errors import (
     InvalidRequestError,
@@ -42,7 +42,7 @@ class Routes:
         coordinator: str,
         credentials: Credentials,
         connect_seconds: float,
-        on_routes: Callable[[Iterable[Target]], None],
+        on_routes: Callable[[Iterable[BusyReplica]], None],
     ) -> None:
         self._coordinator, self._credentials = coordinator, credentials
         self._connect_seconds, self._on_routes = connect_seconds, on_routes
@@ -143,5 +143,5 @@ def _over_another_base(message: pb.OverAnotherBase) -> OverAnotherBase:
     )
 
 
-def _target(route: pb.Route) -> Target:
-    return Target(route.replica_id, route.address, vector_from_proto(route.version_vector))
+def _target(route: pb.Route) -> BusyReplica:
+    return BusyReplica(route.replica_id, route.address, vector_from_proto(route.version_vector))

@@ -79,7 +79,7 @@ class OverAnotherBase:
 
 
 @dataclass
-class Draft:
+class PartialSample:
     """Sample that is still being made."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Draft:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Padded:
+class PaddedBatch:
     """Batch tensors with one row a sample, groups in their order; on the CPU, owned by the caller.
 
     Prompts are padded on the left and completions on the right, so that ``cat([prompt_ids,
@@ -147,7 +147,7 @@ class Padded:
     """Versions of the policy that was asked, int64; -1 where there is no token."""
 
 
-def pad(groups: Sequence[SampleGroup], *, pad_token_id: int) -> Padded:
+def pad(groups: Sequence[SampleGroup], *, pad_token_id: int) -> PaddedBatch:
     """Pad samples and put them together, groups in their order; does not block.
 
     Args:
@@ -166,7 +166,7 @@ def pad(groups: Sequence[SampleGroup], *, pad_token_id: int) -> Padded:
             raise InvalidRequestError(f"a sample failed: {sample.error.message}") from sample.error
     prompt_ids, prompt_mask = _padded(prompts, pad_token_id, left=True)
     completion_ids, completion_mask = _padded([s.token_ids for s in samples], pad_token_id)
-    return Padded(
+    return PaddedBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         completion_ids=completion_ids,

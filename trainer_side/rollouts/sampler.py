@@ -11,11 +11,17 @@ from typing import Any
 
 import grpc
 
-from trainer_side.rollouts.dispatch import Dispatch, Next, Place, Target, after
-from trainer_side.rollouts.requests import Ask, Wanted
+from trainer_side.rollouts.dispatch import (
+    BusyReplica,
+    NextStep,
+    PromptDispatcher,
+    PromptRequirements,
+    after,
+)
+from trainer_side.rollouts.requests import PromptRequest, WantedVersions
 from trainer_side.rollouts.routes import Routes
-from trainer_side.rollouts.sample import Draft, Sample, SampleGroup
-from weft_rl.containers.lru import Lru
+from trainer_side.rollouts.sample import PartialSample, Sample, SampleGroup
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     StalledError,
@@ -60,13 +66,13 @@ class SamplerConfig:
 
 
 @dataclass(eq=False)
-class _Course:
+class _PromptState:
     """Course of one prompt, as far as it has come."""
 
-    ask: Ask
-    place: Place
+    ask: PromptRequest
+    place: PromptRequirements
     number: int
-    drafts: list[Draft]
+    drafts: list[PartialSample]
     made_by: list[str]
     prompt_token_ids: list[int]
     num_restarts: int = 0
@@ -94,10 +100,10 @@ class _Course:
 
 
 @dataclass(eq=False)
-class _Running:
+class _RunningRequest:
     """Request that runs at a replica."""
 
-    target: Target
+    target: BusyReplica
     call: Any
     is_stalled: bool = False
 
@@ -108,17 +114,19 @@ class Sampler:
 
     config: SamplerConfig
     _stubs: dict[str, tuple[grpc.aio.Channel, Any]] = field(default_factory=dict)
-    _running: set[_Running] = field(default_factory=set)
-    _waiting: set[_Course] = field(default_factory=set)
+    _running: set[_RunningRequest] = field(default_factory=set)
+    _waiting: set[_PromptState] = field(default_factory=set)
     _said: str = ""
     """Reason why prompts wait, as it was logged last."""
-    _remarked: Lru[str, bool] = field(default_factory=lambda: Lru(_MAX_REMARKED))
+    _remarked: LruMapping[str, bool] = field(default_factory=lambda: LruMapping(_MAX_REMARKED))
     """Remarks on samples that were logged."""
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
         config = self.config
-        self._dispatch: Dispatch[asyncio.Future[Target]] = Dispatch(config.max_requests_per_replica)
+        self._dispatch: PromptDispatcher[asyncio.Future[BusyReplica]] = PromptDispatcher(
+            config.max_requests_per_replica
+        )
         self._routes = Routes(
             config.coordinator, config.credentials, config.connect_seconds, self._set_routes
         )
@@ -136,7 +144,7 @@ class Sampler:
             for channel, _ in self._stubs.values():
                 await channel.close()
 
-    async def sample(self, ask: Ask, *, keep: bool) -> SampleGroup:
+    async def sample(self, ask: PromptRequest, *, keep: bool) -> SampleGroup:
         """Return all samples of one prompt.
 
         Args:
@@ -146,11 +154,11 @@ class Sampler:
             WeftError: The samples cannot be had; not with ``keep``.
         """
         deadline = asyncio.get_running_loop().time() + ask.timeout_seconds
-        course = _Course(
+        course = _PromptState(
             ask=ask,
-            place=Place(ask.wanted),
+            place=PromptRequirements(ask.wanted),
             number=self._dispatch.number(),
-            drafts=[Draft() for _ in range(ask.num_samples)],
+            drafts=[PartialSample() for _ in range(ask.num_samples)],
             made_by=[""] * ask.num_samples,
             prompt_token_ids=[] if isinstance(ask.prompt, str) else list(ask.prompt),
         )
@@ -186,7 +194,7 @@ class Sampler:
                 _log.warning("%s: samples are of a policy that its trainer does not hold", remark)
         return tuple(remarks)
 
-    async def _step(self, course: _Course, missing: list[int], deadline: float) -> None:
+    async def _step(self, course: _PromptState, missing: list[int], deadline: float) -> None:
         """Ask one replica for the missing samples.
 
         Raises:
@@ -210,33 +218,33 @@ class Sampler:
             has_begun=course.has_begun,
             was_failing=was_failing,
         )
-        if not (isinstance(failure, VersionChangedError) and what is Next.END):
+        if not (isinstance(failure, VersionChangedError) and what is NextStep.END):
             for index in missing:
                 if not course.drafts[index].is_whole:
-                    course.drafts[index] = Draft()
+                    course.drafts[index] = PartialSample()
         if isinstance(failure, TransferTimeoutError):
             raise course.too_late(f"{target.replica_id} was at it") from failure
         course.failure = failure
         place, name = course.place, target.replica_id
-        if what is Next.RESTART:
+        if what is NextStep.RESTART:
             course.num_restarts += 1
             if course.num_restarts > _MAX_RESTARTS:
                 raise failure
-        if what is Next.ASK_OTHERS:
+        if what is NextStep.ASK_OTHERS:
             course.place = replace(place, refused=place.refused | {name})
             if not self._dispatch.may_ask(course.place):
                 raise failure
-        elif what is Next.WAIT:
+        elif what is NextStep.WAIT:
             course.place = replace(place, is_ahead=True)
             await asyncio.sleep(min(_WAIT_SECONDS, max(0.0, deadline - clock.time())))
-        elif what is Next.END:
+        elif what is NextStep.END:
             raise failure
-        elif what is not Next.AGAIN:
+        elif what is not NextStep.AGAIN:
             target.failed(clock.time())
             course.place = replace(place, avoid=place.avoid | {name})
 
     async def _attempt(
-        self, course: _Course, missing: list[int], target: Target, deadline: float
+        self, course: _PromptState, missing: list[int], target: BusyReplica, deadline: float
     ) -> None:
         """Make one request; the drafts grow by what is streamed.
 
@@ -266,7 +274,7 @@ class Sampler:
         if not all(course.drafts[index].is_whole for index in missing):
             raise PeerUnavailableError(f"{target.replica_id} ended a sample before its end")
 
-    def _admit(self, course: _Course, admission: pb.Admission) -> None:
+    def _admit(self, course: _PromptState, admission: pb.Admission) -> None:
         """Check the version that answers, and hold restarts of the prompt to it.
 
         Raises:
@@ -301,18 +309,18 @@ class Sampler:
             # Of the base itself a replica holds one version: what starts again is of this one
             # or a later one, which its versions say.
             held = (None, number) if adapter is None else (number, None)
-            course.place = replace(course.place, wanted=Wanted(wanted.policy, *held))
+            course.place = replace(course.place, wanted=WantedVersions(wanted.policy, *held))
 
     # -- replicas -----------------------------------------------------------------
 
-    async def _take(self, course: _Course, deadline: float) -> Target:
+    async def _take(self, course: _PromptState, deadline: float) -> BusyReplica:
         """Wait for a replica and return it; the request is counted there until it is released.
 
         Raises:
             TransferTimeoutError: No replica could take the prompt in time.
         """
         clock = asyncio.get_running_loop()
-        ready: asyncio.Future[Target] = clock.create_future()
+        ready: asyncio.Future[BusyReplica] = clock.create_future()
         place = course.place
         self._dispatch.wait(place, course.number, course.ask.cost_tokens, ready)
         course.waits_since = clock.time()
@@ -347,7 +355,7 @@ class Sampler:
         again = self._dispatch.next_time(clock.time())
         self._timer = clock.call_at(again, self._pump) if again is not None else None
 
-    def _set_routes(self, routes: Iterable[Target]) -> None:
+    def _set_routes(self, routes: Iterable[BusyReplica]) -> None:
         self._dispatch.update(routes, asyncio.get_running_loop().time())
         self._pump()
         addresses = {target.address for target in self._dispatch.targets.values()}
@@ -365,14 +373,14 @@ class Sampler:
     # -- what runs ----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _watched(self, target: Target, call: Any) -> Iterator[None]:
+    def _watched(self, target: BusyReplica, call: Any) -> Iterator[None]:
         """Cancel the request at the end of the ``with``, or once its replica is found to be
         stalled.
 
         Raises:
             StalledError: The replica was stalled.
         """
-        running = _Running(target, call)
+        running = _RunningRequest(target, call)
         self._running.add(running)
         try:
             yield
@@ -386,7 +394,7 @@ class Sampler:
             self._running.discard(running)
             call.cancel()
 
-    async def _why_waiting(self, place: Place) -> str:
+    async def _why_waiting(self, place: PromptRequirements) -> str:
         """Return what a prompt waits for, and why no replica serves it, as the coordinator
         knows."""
         why = self._dispatch.why_waiting(place.wanted)

@@ -10,18 +10,18 @@ from types import TracebackType
 
 from trainer_side.rollouts.requests import (
     Prompt,
-    Wanted,
+    WantedVersions,
     checked_prompt,
     closed_error,
     number_of,
 )
 from trainer_side.rollouts.sample import SampleGroup
-from trainer_side.rollouts.window import Admitted, Window
+from trainer_side.rollouts.window import AdmittedGroup, Window
 from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import PolicyVersion
 
 #: Sends one prompt: (prompt, wanted version, index of its group).
-SampleOne = Callable[[Prompt, Wanted, int], "Future[SampleGroup]"]
+SampleOne = Callable[[Prompt, WantedVersions, int], "Future[SampleGroup]"]
 
 
 class RolloutStream:
@@ -37,7 +37,7 @@ class RolloutStream:
         self,
         prompts: Iterable[Prompt],
         window: Window,
-        wanted: Wanted,
+        wanted: WantedVersions,
         timeout_seconds: float,
         sample: SampleOne,
     ) -> None:
@@ -71,7 +71,7 @@ class RolloutStream:
             wanted = self._wanted
             if version is not None:
                 number = number_of(wanted.policy, "version", version)
-                wanted = Wanted(wanted.policy, at_least=number)
+                wanted = WantedVersions(wanted.policy, at_least=number)
             self._window.consume(count)
             self._wanted = wanted
         self._admit()
@@ -159,7 +159,7 @@ class RolloutStream:
         self._groups[group.index] = future
         future.add_done_callback(lambda _: self._note(group))
 
-    def _note(self, group: Admitted) -> None:
+    def _note(self, group: AdmittedGroup) -> None:
         with self._changed:
             group.is_ready = True
             self._tell()

@@ -16,7 +16,7 @@ from weft_rl.contract.errors import InvalidRequestError
 
 
 @dataclass
-class Admitted:
+class AdmittedGroup:
     """Group of samples that was admitted and not yet handed out."""
 
     index: int
@@ -44,7 +44,7 @@ class Window:
     num_admitted: int = 0
     num_handed: int = 0
     num_consumed: int = 0
-    waiting: list[Admitted] = field(default_factory=list)
+    waiting: list[AdmittedGroup] = field(default_factory=list)
     """Admitted groups that were not handed out, in the order of admission."""
 
     def __post_init__(self) -> None:
@@ -74,14 +74,14 @@ class Window:
         steps = self.num_consumed // self.batch_size
         return (steps + self.max_staleness + 1) * self.batch_size
 
-    def admit(self) -> Admitted:
+    def admit(self) -> AdmittedGroup:
         """Count a prompt that is sent now; return its group."""
-        group = Admitted(self.num_admitted // self.group_size, self._due)
+        group = AdmittedGroup(self.num_admitted // self.group_size, self._due)
         self.num_admitted += self.group_size
         self.waiting.append(group)
         return group
 
-    def next(self) -> Admitted | None:
+    def next(self) -> AdmittedGroup | None:
         """Return the group to hand out now, counted as handed out; None if the caller must wait.
 
         It is the first that is ready and that makes no other group late.

@@ -16,7 +16,7 @@ import torch
 
 from trainer_side.params.params import copy_into
 from trainer_side.ranks.ranks import Ranks, decode_error, encode_error
-from trainer_side.sharding.plan import Handed
+from trainer_side.sharding.plan import HandedRuns
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.runs import Run
 
@@ -30,7 +30,7 @@ _GO_ON, _STOP = 1, 0
 _OWN = -1
 
 
-class Filling(Protocol):
+class ViewFiller(Protocol):
     """Filler of views with elements."""
 
     def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
@@ -45,8 +45,8 @@ class Filling(Protocol):
         """Return elements where they lie, 1-D, in their own dtypes; None for those to be filled."""
 
 
-class Givers:
-    """Ranks that hand over to this one, as it takes from them; see ``Filling``.
+class GivingRanks:
+    """Ranks that hand over to this one, as it takes from them; see ``ViewFiller``.
 
     Args:
         source: Elements that this rank holds itself.
@@ -57,8 +57,8 @@ class Givers:
 
     def __init__(
         self,
-        source: Filling,
-        handed: Mapping[int, Handed],
+        source: ViewFiller,
+        handed: Mapping[int, HandedRuns],
         dtypes: Sequence[torch.dtype],
         ranks: Ranks,
     ) -> None:
@@ -71,7 +71,7 @@ class Givers:
         }
 
     def fill(self, runs: Sequence[Run], outs: Sequence[torch.Tensor]) -> None:
-        """See ``Filling``; called for one wire bucket after another.
+        """See ``ViewFiller``; called for one wire bucket after another.
 
         Raises:
             WeftError: The error of a rank that was to give some of it, or ``RANK_GONE``.
@@ -90,7 +90,7 @@ class Givers:
             copy_into([outs[i] for i in theirs], self._message.views)
 
     def by_reference(self, runs: Sequence[Run]) -> list[torch.Tensor | None]:
-        """See ``Filling``."""
+        """See ``ViewFiller``."""
         is_own = not any(run in self._holders for run in runs)
         return self._source.by_reference(runs) if is_own else [None] * len(runs)
 
@@ -125,7 +125,9 @@ class Givers:
             raise decode_error(bytes(text.numpy()), rank)
 
 
-def hand_over(source: Filling, handed: Handed, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
+def hand_over(
+    source: ViewFiller, handed: HandedRuns, dtypes: Sequence[torch.dtype], ranks: Ranks
+) -> None:
     """Give another rank the elements that it sends for this one.
 
     Blocks until that rank has all, or no longer wants them. A failure here is told to it, and ends

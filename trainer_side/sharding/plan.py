@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer_side.packing.packer import Packing
-from weft_rl.containers.lru import Lru
+from trainer_side.packing.packer import PackedLayout
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.group import MAX_SENDERS
 from weft_rl.contract.layout.manifest import Manifest
@@ -28,7 +28,7 @@ Held = tuple[int, Run]
 
 
 @dataclass(frozen=True)
-class Handed:
+class HandedRuns:
     """Runs that a rank holds and another sends."""
 
     to: int
@@ -43,9 +43,9 @@ class ShardPlan:
 
     senders: tuple[int, ...]
     """Ranks of the trainer that send, by their ranks in the side group."""
-    packings: tuple[Packing, ...]
+    packings: tuple[PackedLayout, ...]
     """Wire buckets of each sender, and their runs."""
-    handed: Mapping[int, Handed]
+    handed: Mapping[int, HandedRuns]
     """Runs that their sender does not hold itself, by the trainer's rank that holds them."""
     digest: bytes
     """Digest of the whole plan; the same on every rank."""
@@ -127,8 +127,10 @@ def plan_shards(
     plan = make_send_plan(len(senders), wires)
     return ShardPlan(
         senders,
-        tuple(Packing(manifest, plan, number, tuple(own)) for number, own in enumerate(carried)),
-        {rank: Handed(sends_for[rank], tuple(given)) for rank, given in handed.items()},
+        tuple(
+            PackedLayout(manifest, plan, number, tuple(own)) for number, own in enumerate(carried)
+        ),
+        {rank: HandedRuns(sends_for[rank], tuple(given)) for rank, given in handed.items()},
         hashlib.sha256(text.encode()).digest(),
     )
 
@@ -142,7 +144,9 @@ class ShardPlans:
 
     def __init__(self, max_senders: int = DEFAULT_MAX_SENDERS) -> None:
         self._max_senders = max_senders
-        self._kept: Lru[bytes, tuple[Sequence[Sequence[Held]], ShardPlan | str]] = Lru(_MAX_PLANS)
+        self._kept: LruMapping[bytes, tuple[Sequence[Sequence[Held]], ShardPlan | str]] = (
+            LruMapping(_MAX_PLANS)
+        )
 
     def plan(self, manifest: Manifest, held: Sequence[Sequence[Held]]) -> ShardPlan | str:
         """Return the plan of ``plan_shards``, or its error message where there would be too many

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.params.choose import Opened
+from trainer_side.params.choose import OpenedModel
 from trainer_side.params.names import (
     adapter_tensor_name,
     base_name_in_peft,
@@ -51,7 +51,7 @@ class Adapter:
 
 
 def adapter_of_model(
-    opened: Opened, adapter_name: str, cast: CastRule, *, check_base: bool
+    opened: OpenedModel, adapter_name: str, cast: CastRule, *, check_base: bool
 ) -> Adapter:
     """Return the adapter ``adapter_name`` of a PEFT model; its tensors by reference.
 
@@ -82,7 +82,7 @@ def adapter_of_model(
 
 
 def _adapter(
-    opened: Opened, adapter_name: str, config_json: str, cast: CastRule, *, check_base: bool
+    opened: OpenedModel, adapter_name: str, config_json: str, cast: CastRule, *, check_base: bool
 ) -> Adapter:
     model, params = opened.module, opened.params
     check_settings(parse_config(config_json))

@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.params.params import copy_into
 from trainer_side.sources.adapter_source import Adapter, config_in_names
-from trainer_side.sources.origin import BaseOf
+from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft_rl.checkpoints.files import read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
@@ -88,11 +88,11 @@ def _opened(path: Path) -> Any:
         ) from None
 
 
-def base_of_dir(path: Path) -> BaseOf:
+def base_of_dir(path: Path) -> AdapterBase:
     """Return the base of a saved adapter, as PEFT recorded it."""
     config = read_json(path / _ADAPTER_CONFIG)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    return BaseOf(
+    return AdapterBase(
         None,
         name if isinstance(name, str) else "",
         revision if isinstance(revision, str) else None,

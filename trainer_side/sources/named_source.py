@@ -176,7 +176,7 @@ def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> Non
         )
 
 
-class TiedDuplicates:
+class TiedTensors:
     """Tensors that the served model has only under another name; dropped if they are equal.
 
     Equality is told by digest, since neither they nor the tensors that they are tied to are kept.
@@ -271,7 +271,7 @@ class RunSource:
         self.metas = reference.tensors
         self._slots: Mapping[str, tuple[int, TensorSlot]] = {}
         self._seen: set[str] = set()
-        self._tied = TiedDuplicates([])
+        self._tied = TiedTensors([])
         self._open: tuple[int, TensorSlot, torch.Tensor] | None = None
         self._done = 0  # elements of it
 
@@ -279,7 +279,7 @@ class RunSource:
         """Begin with a layout that was planned of ``metas``; called once."""
         self._manifest = manifest
         self._slots = {slot.meta.name: (i, slot) for i, slot in enumerate(manifest.tensors)}
-        self._tied = TiedDuplicates([slot.meta for slot in manifest.tensors])
+        self._tied = TiedTensors([slot.meta for slot in manifest.tensors])
 
     def fill(
         self, payload: torch.Tensor, on_progress: Callable[[], None]
@@ -382,7 +382,7 @@ class OrderedSource:
     ) -> None:
         self._steps, self._cast = steps, cast
         pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
-        known, by_shape = reference.by_name, TiedDuplicates(reference.tensors)
+        known, by_shape = reference.by_name, TiedTensors(reference.tensors)
         metas: list[TensorMeta] = []
         tied_to: set[str] = set()
         for name, said in pairs:
@@ -398,7 +398,7 @@ class OrderedSource:
         self.metas = tuple(metas)
         self._order = [name for name, _ in pairs]
         self._tied_to = tied_to
-        self._tied = TiedDuplicates([m for m in metas if m.name in tied_to])
+        self._tied = TiedTensors([m for m in metas if m.name in tied_to])
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``; collective, though the other ranks follow tensor by tensor."""

@@ -14,7 +14,7 @@ import torch
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.checkpoints.reader import CheckpointReader
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.checkpoint import Checkpoint, CheckpointState
 from weft_rl.contract.names import provenance
 
@@ -26,7 +26,7 @@ _GRACE_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
-class BaseOf:
+class AdapterBase:
     """Base of an adapter, as it was handed over."""
 
     module: torch.nn.Module | None = None
@@ -36,7 +36,7 @@ class BaseOf:
     revision: str | None = None
 
     @classmethod
-    def of(cls, module: Any) -> BaseOf:
+    def of(cls, module: Any) -> AdapterBase:
         """Describe a base model; those of transformers know what they were loaded from."""
         config = getattr(module, "config", None)
         name = getattr(module, "name_or_path", "") or getattr(config, "_name_or_path", "")
@@ -45,7 +45,7 @@ class BaseOf:
 
 
 @dataclass(frozen=True)
-class Origin:
+class TrainingBase:
     """Version of the base that an adapter was trained on."""
 
     version: int | None
@@ -57,7 +57,7 @@ class Origin:
         return json.dumps([self.version, self.why]).encode() + b"\0" + rest
 
     @classmethod
-    def decode(cls, data: bytes) -> tuple[Origin, bytes]:
+    def decode(cls, data: bytes) -> tuple[TrainingBase, bytes]:
         """Decode the result of ``encode``."""
         head, _, rest = data.partition(b"\0")
         return cls(*json.loads(head)), rest
@@ -75,7 +75,7 @@ class Origin:
 
 
 @dataclass
-class Origins:
+class KnownBases:
     """Knowledge of one publisher about its bases; used by one thread at a time.
 
     Args:
@@ -84,24 +84,24 @@ class Origins:
 
     cache: DigestCache | None = None
     _pushed: WeakKeyDictionary[torch.nn.Module, int] = field(default_factory=WeakKeyDictionary)
-    _readers: Lru[tuple[str, str | None], CheckpointReader] = field(
-        default_factory=lambda: Lru(_MAX_CHECKPOINTS, CheckpointReader.close)
+    _readers: LruMapping[tuple[str, str | None], CheckpointReader] = field(
+        default_factory=lambda: LruMapping(_MAX_CHECKPOINTS, CheckpointReader.close)
     )
 
-    def pushed(self, base: BaseOf, version: int) -> None:
+    def pushed(self, base: AdapterBase, version: int) -> None:
         """Note that a model is that version of the base now."""
         if base.module is not None:
             self._pushed[base.module] = version
 
     def of(
         self,
-        base: BaseOf,
+        base: AdapterBase,
         said: int | None,
         base_checkpoint: bytes,
         deadline: float,
         *,
         must_know: bool = False,
-    ) -> Origin:
+    ) -> TrainingBase:
         """Return the version that an adapter on this base was trained on.
 
         Blocks with ``must_know`` until its checkpoint is read; otherwise for a moment at most.
@@ -114,11 +114,13 @@ class Origins:
             must_know: True if the push is refused unless the version is known.
         """
         if said is not None:
-            return Origin(said)
+            return TrainingBase(said)
         if base.module is not None and base.module in self._pushed:
-            return Origin(self._pushed[base.module])
+            return TrainingBase(self._pushed[base.module])
         if not base.loaded_from:
-            return Origin(None, "its base does not say what it was loaded from: say base='base@N'")
+            return TrainingBase(
+                None, "its base does not say what it was loaded from: say base='base@N'"
+            )
         key = (base.loaded_from, base.revision)
         seconds = deadline - time.monotonic() if must_know else 0.0
         reader = self._readers.get(key)
@@ -134,17 +136,19 @@ class Origins:
             self._readers.drop_oldest()
 
 
-def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> Origin:
+def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> TrainingBase:
     match own.state:
         case CheckpointState.READING:
-            return Origin(None, f"{name}, which its base was loaded from, is still being read")
+            return TrainingBase(
+                None, f"{name}, which its base was loaded from, is still being read"
+            )
         case CheckpointState.NOT_COMPARED:
-            return Origin(None, f"{own.reason}: say base='base@N'")
+            return TrainingBase(None, f"{own.reason}: say base='base@N'")
     if not base_checkpoint:
-        return Origin(None, "no replica has told what base@0 is: say base='base@N'")
+        return TrainingBase(None, "no replica has told what base@0 is: say base='base@N'")
     if own.digest != base_checkpoint:
-        return Origin(None, f"its base was loaded from {name}, which is not what base@0 is")
-    return Origin(0)
+        return TrainingBase(None, f"its base was loaded from {name}, which is not what base@0 is")
+    return TrainingBase(0)
 
 
 def _files(name: str, revision: str | None) -> list[Path]:

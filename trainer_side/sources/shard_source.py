@@ -126,7 +126,7 @@ class ShardSource:
 
 
 @dataclass(frozen=True)
-class GatheredWhole:
+class GatheredTensors:
     """Tensors of one push that rank 0 gathers bucket by bucket, since most must be gathered
     anyhow."""
 
@@ -147,7 +147,7 @@ class GatheredWhole:
         )
 
 
-def shard_source(source: Source, ranks: Ranks) -> ShardSource | GatheredWhole | None:
+def shard_source(source: Source, ranks: Ranks) -> ShardSource | GatheredTensors | None:
     """Return the tensors of ``source`` as the ranks hold them, or why rank 0 gathers all.
 
     None where rank 0 has all: in a trainer of one rank, or of whole parameters. The same on every
@@ -160,11 +160,11 @@ def shard_source(source: Source, ranks: Ranks) -> ShardSource | GatheredWhole | 
     # Of a source that is kept, parameters have not moved.
     if source.shards is None or source.shards[0] is not ranks:
         source.shards = ranks, _shards_of(source, ranks)
-    found: ShardSource | GatheredWhole = source.shards[1]
+    found: ShardSource | GatheredTensors = source.shards[1]
     return found
 
 
-def _shards_of(source: HeldSource, ranks: Ranks) -> ShardSource | GatheredWhole:
+def _shards_of(source: HeldSource, ranks: Ranks) -> ShardSource | GatheredTensors:
     found = [_sendable(i, source.elements(i), source) for i in range(len(source.metas))]
     left = sum(m.num_bytes for m, each in zip(source.metas, found, strict=True) if each is None)
     total = sum(meta.num_bytes for meta in source.metas)
@@ -172,7 +172,7 @@ def _shards_of(source: HeldSource, ranks: Ranks) -> ShardSource | GatheredWhole:
         missing = [i for i, each in enumerate(found) if each is None]
         first = source.metas[missing[0]].name
         why = _why_gathered(missing[0], source)
-        return GatheredWhole(len(missing), len(found), first, why)
+        return GatheredTensors(len(missing), len(found), first, why)
     return ShardSource(source, found, ranks.rank)
 
 

@@ -29,7 +29,7 @@ _MAX_ENTRY_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Identity:
+class FileState:
     """Identity of a file in one state of its content."""
 
     path: str
@@ -39,7 +39,7 @@ class Identity:
     device: int
 
     @classmethod
-    def of(cls, path: Path) -> Identity:
+    def of(cls, path: Path) -> FileState:
         """Return the identity of a file now; links are followed.
 
         Raises:
@@ -72,7 +72,7 @@ class DigestCache:
                 return cls(None)
         return cls(Path(root) / "weft" / "checkpoints")
 
-    def get(self, identity: Identity) -> tuple[StoredTensor, ...] | None:
+    def get(self, identity: FileState) -> tuple[StoredTensor, ...] | None:
         """Return the tensors that a file held when it was put in that state; None if not known."""
         if self._folder is None:
             return None
@@ -90,7 +90,7 @@ class DigestCache:
             _log.info("ignoring the digest cache %s: %s", self._file(identity), error)
             return None
 
-    def put(self, identity: Identity, tensors: tuple[StoredTensor, ...]) -> None:
+    def put(self, identity: FileState, tensors: tuple[StoredTensor, ...]) -> None:
         """Remember the tensors that a file holds."""
         if self._folder is None:
             return
@@ -118,12 +118,12 @@ class DigestCache:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def _file(self, identity: Identity) -> Path:
+    def _file(self, identity: FileState) -> Path:
         assert self._folder is not None
         name = hashlib.sha256(os.fsencode(identity.path)).hexdigest()[:32]
         return self._folder / f"{name}.json"
 
 
-def _fields(identity: Identity) -> tuple[str, int, int, int, int]:
+def _fields(identity: FileState) -> tuple[str, int, int, int, int]:
     path = os.fsencode(identity.path).hex()
     return path, identity.size, identity.mtime_ns, identity.inode, identity.device

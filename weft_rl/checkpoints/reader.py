@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft_rl.checkpoints.digest_cache import DigestCache, Identity
+from weft_rl.checkpoints.digest_cache import DigestCache, FileState
 from weft_rl.contract.checkpoint import (
     MAX_FILES,
     READING,
@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 2**20
 
 
-class Stopped(Exception):
+class DigestCancelledError(Exception):
     """End of a digest that nobody wants any more."""
 
 
@@ -104,7 +104,7 @@ def _digest(
     total = done = 0
     while done < num_bytes:
         if stop.is_set():
-            raise Stopped
+            raise DigestCancelledError
         want = min(len(view), num_bytes - done)
         got = 0
         while got < want:
@@ -178,18 +178,18 @@ def read_tensors(
 def _digest_cached(
     path: Path, cache: DigestCache, stop: threading.Event
 ) -> tuple[StoredTensor, ...]:
-    before = Identity.of(path)
+    before = FileState.of(path)
     known = cache.get(before)
     if known is not None:
         return known
     found = digest_file(path, stop)
-    if Identity.of(path) != before:
+    if FileState.of(path) != before:
         raise InvalidRequestError(f"{path} changed while it was read")
     cache.put(before, found)
     return found
 
 
-class _Stop(threading.Event):
+class _StopEvent(threading.Event):
     """Order to stop reading. It is asked for between reads, which shows that they go on."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class CheckpointReader:
         self, find: Callable[[], Sequence[Path]], cache: DigestCache | None = None
     ) -> None:
         self._find, self._cache = find, cache or DigestCache.of_user()
-        self._stop, self._done = _Stop(), threading.Event()
+        self._stop, self._done = _StopEvent(), threading.Event()
         self._checkpoint = READING
         self._tensors: tuple[StoredTensor, ...] = ()
         self._thread = threading.Thread(target=self._run, name="weft-checkpoint", daemon=True)
@@ -265,7 +265,7 @@ class CheckpointReader:
             )
         except LookupError as why:
             found = not_compared(str(why.args[0]) if why.args else "no files")
-        except Stopped:
+        except DigestCancelledError:
             found = not_compared("its reading was stopped")
         except Exception as error:  # noqa: BLE001 (whatever is wrong with files, serving continues)
             _log.warning("the checkpoint cannot be compared: %s", error)

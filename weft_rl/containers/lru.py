@@ -10,7 +10,7 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
-class Lru(Generic[_K, _V]):
+class LruMapping(Generic[_K, _V]):
     """A mapping that drops the least recently used beyond its bound; not thread-safe.
 
     Args:

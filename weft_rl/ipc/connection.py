@@ -187,7 +187,7 @@ class Connection(Generic[_M]):
             PeerGoneError: The peer is gone.
         """
         number, content = self.codec.encode(message)
-        outgoing = Outgoing(self, number, memoryview(content), fd)
+        outgoing = OutgoingFrame(self, number, memoryview(content), fd)
         with self._sending:
             try:
                 finish([outgoing], time.monotonic() + (_FRAME_SECONDS if self.is_stream else 0.0))
@@ -207,7 +207,7 @@ class Connection(Generic[_M]):
             PeerGoneError: The peer is gone.
             PeerError: The peer said what is no message.
         """
-        incoming = Incoming(self)
+        incoming = IncomingFrame(self)
         if not self.poll(timeout_seconds):
             raise _timeout([incoming])
         finish([incoming], time.monotonic() + _FRAME_SECONDS)
@@ -253,7 +253,7 @@ class Connection(Generic[_M]):
         return PeerGoneError(f"{self.peer} is gone: {error}")
 
 
-class Outgoing:
+class OutgoingFrame:
     """Frame on its way out.
 
     Args:
@@ -298,7 +298,7 @@ class Outgoing:
         return True
 
 
-class Incoming:
+class IncomingFrame:
     """Frame on its way in.
 
     Args:
@@ -399,7 +399,7 @@ class Incoming:
         self._read += data[_HEAD.size :]
 
 
-def finish(frames: Sequence[Outgoing | Incoming], deadline: float) -> None:
+def finish(frames: Sequence[OutgoingFrame | IncomingFrame], deadline: float) -> None:
     """Send and receive frames, all at once; block until all have gone and come.
 
     Args:
@@ -420,9 +420,12 @@ def finish(frames: Sequence[Outgoing | Incoming], deadline: float) -> None:
             raise _timeout(pending)
 
 
-def _timeout(pending: Sequence[Outgoing | Incoming]) -> PeerTimeoutError:
+def _timeout(pending: Sequence[OutgoingFrame | IncomingFrame]) -> PeerTimeoutError:
     said = []
-    for kind, what in ((Outgoing, "read nothing, or too slowly,"), (Incoming, "was silent")):
+    for kind, what in (
+        (OutgoingFrame, "read nothing, or too slowly,"),
+        (IncomingFrame, "was silent"),
+    ):
         peers = dict.fromkeys(each.connection.peer for each in pending if isinstance(each, kind))
         if peers:
             said.append(f"{', '.join(peers)} {what} until the deadline")

@@ -11,8 +11,8 @@ from typing import Any, Final
 from weft_rl.ipc.connection import (
     STREAM_HEAD_BYTES,
     Connection,
-    Incoming,
-    Outgoing,
+    IncomingFrame,
+    OutgoingFrame,
     PeerError,
     finish,
 )
@@ -84,13 +84,13 @@ class Handshake:
 
     def _say(self, connection: Connection[Any], role: str, said: bytes = b"") -> None:
         content = memoryview(derive(self._secret, role) + said)
-        finish([Outgoing(connection, _HELLO, content)], time.monotonic())
+        finish([OutgoingFrame(connection, _HELLO, content)], time.monotonic())
 
     def _hear(
         self, connection: Connection[Any], num_bytes: int, role: str, deadline: float
     ) -> memoryview:
         """Return what the peer says beside the proof of its role."""
-        hello = _Hello(connection, num_bytes)
+        hello = _HelloFrame(connection, num_bytes)
         finish([hello], deadline)
         shown, said = hello.content[:_PROOF_BYTES], hello.content[_PROOF_BYTES:]
         if not hmac.compare_digest(shown, derive(self._secret, role)):
@@ -98,7 +98,7 @@ class Handshake:
         return said
 
 
-class _Hello(Incoming):
+class _HelloFrame(IncomingFrame):
     """First frame of a peer."""
 
     def __init__(self, connection: Connection[Any], num_bytes: int) -> None:

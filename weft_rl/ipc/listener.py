@@ -24,7 +24,7 @@ _HUNG_UP: Final = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _RETRY_SECONDS: Final = 0.1
 
 
-class Arrivals:
+class NewConnections:
     """Connections to a listening socket, from ``accept`` until they have said hello.
 
     Whoever connects to Weft's sockets speaks at once. A connection that stays silent is kept, but
@@ -125,8 +125,8 @@ class Listener:
         serve: Function that is given each of them, a blocking socket that is its own; returns soon,
             never raises.
         name: Name of the thread.
-        max_silent: See ``Arrivals``.
-        hello_bytes: See ``Arrivals``.
+        max_silent: See ``NewConnections``.
+        hello_bytes: See ``NewConnections``.
 
     Raises:
         OSError: No descriptor is free; the socket is closed.
@@ -145,7 +145,7 @@ class Listener:
         close_in_children(listening)
         with contextlib.ExitStack() as unused:
             unused.callback(listening.close)
-            self._arrivals = Arrivals(listening, max_silent, hello_bytes)
+            self._arrivals = NewConnections(listening, max_silent, hello_bytes)
             unused.callback(self._arrivals.close)
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()

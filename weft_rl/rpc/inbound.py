@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -54,7 +54,7 @@ def parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     Args:
         parse: Generated deserialiser of the message (``FromString``).
     """
-    taken: Lru[bytes, None] = Lru(_MAX_TAKEN)
+    taken: LruMapping[bytes, None] = LruMapping(_MAX_TAKEN)
 
     def parse_and_check(data: bytes) -> Any:
         try:

@@ -26,9 +26,15 @@ from weft_rl.contract.errors import UnsupportedError
 from weft_rl.interrupts import Flag
 from weft_rl.transport.one_sided import memory
 from weft_rl.transport.one_sided.directory import why_unavailable
-from weft_rl.transport.one_sided.members import Receiving, Sending
+from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.wire.options import IN_ITS_BUFFER, WHOLE, Arrived, BucketOptions, write_tail
+from weft_rl.transport.wire.options import (
+    IN_ITS_BUFFER,
+    WHOLE,
+    ArrivedBucket,
+    BucketOptions,
+    write_tail,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +66,7 @@ class Work(Protocol):
         """True if the library has let go of the buffer."""
 
     @property
-    def arrived(self) -> Arrived:
+    def arrived(self) -> ArrivedBucket:
         """Way in which the bytes have arrived, once the broadcast has ended; until
         ``give_back``."""
 
@@ -153,10 +159,14 @@ def open_backend(
             f"have {', '.join(available_backends(device))}"
         )
     if name == NCCL:
-        return _Nccl(store, rank, size, device)
+        return _NcclBackend(store, rank, size, device)
     if name == ONE_SIDED:
-        return Sending(store, size) if rank == SENDER_RANK else Receiving(store, rank, device)
-    return _Gloo(store, rank, size, host)
+        return (
+            OneSidedSender(store, size)
+            if rank == SENDER_RANK
+            else OneSidedReceiver(store, rank, device)
+        )
+    return _GlooBackend(store, rank, size, host)
 
 
 class _LibraryWork:
@@ -177,7 +187,7 @@ class _LibraryWork:
 # Gloo's threads drop what told of an operation's end, and then the operation with its tensor
 # unless it is held here, too. Either takes the interpreter's lock, and a thread that asks for
 # that while the interpreter is torn down ends the process with SIGABRT.
-_TOLD: weakref.WeakSet[_Tell] = weakref.WeakSet()
+_TOLD: weakref.WeakSet[_EndCallback] = weakref.WeakSet()
 _SENT: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_GlooWork]]] = {}
 
 
@@ -193,7 +203,7 @@ def works_to_hold(seconds: float) -> list[object]:
         time.sleep(0.001)
 
 
-class _Tell:
+class _EndCallback:
     """Callback on gloo's thread that tells that an operation has ended."""
 
     def __init__(self, ended: Flag) -> None:
@@ -216,7 +226,7 @@ class _GlooWork(_LibraryWork):
         self._ended = Flag()
         key = id(sent)
         _SENT[key] = weakref.ref(sent, lambda _: _SENT.pop(key, None)), weakref.ref(self)
-        work.get_future().add_done_callback(_Tell(self._ended))
+        work.get_future().add_done_callback(_EndCallback(self._ended))
 
     def wait_until(self, deadline: float) -> bool:
         return self._ended.wait(deadline - time.monotonic())
@@ -233,7 +243,7 @@ class _GlooWork(_LibraryWork):
         self._ended.set()
 
 
-class _Gloo:
+class _GlooBackend:
     """Backend between hosts' memories. Forming is lazy: the first broadcast connects.
 
     It cannot be aborted (``ProcessGroupGloo.abort`` does nothing in torch 2.13): what is
@@ -296,7 +306,7 @@ class _NcclWork(_LibraryWork):
         self._woken = True
 
 
-class _Nccl:
+class _NcclBackend:
     """Backend between accelerators' memories, on ``device``.
 
     The communicator is made by the first broadcast (about a second) and kept. Work is

@@ -28,7 +28,7 @@ from weft_rl.transport.backends import (
 )
 from weft_rl.transport.progress import PROGRESS_SECONDS, report_while
 from weft_rl.transport.rendezvous_store import RendezvousStore
-from weft_rl.transport.wire.options import WHOLE, Arrived, BucketOptions
+from weft_rl.transport.wire.options import WHOLE, ArrivedBucket, BucketOptions
 
 __all__ = [
     "SENDER_RANK",
@@ -126,7 +126,7 @@ class Operation:
         return self._work.done
 
     @property
-    def arrived(self) -> Arrived:
+    def arrived(self) -> ArrivedBucket:
         """Way in which the bytes of a receive have arrived, after ``wait``."""
         return self._work.arrived
 
@@ -321,7 +321,7 @@ class SideGroup:
 _DROP_SECONDS = 2.0
 
 
-class _Parked:
+class _ParkedGroups:
     """Groups whose operations may still touch memory, held until they end or the process does."""
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ class _Parked:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
 
 
-_PARKED = _Parked()
+_PARKED = _ParkedGroups()
 atexit.register(_PARKED.abandon)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import grpc
 import torch
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import (
     PeerUnavailableError,
     StaleEpochError,
@@ -47,7 +47,7 @@ _MAX_QUEUED = 10_000
 _WELCOME_SECONDS = 10.0
 
 
-class Attendance:
+class AttendStream:
     """One rank's Attend stream, open as long as its group is kept.
 
     ``on_message`` is called on the stream's own thread for every direction but the
@@ -150,7 +150,7 @@ class Progress:
         attendance: The rank's stream.
     """
 
-    def __init__(self, attendance: Attendance) -> None:
+    def __init__(self, attendance: AttendStream) -> None:
         self._attendance = attendance
 
     def report(
@@ -215,7 +215,7 @@ class Membership:
         try:
             for sender in (ticket.rank,) if is_sender else range(ticket.num_senders):
                 self.lanes[sender] = self._open_lane(ticket, sender, device)
-            self.attendance = Attendance(
+            self.attendance = AttendStream(
                 self.stub,
                 self.credential,
                 ticket.rank,
@@ -286,7 +286,7 @@ class FetchedManifests:
     """Cache of a process's most recently used manifests; used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._kept: Lru[bytes, Manifest] = Lru(MAX_KEPT)
+        self._kept: LruMapping[bytes, Manifest] = LruMapping(MAX_KEPT)
 
     def get(
         self,

@@ -2,7 +2,7 @@
 
 A ``SendingRank`` is one membership. It knows neither where the bytes come from (a trainer's
 model, a replica's own copy) nor what they are: ``Buckets`` makes each when its turn has come.
-How far a transfer is outlives a membership (``Sending``): a push whose members are lost is
+How far a transfer is outlives a membership (``SenderProgress``): a push whose members are lost is
 sent on by another membership, in another group; a clone never is.
 
 Where a transfer has several senders, each sends its wire buckets of the send plan, in their
@@ -31,14 +31,14 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.layout.send_plan import SendPlan
-from weft_rl.interrupts import Doorbell
+from weft_rl.interrupts import ThreadWaker
 from weft_rl.rpc.codec import content_to_proto, ticket_from_proto
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport.digests.wsum64 import content_digest
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
 from weft_rl.transport.progress import seconds_to_report
-from weft_rl.transport.wire.buckets import Sealed
+from weft_rl.transport.wire.buckets import SealedBucket
 from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
 
@@ -70,12 +70,13 @@ class Buckets(Protocol):
     def num_buffers(self) -> int:
         """Number of buckets that are held at once."""
 
-    def make(self, index: int, on_progress: Callable[[], None]) -> Sealed:
+    def make(self, index: int, on_progress: Callable[[], None]) -> SealedBucket:
         """Make a bucket in the buffer of bucket ``index - num_buffers``; each once, in order.
         Blocks until its bytes are there.
 
         Args:
-            index: Place among the buckets that this sender sends, from 0; see ``Sending.indices``.
+            index: Place among the buckets that this sender sends, from 0; see
+                ``SenderProgress.indices``.
             on_progress: Called now and then by what may take long.
         """
 
@@ -93,7 +94,7 @@ class Buckets(Protocol):
 
 
 @dataclass
-class Sending:
+class SenderProgress:
     """One transfer's progress; it outlives the groups that carry it."""
 
     transfer_id: str
@@ -103,7 +104,7 @@ class Sending:
     progress: Progress | None = None
     digests: list[int] = field(default_factory=list)
     """Digests in the trailers of the buckets made so far, in order."""
-    sealed: dict[int, Sealed] = field(default_factory=dict)
+    sealed: dict[int, SealedBucket] = field(default_factory=dict)
     """Held buckets, by their place among those that are sent here."""
     num_released: int = 0
     """Number of buckets that every receiver has verified, in any group."""
@@ -119,12 +120,12 @@ class Sending:
         return self.buckets.plan.sent_by(self.buckets.sender)
 
 
-class Reformed(Exception):
+class MembersLostError(Exception):
     """Loss of members, after which the transfer resumes in ``SendingRank.successor``."""
 
 
 @dataclass
-class _Direction:
+class _TransferState:
     """State of the transfer under way, as the coordinator has told it."""
 
     transfer_id: str = ""
@@ -158,8 +159,8 @@ class SendingRank:
         #: The place in the group that the transfer resumes in, if it is another one.
         self.successor: GroupTicket | None = None
         self._lock = threading.RLock()  # guards all that the stream's thread says
-        self._changed = Doorbell()
-        self._direction = _Direction()
+        self._changed = ThreadWaker()
+        self._direction = _TransferState()
         self._broken: WeftError | None = None
         self._num_sent = 0
         self._membership = Membership(
@@ -191,7 +192,7 @@ class SendingRank:
         said = pb.Progress(transfer_id=transfer_id, activity=pb.ACTIVITY_PACKING)
         self._membership.attendance.send(pb.AttendRequest(progress=said))
 
-    def send(self, sending: Sending) -> bytes:
+    def send(self, sending: SenderProgress) -> bytes:
         """Send every bucket that the receivers lack, each kept until all have verified it.
 
         Blocks until the last bucket was released. Says what it sent as soon as all is handed
@@ -257,7 +258,7 @@ class SendingRank:
         self._broken = self._broken or WeftError("the sender has left the group")
         return self._membership.leave()
 
-    def _hand_over(self, sending: Sending) -> list[Operation]:
+    def _hand_over(self, sending: SenderProgress) -> list[Operation]:
         """Hand every bucket that the receivers lack to the backend; return the operations under way
         at the end."""
         buckets = sending.buckets
@@ -293,7 +294,7 @@ class SendingRank:
             self._num_sent = indices[nth] + 1
         return [*operations.values()]
 
-    def _stage(self, sending: Sending) -> bytes:
+    def _stage(self, sending: SenderProgress) -> bytes:
         """Report that all buckets were handed over; return their content digest."""
         digest = content_digest(sending.buckets.digests(sending.digests))
         content = content_to_proto(sending.buckets.manifest, digest)
@@ -301,7 +302,7 @@ class SendingRank:
         self._membership.attendance.send(pb.AttendRequest(staged=staged))
         return digest
 
-    def _make(self, sending: Sending) -> None:
+    def _make(self, sending: SenderProgress) -> None:
         on_progress = partial(self._say, pb.ACTIVITY_PACKING)
         on_progress()
         nth, buckets = len(sending.digests), sending.buckets
@@ -310,7 +311,7 @@ class SendingRank:
         sending.digests.append(sealed.digest)
 
     def _await_released(
-        self, sending: Sending, num_wanted: int, operation: Operation | None = None
+        self, sending: SenderProgress, num_wanted: int, operation: Operation | None = None
     ) -> None:
         """Block until all receivers have verified ``num_wanted`` buckets. The coordinator says so,
         or the receivers themselves on ``operation``, the last of these buckets: that comes sooner.
@@ -329,7 +330,7 @@ class SendingRank:
         if sending.progress is not None:
             sending.progress(sending.num_released, sending.num_buckets)
 
-    def _await_sum(self, sending: Sending) -> None:
+    def _await_sum(self, sending: SenderProgress) -> None:
         """Block until the other senders' parts of the digests are known, or the transfer goes
         on in another group."""
         while not sending.buckets.are_summed():
@@ -376,7 +377,7 @@ class SendingRank:
 
     def _raise_end(self) -> None:
         if self.successor is not None:
-            raise Reformed
+            raise MembersLostError
         if self._direction.error is not None:
             raise self._direction.error
         if self._broken is not None:
@@ -410,11 +411,11 @@ class SendingRank:
                 self._membership.abort(WeftError("resuming in another group"))
         self._changed.ring()
 
-    def _follow(self, transfer_id: str) -> _Direction:
+    def _follow(self, transfer_id: str) -> _TransferState:
         """Return the direction of a transfer; Start may come before ``send`` is called."""
         with self._lock:
             if self._direction.transfer_id != transfer_id:
-                self._direction = _Direction(transfer_id)
+                self._direction = _TransferState(transfer_id)
                 self._num_sent = 0
             return self._direction
 

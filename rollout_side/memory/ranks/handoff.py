@@ -31,9 +31,9 @@ from rollout_side.memory.ranks.messages import (
     Complete,
     Layout,
     Loaded,
+    LoadRequest,
     Message,
     RankConnection,
-    Wanted,
     Working,
 )
 from rollout_side.memory.segment import Segment
@@ -138,7 +138,7 @@ class RankServer:
         try:
             if not connection.poll(_HELLO_SECONDS):
                 raise NotReadyError("a rank has connected and said nothing")
-            wanted = connection.hear(Wanted)
+            wanted = connection.hear(LoadRequest)
             connection.name_peer(f"rank {wanted.rank} of the replica")
             handoff = self._find(wanted.transfer_id)
             if handoff is None:
@@ -222,7 +222,7 @@ class RankHandoff:
     def manifest(self) -> Manifest:
         """See ``Handoff``; blocks for it, on the loader's thread."""
         self._connect()
-        self._send(Wanted(self.transfer_id, self._rank))
+        self._send(LoadRequest(self.transfer_id, self._rank))
         return self._receive(Layout).manifest
 
     @property

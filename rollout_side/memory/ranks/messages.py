@@ -40,7 +40,7 @@ _MAX_LAYOUT = 2**29
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadRequest:
     """First message of a rank: the transfer that it loads."""
 
     transfer_id: str
@@ -49,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Layout:
-    """Answer to ``Wanted``: the layout of the version."""
+    """Answer to ``LoadRequest``: the layout of the version."""
 
     manifest: Manifest
 
@@ -98,7 +98,7 @@ class Failed:
         return error_from_reason(self.reason, self.message, {})
 
 
-Message = Wanted | Layout | Buffers | Arrived | Working | Loaded | Complete | Failed
+Message = LoadRequest | Layout | Buffers | Arrived | Working | Loaded | Complete | Failed
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
@@ -208,13 +208,13 @@ def _text(text: str, max_bytes: int) -> bytes:
     return text.encode("utf-8", "replace")[:max_bytes]
 
 
-def _pack_wanted(message: Wanted) -> bytes:
+def _pack_wanted(message: LoadRequest) -> bytes:
     return _NUMBER.pack(message.rank) + _text(message.transfer_id, _MAX_ID)
 
 
-def _unpack_wanted(reader: _Reader) -> Wanted:
+def _unpack_wanted(reader: _Reader) -> LoadRequest:
     (rank,) = reader.fields(_NUMBER)
-    return Wanted(reader.take(reader.num_left).decode(), rank)
+    return LoadRequest(reader.take(reader.num_left).decode(), rank)
 
 
 def _pack_layout(message: Layout) -> bytes:
@@ -319,7 +319,7 @@ MESSAGES: Final = Codec[Message](
     b"WEFR",
     2,
     {
-        1: _kind(Wanted, _NUMBER.size + _MAX_ID, _pack_wanted, _unpack_wanted),
+        1: _kind(LoadRequest, _NUMBER.size + _MAX_ID, _pack_wanted, _unpack_wanted),
         2: _kind(Layout, _MAX_LAYOUT, _pack_layout, _unpack_layout),
         3: _kind(Buffers, _MAX_REFS * _MAX_REF, _pack_buffers, _unpack_buffers),
         4: _kind(

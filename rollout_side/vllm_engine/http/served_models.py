@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_side.engine import AbsentPolicy, AliasRefusals
+from rollout_side.engine import AliasRefusals, UnservedPolicy
 from rollout_side.vllm_engine.loading import lora_hook
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -85,7 +85,7 @@ class ServedModels:
         self._aliases: dict[str, PolicyVersion] = {}
         self._refused = AliasRefusals()
         #: Policies that the pool does not serve any more, by name.
-        self.absent: Mapping[str, AbsentPolicy] = {}
+        self.absent: Mapping[str, UnservedPolicy] = {}
         #: Version that ``base`` stands for; see ``set_base``.
         self.base = PolicyVersion(BASE_POLICY, 0)
         #: Names that vLLM's server has by its own arguments, sorted: of the base model, and

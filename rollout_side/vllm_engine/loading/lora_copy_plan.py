@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import bits, storage_of
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class _SlotCopy:
         return self.num_elements == self.stacked[0].numel()
 
 
-class _Cuts:
+class _FlatPieces:
     """Places of flat pieces in an adapter's elements of their dtype: one call views them all."""
 
     def __init__(self, pieces: Sequence[_SlotCopy], dtype: torch.dtype) -> None:
@@ -113,10 +113,10 @@ class SlotPlan:
         self._strided = [index for index, piece in enumerate(pieces) if not piece.is_flat]
         filled = {storage_of(piece.stacked) for piece in pieces if piece.fills_slot}
         self._zeroed = [stacked for stacked in cleared if storage_of(stacked) not in filled]
-        self._views: Lru[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = Lru(
+        self._views: LruMapping[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = LruMapping(
             _MAX_SLOTS_OF_VIEWS
         )
-        self._cuts = {d: _Cuts(pieces, d) for d in {piece.stacked.dtype for piece in pieces}}
+        self._cuts = {d: _FlatPieces(pieces, d) for d in {piece.stacked.dtype for piece in pieces}}
         self._scaled: dict[float, list[int]] = {}
         for index, piece in enumerate(pieces):
             if piece.scale != 1:
@@ -188,7 +188,7 @@ class AdapterLoader:
     """Loader of adapters into one worker's engine; used by the engine's thread."""
 
     def __init__(self) -> None:
-        self._plans: Lru[tuple[bytes, str], SlotPlan | None] = Lru(_MAX_PLANS)
+        self._plans: LruMapping[tuple[bytes, str], SlotPlan | None] = LruMapping(_MAX_PLANS)
 
     def load(self, worker: Any, entry: AdapterEntry, request: Any) -> None:
         """Do ``worker.add_lora(request)``, by copies where they are known to do the same.
@@ -234,7 +234,7 @@ def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
     """Return a ``LoRAModel`` whose tensors are made when they are asked for."""
     base = importlib.import_module("vllm.lora.lora_model").LoRAModel
 
-    class Deferred(base):  # type: ignore[misc, valid-type]
+    class DeferredLoraModel(base):  # type: ignore[misc, valid-type]
         weft_quiet = True  # while the managers take it in
 
         def __init__(self) -> None:
@@ -262,7 +262,7 @@ def _deferred_model(manager: Any, request: Any, rank: int) -> Any:
         def check_lora_name(self, lora_name: str) -> bool:
             return lora_name in self.loras
 
-    return Deferred()
+    return DeferredLoraModel()
 
 
 # -- learning -----------------------------------------------------------------------

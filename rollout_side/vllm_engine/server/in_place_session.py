@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Pending:
+class _PendingLoad:
     """Load that was begun, and neither committed nor ended."""
 
     transfer_id: str
@@ -40,7 +40,7 @@ class InPlaceSession:
 
     def __init__(self, workers: WorkerCalls, gate: RequestGate) -> None:
         self._workers, self._gate = workers, gate
-        self._pending: _Pending | None = None
+        self._pending: _PendingLoad | None = None
 
     @property
     def loading(self) -> str:
@@ -70,7 +70,7 @@ class InPlaceSession:
             except BaseException as error:
                 await self._gate.recover(error, f"beginning to load {version}")
                 raise
-            self._pending = _Pending(transfer_id, version, paused_at)
+            self._pending = _PendingLoad(transfer_id, version, paused_at)
         else:
             await self._workers.load_in_place(transfer_id, version)
         self._expect_end(self._pending, timeout_seconds)
@@ -114,14 +114,14 @@ class InPlaceSession:
         if self._pending is not None:
             _stop(self._pending)
 
-    def _expect_end(self, pending: _Pending, timeout_seconds: float) -> None:
+    def _expect_end(self, pending: _PendingLoad, timeout_seconds: float) -> None:
         _stop(pending)
         pending.expired = False
         pending.timer = asyncio.create_task(
             self._expire(pending, timeout_seconds), name="load-in-place"
         )
 
-    async def _expire(self, pending: _Pending, timeout_seconds: float) -> None:
+    async def _expire(self, pending: _PendingLoad, timeout_seconds: float) -> None:
         """End a load that was neither committed nor discarded in time.
 
         A base that was loaded whole is kept: a restarted coordinator may still commit it.
@@ -138,7 +138,7 @@ class InPlaceSession:
             _log.exception("a load in place could not be ended")
 
 
-def _stop(pending: _Pending) -> None:
+def _stop(pending: _PendingLoad) -> None:
     """Stop the timer of a load, unless the timer itself is the caller."""
     timer, pending.timer = pending.timer, None
     if timer is not None and timer is not asyncio.current_task():

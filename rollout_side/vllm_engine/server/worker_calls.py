@@ -35,7 +35,7 @@ class Deadlines:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadEnd:
+class LoadOutcome:
     """State of the weights after the end of an in-place load."""
 
     changed: bool
@@ -151,13 +151,13 @@ class WorkerCalls:
 
     # -- calls that change weights, or share them ---------------------------------
 
-    async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadEnd:
+    async def end_load(self, transfer_id: str, *, keep_loaded: bool = False) -> LoadOutcome:
         """End an in-place load, unless it is complete and to be kept."""
         values = await self.call("weft_discard", transfer_id, keep_loaded, changes_weights=True)
         kept = [value["kept"] for value in values]
         if any(kept) and not all(kept):  # one rank had finished before the others
             values += await self.call("weft_discard", transfer_id, False, changes_weights=True)
-        return LoadEnd(changed=any(value["changed"] for value in values), kept=all(kept))
+        return LoadOutcome(changed=any(value["changed"] for value in values), kept=all(kept))
 
     async def share(self, transfer_id: str, content_digest: bytes) -> None:
         """Let every rank map the version that the receiving rank staged.

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_side.engine import JoinOrder, SendOrder, SpillOrder
-from rollout_side.memory.digest_reading import DigestReading
+from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
@@ -251,7 +251,7 @@ class WeftWorker:
         state = state_of(self)
         if state.receiver is not None:
             state.end_reading()
-            state.reading = DigestReading(state.store, PolicyVersion(policy, version))
+            state.reading = DigestReader(state.store, PolicyVersion(policy, version))
 
     @guarded
     def weft_digested(self: Any) -> dict[str, Any]:

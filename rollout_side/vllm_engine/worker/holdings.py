@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollout_side.engine import MemoryUse
+from rollout_side.engine import MemoryUsage
 from weft_rl.contract.names import PolicyVersion
 
 #: Bytes of one value as JSON: some thousand spilled versions. Untouched memory takes none.
@@ -59,7 +59,7 @@ class HoldingsPage:
         """Path at which a process of the same user opens the page, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def read(self) -> MemoryUse:
+    def read(self) -> MemoryUsage:
         """Return the last report; empty before the first. Cheap if nothing has changed."""
         with self._lock:
             if self._fd < 0:
@@ -109,11 +109,11 @@ class HoldingsPage:
         return text if _checksum(number, text) == checksum else None
 
 
-def memory_use(value: Mapping[str, Any]) -> MemoryUse:
+def memory_use(value: Mapping[str, Any]) -> MemoryUsage:
     """Decode what ``state.memory_of`` made; empty for a page that was never written."""
     if not value:
-        return MemoryUse(adapter_bytes=0, staging_bytes=0)
-    return MemoryUse(
+        return MemoryUsage(adapter_bytes=0, staging_bytes=0)
+    return MemoryUsage(
         adapter_bytes=value["adapter_bytes"],
         staging_bytes=value["staging_bytes"],
         staged_transfer_ids=tuple(value["transfer_ids"]),

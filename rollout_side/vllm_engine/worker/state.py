@@ -18,7 +18,7 @@ import torch
 
 from rollout_side.config import Staging
 from rollout_side.engine import JoinOrder
-from rollout_side.memory.digest_reading import DigestReading
+from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.handoff import Handoff, InPlaceLoad
 from rollout_side.memory.ranks.handoff import RankServer
 from rollout_side.memory.segment import MARGIN_BYTES, Memory, stage_on_device
@@ -229,7 +229,7 @@ def _start_receiving(state: WorkerState, settings: OpenConfig, backends: list[st
     state.report.start()
 
 
-class ReceiverLike(Protocol):
+class WorkerReceiver(Protocol):
     """Part of ``rollout_side.receive.receiver.Receiver`` that a worker needs."""
 
     def join(self, order: JoinOrder) -> None:
@@ -249,7 +249,7 @@ class WorkerState:
     """``OpenConfig.ranks_secret``."""
     base_refusal: str = ""
     """Reason why no base can be loaded into the running model in any way; empty where one can."""
-    receiver: ReceiverLike | None = None
+    receiver: WorkerReceiver | None = None
     cloner: Cloner | None = None
     """Sender of clones, on the receiving rank, which holds every copy."""
     ranks: RankServer | None = None
@@ -262,7 +262,7 @@ class WorkerState:
     """Reporter on the receiving rank that tells the replica's process what is held."""
     progress: ProgressWriter | None = None
     """Writer on every rank that tells the replica's process of this rank's progress."""
-    reading: DigestReading | None = None
+    reading: DigestReader | None = None
     """Reading, on the receiving rank, of the version whose tensors are digested, or were last."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
     copy_plan: CopyPlan | None = None

@@ -36,7 +36,13 @@ from tests.integrations.strike_points import check_struck, in_generation, in_pus
 from tests.integrations.verl.train import NUM_STEPS, configured
 from tests.models import draw_base, load_hf
 from trainer_side import Sampling
-from trainer_side.integrations.verl import Sender, Settings, WeftRollout, sampling_of, settings_of
+from trainer_side.integrations.verl import (
+    Settings,
+    VerlSender,
+    WeftRollout,
+    sampling_of,
+    settings_of,
+)
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
 _TRAIN_SECONDS = 300.0
@@ -233,7 +239,7 @@ def test_a_policy_that_is_not_what_is_trained_is_refused(policy: str, what: str)
             raise AssertionError("asked for tensors")
 
     with pytest.raises(InvalidRequestError, match=what):
-        Sender(Settings(coordinator="127.0.0.1:1", policy=policy)).push(Engine())
+        VerlSender(Settings(coordinator="127.0.0.1:1", policy=policy)).push(Engine())
 
 
 def test_settings_that_are_none_are_refused_by_name() -> None:

@@ -14,9 +14,14 @@ from safetensors.torch import save_file
 
 from tests.unit.transport.digests.reference import by_definition
 from weft_rl.checkpoints import digest_cache
-from weft_rl.checkpoints.digest_cache import DigestCache, Identity
+from weft_rl.checkpoints.digest_cache import DigestCache, FileState
 from weft_rl.checkpoints.files import local_model_dir, weight_files
-from weft_rl.checkpoints.reader import CheckpointReader, Stopped, digest_file, read_checkpoint
+from weft_rl.checkpoints.reader import (
+    CheckpointReader,
+    DigestCancelledError,
+    digest_file,
+    read_checkpoint,
+)
 from weft_rl.contract.checkpoint import Checkpoint, CheckpointState
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.transport.digests.wsum64 import tensor_digest
@@ -144,7 +149,7 @@ def test_a_file_that_is_known_is_not_read_again(
     assert read(link, cache=DigestCache.of_user()).digest == known.digest
     monkeypatch.undo()
     os.utime(path, ns=(1, 1))  # touched: looked at again
-    assert DigestCache(tmp_path / "cache" / "weft" / "checkpoints").get(Identity.of(path)) is None
+    assert DigestCache(tmp_path / "cache" / "weft" / "checkpoints").get(FileState.of(path)) is None
 
 
 def test_a_cache_that_is_damaged_or_of_no_use_costs_time_alone(tmp_path: Path) -> None:
@@ -166,7 +171,7 @@ def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for i in range(6):
         read(save(tmp_path / f"{i}.safetensors"), cache=cache)
     assert len([*(tmp_path / "cache").iterdir()]) == 3
-    assert cache.get(Identity.of(tmp_path / "5.safetensors"))
+    assert cache.get(FileState.of(tmp_path / "5.safetensors"))
 
 
 def test_a_file_that_changes_while_it_is_read(
@@ -186,7 +191,7 @@ def test_a_file_that_changes_while_it_is_read(
 def test_reading_stops_when_it_is_told_to(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(DigestCancelledError):
         digest_file(save(tmp_path / "model.safetensors"), stop)
 
 

@@ -1,11 +1,11 @@
 import pytest
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 
 
 def test_the_least_recently_used_is_dropped():
     dropped = list[int]()
-    kept = Lru(2, dropped.append)
+    kept = LruMapping(2, dropped.append)
     kept.put("a", 1)
     kept.put("b", 2)
     assert kept.get("a") == 1
@@ -17,7 +17,7 @@ def test_the_least_recently_used_is_dropped():
 
 def test_a_value_that_is_replaced_counts_as_used_and_is_not_dropped():
     dropped = list[int]()
-    kept = Lru(2, dropped.append)
+    kept = LruMapping(2, dropped.append)
     kept.put("a", 1)
     kept.put("b", 2)
     kept.put("a", 3)
@@ -27,7 +27,7 @@ def test_a_value_that_is_replaced_counts_as_used_and_is_not_dropped():
 
 def test_its_owner_may_drop_more_than_the_bound_asks_for():
     dropped = list[int]()
-    kept = Lru(9, dropped.append)
+    kept = LruMapping(9, dropped.append)
     for number in range(3):
         kept.put(number, number)
     while kept:

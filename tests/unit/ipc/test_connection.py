@@ -22,9 +22,9 @@ from weft_rl.ipc import connection as ipc
 from weft_rl.ipc.connection import (
     Codec,
     Connection,
-    Incoming,
+    IncomingFrame,
     Kind,
-    Outgoing,
+    OutgoingFrame,
     PeerError,
     PeerGoneError,
     PeerTimeoutError,
@@ -177,7 +177,7 @@ def test_made_up_records_are_a_message_or_an_error(said: bytes) -> None:
 def test_memory_is_taken_for_what_has_come(make: Make) -> None:
     ours, theirs = make(STREAM)
     theirs.sendall(framed(1, len(_LARGE), b"x" * 100))
-    incoming = Incoming(ours)
+    incoming = IncomingFrame(ours)
     assert not incoming.advance()
     assert len(incoming.content) == 100
 
@@ -249,8 +249,8 @@ def test_who_reads_nothing_is_told_from_who_says_nothing(make: Make) -> None:
     for rank, each in enumerate(ends):
         each.name_peer(f"rank {rank}")
     large = memoryview(_LARGE)
-    outgoing = [Outgoing(each, 1, large) for each in ends[:2]]
-    incoming = [Incoming(each) for each in ends[1:]]
+    outgoing = [OutgoingFrame(each, 1, large) for each in ends[:2]]
+    incoming = [IncomingFrame(each) for each in ends[1:]]
     with pytest.raises(PeerTimeoutError) as caught:
         finish([*outgoing, *incoming], time.monotonic() + 0.05)
     own = f"(pid {os.getpid()})"
@@ -288,8 +288,8 @@ def test_frames_go_both_ways_at_once_and_the_silent_are_named(make: Make) -> Non
     peer = Connection(theirs, CODEC)
 
     def swap(connection: Connection[Any], content: bytes) -> bytes:
-        incoming = Incoming(connection)
-        outgoing = Outgoing(connection, 1, memoryview(content))
+        incoming = IncomingFrame(connection)
+        outgoing = OutgoingFrame(connection, 1, memoryview(content))
         finish([outgoing, incoming], time.monotonic() + 10)
         return bytes(incoming.content)
 
@@ -300,7 +300,7 @@ def test_frames_go_both_ways_at_once_and_the_silent_are_named(make: Make) -> Non
     other.join()
     assert found == [_LARGE]
     with pytest.raises(PeerTimeoutError, match=r"the peer \(pid \d+\) was silent"):
-        finish([Incoming(ours)], time.monotonic())
+        finish([IncomingFrame(ours)], time.monotonic())
 
 
 def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weft_rl.ipc.listener import Arrivals, Listener
+from weft_rl.ipc.listener import Listener, NewConnections
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def _connected(listener: socket.socket) -> socket.socket:
 
 
 def test_who_speaks_is_returned_at_once_or_once_it_does(listener: socket.socket) -> None:
-    arrivals = Arrivals(listener, 4)
+    arrivals = NewConnections(listener, 4)
     with _connected(listener) as first, _connected(listener) as second:
         first.sendall(b"1")
         (found,) = arrivals.take(5.0)
@@ -47,7 +47,7 @@ def test_who_speaks_is_returned_at_once_or_once_it_does(listener: socket.socket)
 
 
 def test_the_oldest_silent_ones_make_room(listener: socket.socket) -> None:
-    arrivals = Arrivals(listener, 4)
+    arrivals = NewConnections(listener, 4)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(_connected(listener)) for _ in range(20)]
         arrivals.take()
@@ -64,7 +64,7 @@ def test_the_oldest_silent_ones_make_room(listener: socket.socket) -> None:
 
 def test_who_leaves_without_a_word_is_returned_too(listener: socket.socket) -> None:
     """Its reader finds that it has gone."""
-    arrivals = Arrivals(listener, 4)
+    arrivals = NewConnections(listener, 4)
     _connected(listener).close()
     (gone,) = arrivals.take(5.0)
     assert gone.recv(1) == b""
@@ -73,7 +73,7 @@ def test_who_leaves_without_a_word_is_returned_too(listener: socket.socket) -> N
 
 
 def test_a_listener_that_was_shut_down_ends_the_wait(listener: socket.socket) -> None:
-    arrivals = Arrivals(listener, 4)
+    arrivals = NewConnections(listener, 4)
     listener.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionAbortedError):
         arrivals.take(None)
@@ -81,7 +81,7 @@ def test_a_listener_that_was_shut_down_ends_the_wait(listener: socket.socket) ->
 
 
 def test_part_of_a_hello_is_silence_and_wakes_nobody_again(listener: socket.socket) -> None:
-    arrivals = Arrivals(listener, 4, hello_bytes=3)
+    arrivals = NewConnections(listener, 4, hello_bytes=3)
     with _connected(listener) as slow, _connected(listener) as gone:
         for sock in (slow, gone):
             sock.sendall(b"1")
@@ -112,7 +112,7 @@ def test_a_connection_that_is_gone_before_it_is_accepted_keeps_nobody_out(
         return born(listening)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    arrivals = Arrivals(listener, 4)
+    arrivals = NewConnections(listener, 4)
     with _connected(listener) as late:
         late.sendall(b"x")
         (found,) = arrivals.take(5.0)

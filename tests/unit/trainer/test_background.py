@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from trainer_side.background import Background
+from trainer_side.background import BackgroundPusher
 from trainer_side.push_request import PushRequest
-from trainer_side.pushing import Turn
+from trainer_side.pushing import PublisherLock
 from trainer_side.ranks.ranks import OneRank
 from weft_rl.contract.errors import InvalidRequestError, TransferAbortedError, TransferTimeoutError
 from weft_rl.contract.names import PolicyVersion
@@ -33,8 +33,8 @@ class Trainer:
     def __init__(self, ranks=None):
         self.copies, self.pushed = [], []
         self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        self.turn = Turn()
-        self.background = Background(self, ranks or OneRank())
+        self.turn = PublisherLock()
+        self.background = BackgroundPusher(self, ranks or OneRank())
 
     def push(self, request, *, began, is_replaced, parent):
         if is_replaced():

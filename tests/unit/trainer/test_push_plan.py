@@ -11,8 +11,8 @@ import torch
 
 from tests.doubles.shards import sharded
 from trainer_side.push_request import PushOptions, PushPlan, PushSettings, checks_finite, plan_push
-from trainer_side.pushes.content import Weights
-from trainer_side.pushes.rank_push import GatheredPush, Packings, ShardedPush
+from trainer_side.pushes.content import PushContent
+from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout import send_plan
@@ -39,7 +39,7 @@ def _request(weights: Mapping[str, torch.Tensor]) -> Any:
 
 
 def test_a_layout_is_made_once_and_cut_as_told() -> None:
-    packings = Packings(OneRank(), bucket_bytes=1024)
+    packings = RankPushFactory(OneRank(), bucket_bytes=1024)
     target = pb.DescribeTargetResponse(backends=["gloo"], base_dtype=types_pb2.DATA_TYPE_FLOAT32)
     request = _request({"a": torch.ones(256), "b": torch.ones(256)})
     plan = plan_push(request, target, packings, _no_reference)
@@ -50,7 +50,7 @@ def test_a_layout_is_made_once_and_cut_as_told() -> None:
     assert plan_push(request, target, packings, _no_reference).push.packing is packing
 
 
-class _Content(Weights):
+class _Content(PushContent):
     """Weights that two ranks hold columns of, cut so that they cannot travel."""
 
     remarks = ()
@@ -67,7 +67,7 @@ class _Content(Weights):
 def _plan(content: _Content, max_senders: int = 64) -> PushPlan:
     request: Any = SimpleNamespace(content=lambda: content, check_finite=False)
     target = pb.DescribeTargetResponse(backends=["gloo"])
-    packings = Packings(content.ranks, None, max_senders)
+    packings = RankPushFactory(content.ranks, None, max_senders)
     return plan_push(request, target, packings, _no_reference)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.packing.packer import whole_packing
-from trainer_side.pushes.rank_push import GatheredPush, Packings, ShardedPush
-from trainer_side.pushing import Pushing
+from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
+from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import SENDER, OneRank
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sharding.plan import plan_shards
@@ -55,8 +55,8 @@ class _Source:
         self.told.append("end")
 
 
-def _pushing(ranks: OneRank, client: Any = None) -> Pushing:
-    return Pushing(ranks, client, Packings(ranks, None), SimpleNamespace())  # type: ignore[arg-type]
+def _pushing(ranks: OneRank, client: Any = None) -> PushExecutor:
+    return PushExecutor(ranks, client, RankPushFactory(ranks, None), SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

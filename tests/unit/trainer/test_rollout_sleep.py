@@ -13,7 +13,7 @@ import torch
 
 from trainer_side import rollout_sleep
 from trainer_side.ranks.ranks import OneRank
-from trainer_side.rollout_sleep import RolloutsAsleep
+from trainer_side.rollout_sleep import RolloutSleep
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import registry_pb2, types_pb2
@@ -95,11 +95,9 @@ def test_a_process_without_a_gpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert rollout_sleep.used_gpus() == []
 
 
-def _asleep(
-    coordinator: Any, in_step: Any = None, **arguments: Any
-) -> rollout_sleep.RolloutsAsleep:
+def _asleep(coordinator: Any, in_step: Any = None, **arguments: Any) -> rollout_sleep.RolloutSleep:
     settings = {"level": 1, "when_running": "finish", "timeout_seconds": 60.0, **arguments}
-    return RolloutsAsleep(**settings, in_step=in_step, coordinator=coordinator)
+    return RolloutSleep(**settings, in_step=in_step, coordinator=coordinator)
 
 
 @pytest.mark.parametrize(

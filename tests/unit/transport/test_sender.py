@@ -19,8 +19,8 @@ from weft_rl.contract.layout.send_plan import SendPlan, WireBucket, make_send_pl
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport import sender
 from weft_rl.transport.digests.wsum64 import content_digest
-from weft_rl.transport.sender import Reformed, Sending, SendingRank
-from weft_rl.transport.wire.buckets import Sealed
+from weft_rl.transport.sender import MembersLostError, SenderProgress, SendingRank
+from weft_rl.transport.wire.buckets import SealedBucket
 from weft_rl.transport.wire.options import BucketOptions
 from weft_rl.v1 import publish_pb2, rendezvous_pb2
 
@@ -97,11 +97,11 @@ class Buckets:
         self.made: list[int] = []
         self.buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
-    def make(self, index: int, on_progress: Any) -> Sealed:
+    def make(self, index: int, on_progress: Any) -> SealedBucket:
         on_progress()
         self.made.append(index)
         self.wire(index)[0] = index
-        return Sealed(index + 10, 6, bytes([index]))
+        return SealedBucket(index + 10, 6, bytes([index]))
 
     def are_summed(self) -> bool:
         return True
@@ -119,8 +119,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> SendingRank:
     return SendingRank(TICKET, torch.device("cpu"))
 
 
-def _send(rank: SendingRank, buckets: Buckets) -> tuple[Group, Sending, Future[bytes]]:
-    sending = Sending("t1", buckets, time.monotonic() + 20)
+def _send(rank: SendingRank, buckets: Buckets) -> tuple[Group, SenderProgress, Future[bytes]]:
+    sending = SenderProgress("t1", buckets, time.monotonic() + 20)
     pool = ThreadPoolExecutor(1)
     future = pool.submit(rank.send, sending)
     pool.shutdown(wait=False)
@@ -184,7 +184,7 @@ def test_another_group_is_not_sent_what_receivers_kept_and_the_coordinator_had_n
     _until(lambda: group.sent == [0, 1, 2])
     plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
     group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
-    with pytest.raises(Reformed):
+    with pytest.raises(MembersLostError):
         future.result(10)
     assert (rank.num_released("t1"), sending.num_released) == (0, 1)
 
@@ -221,7 +221,7 @@ def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: Send
     _until(lambda: group.sent == [0, 1, 2])
     plan = publish_pb2.GroupPlan(group_id="g2", token="u", epoch=2, rank=0, size=2, backend="gloo")
     group.say(reform=rendezvous_pb2.Reform(transfer_id="t1", group=plan, message="r1 died"))
-    with pytest.raises(Reformed):
+    with pytest.raises(MembersLostError):
         future.result(10)
     assert rank.successor is not None
     assert (rank.successor.group_id, rank.successor.coordinator) == ("g2", TICKET.coordinator)
@@ -237,7 +237,9 @@ def test_another_group_is_sent_what_is_not_released_and_is_still_held(rank: Send
 
 
 def test_a_receiver_that_lost_what_is_no_longer_held_ends_it(rank: SendingRank) -> None:
-    sending = Sending("t1", Buckets(), time.monotonic() + 20, digests=[10, 11, 12], num_released=2)
+    sending = SenderProgress(
+        "t1", Buckets(), time.monotonic() + 20, digests=[10, 11, 12], num_released=2
+    )
     group: Any = rank._membership
     group.start(first_bucket=1)
     with pytest.raises(PeerUnavailableError, match="lost bucket 1"):
@@ -279,7 +281,7 @@ def test_one_of_several_senders_sends_its_own_and_counts_all(
     monkeypatch.setattr(sender, "Membership", Group)
     ticket = replace(TICKET, rank=1, size=4, num_senders=2)
     rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets(PLAN, 1)
-    sending = Sending("t1", buckets, time.monotonic() + 20)
+    sending = SenderProgress("t1", buckets, time.monotonic() + 20)
     group: Any = rank._membership
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(rank.send, sending)
@@ -305,7 +307,7 @@ def test_it_resumes_with_its_next_from_the_first_that_a_receiver_lacks(
     monkeypatch.setattr(sender, "Membership", Group)
     ticket = replace(TICKET, rank=1, size=4, num_senders=2)
     rank, buckets = SendingRank(ticket, torch.device("cpu")), Buckets(PLAN, 1)
-    sending = Sending("t1", buckets, time.monotonic() + 20)
+    sending = SenderProgress("t1", buckets, time.monotonic() + 20)
     group: Any = rank._membership
     group.start(first_bucket=4)  # after its 1 and 3
     group.release(8)

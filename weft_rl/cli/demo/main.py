@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from weft_rl.cli.console.output import connect, table_of
-from weft_rl.cli.demo.openai_client import Traffic, complete, list_models
+from weft_rl.cli.demo.openai_client import ClientThreads, complete, list_models
 from weft_rl.cli.demo.processes import Process, interrupt_once
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.v1 import inspect_pb2
@@ -50,7 +50,7 @@ _ENGINE_ARGS = (
 
 
 @dataclass
-class _Demo:
+class _DemoPool:
     """Processes of the demo, and the results of its checks."""
 
     work: Path
@@ -87,7 +87,7 @@ def run_demo(*, keep: bool) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     work = Path(tempfile.mkdtemp(prefix="weft-demo-"))
-    demo = _Demo(work, Console(width=max(100, Console().width)), time.monotonic())
+    demo = _DemoPool(work, Console(width=max(100, Console().width)), time.monotonic())
     code = 1
     try:
         _run(demo)
@@ -110,9 +110,9 @@ def run_demo(*, keep: bool) -> int:
     return code
 
 
-def _run(demo: _Demo) -> None:
+def _run(demo: _DemoPool) -> None:
     lora, base = _start_all(demo)
-    traffic = Traffic(demo.urls, _BASE_NAME)
+    traffic = ClientThreads(demo.urls, _BASE_NAME)
     try:
         _check(demo, "base@0", _BASE_NAME, None)
         pushes = [_push(demo, base, "base@0")]
@@ -140,7 +140,7 @@ def _run(demo: _Demo) -> None:
         demo.say(f"  grpcurl -plaintext {demo.coordinator} {method}")
 
 
-def _start_all(demo: _Demo) -> tuple[Process, Process]:
+def _start_all(demo: _DemoPool) -> tuple[Process, Process]:
     """Start coordinator, replicas and trainers, which find each other in any order; return the
     trainers, of the adapter and of the base."""
     model_path, any_port = str(demo.work / "model"), "127.0.0.1:0"
@@ -212,7 +212,7 @@ def _reference(base: Path, adapter: Path | None) -> Any:
     return PeftModel.from_pretrained(load_model(base), adapter).eval()
 
 
-def _push(demo: _Demo, trainer: Process, base: str) -> dict[str, Any]:
+def _push(demo: _DemoPool, trainer: Process, base: str) -> dict[str, Any]:
     report = trainer.ask(f"push {base}", _PUSH_SECONDS)
     if report["vllm_imported"]:
         raise WeftError(f"{trainer.name} has vLLM loaded; a trainer must not need it")
@@ -223,7 +223,7 @@ def _push(demo: _Demo, trainer: Process, base: str) -> dict[str, Any]:
     return report
 
 
-def _check(demo: _Demo, base: str, model: str, adapter: str | None) -> None:
+def _check(demo: _DemoPool, base: str, model: str, adapter: str | None) -> None:
     """Compare every replica's answer with Hugging Face's; both must be of the same version."""
     from weft_rl.cli.demo.tiny_model import log_probs
 
@@ -244,7 +244,7 @@ def _check(demo: _Demo, base: str, model: str, adapter: str | None) -> None:
     demo.say(f"  {name:<18} answered {shown} …   max |Δ log p| to Hugging Face {worst:.1e}")
 
 
-def _show_pushes(demo: _Demo, pushes: list[dict[str, Any]]) -> None:
+def _show_pushes(demo: _DemoPool, pushes: list[dict[str, Any]]) -> None:
     phases = ("forming", "staging", "committing", "pause")
     table = table_of("pushes", "version", "bytes", "total", *phases)
     for column in table.columns[1:]:
@@ -257,7 +257,7 @@ def _show_pushes(demo: _Demo, pushes: list[dict[str, Any]]) -> None:
     demo.say(f"models that any replica's /v1/models lists: {', '.join(list_models(demo.urls[0]))}")
 
 
-def _push_until_interrupted(demo: _Demo) -> None:
+def _push_until_interrupted(demo: _DemoPool) -> None:
     """Keep the demo running and pushing, until Ctrl-C."""
     demo.say(f"\nstill running:\n  a page to look at       [bold]{demo.page}[/]")
     for name, url in demo.metrics.items():

@@ -48,7 +48,7 @@ def list_models(url: str) -> list[str]:
         return [card["id"] for card in json.load(response)["data"]]
 
 
-class Traffic:
+class ClientThreads:
     """Client threads, one a replica, that request ``model`` over and over.
 
     ``answered`` counts answers by the version that they name; ``failures`` describes requests

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json
 from weft_rl.cli.verify import parity
-from weft_rl.cli.verify.report import Part, Report, Row
+from weft_rl.cli.verify.report import Report, ReportPart, Row
 from weft_rl.cli.verify.tensors import (
     FINE,
-    Compared,
+    ComparedTensor,
     LocalTensors,
     Verdict,
     base_dir_of,
@@ -170,13 +170,13 @@ def _compare_part(
     version: PolicyVersion,
     local: LocalTensors,
     version_of: Callable[[pb.Replica], PolicyVersion],
-) -> Part:
+) -> ReportPart:
     """Compare what each replica holds with local files.
 
     Args:
         version_of: Returns the version to ask a replica for.
     """
-    part = Part(version, local.path)
+    part = ReportPart(version, local.path)
     verdicts: dict[bytes, dict[str, int]] = {}
     asked = [(replica, version_of(replica)) for replica in pool.ready]
     with ThreadPoolExecutor(min(_MAX_CALLS, len(asked))) as threads:
@@ -188,7 +188,7 @@ def _compare_part(
                 part.differences[row.digest] = [c for c in found if c.verdict not in FINE]
             row.tensors = verdicts.get(row.digest, {})
             for says in differing_settings(config_json, local) if config_json else ():
-                setting = Compared("adapter_config.json", Verdict.DIFFERENT, says)
+                setting = ComparedTensor("adapter_config.json", Verdict.DIFFERENT, says)
                 if setting not in part.differences[row.digest]:
                     part.differences[row.digest].append(setting)
     return part
@@ -285,7 +285,7 @@ def _sample(
     address: str,
     prompts: Sequence[str | generate_pb2.TokenIds],
     vocab_size: int,
-) -> list[parity.Sampled]:
+) -> list[parity.SampledTokens]:
     """Have a replica sample; return nothing, and say why, if that cannot be scored here."""
     try:
         found = parity.sample(address, report.parts[0].version, prompts)

@@ -31,7 +31,7 @@ _EPSILON = {DataType.BFLOAT16: 2.0**-8, DataType.FLOAT16: 2.0**-11}
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """Tokens that a replica sampled after a prompt, with its log-probabilities."""
 
     prompt: tuple[int, ...]
@@ -69,7 +69,9 @@ def bound_of(dtype: DataType, rounding: float) -> float:
     return max(_ROUNDINGS * rounding, _EPSILON.get(dtype, 0.0))
 
 
-def compared(sampled: Sequence[Sampled], exact: Sequence[Sequence[float]], bound: float) -> Parity:
+def compared(
+    sampled: Sequence[SampledTokens], exact: Sequence[Sequence[float]], bound: float
+) -> Parity:
     """Compare a replica's log-probabilities with the local ones, token by token."""
     apart = [
         abs(theirs - ours)
@@ -89,7 +91,7 @@ def default_prompts(vocab_size: int) -> list[pb.TokenIds]:
 
 def sample(
     address: str, version: PolicyVersion, prompts: Sequence[str | pb.TokenIds]
-) -> list[Sampled]:
+) -> list[SampledTokens]:
     """Have a replica complete each prompt twice: greedily, and at temperature 1. Both times its
     log-probabilities are of the model's own distribution.
 
@@ -110,7 +112,7 @@ def _sample(
     version: PolicyVersion,
     prompt: str | pb.TokenIds,
     sampling: pb.Sampling,
-) -> Sampled:
+) -> SampledTokens:
     sampling.max_tokens, sampling.ignore_eos = _MAX_TOKENS, True
     request = pb.GenerateRequest(policy=str(version), strict=True, sampling=sampling)
     if isinstance(prompt, str):
@@ -124,7 +126,7 @@ def _sample(
             tokens += chunk.token_ids
             logprobs += chunk.logprobs
     ids = list(admission.prompt_token_ids) or list(request.token_ids.ids)
-    return Sampled(tuple(ids), tuple(tokens), tuple(logprobs), admission.logprobs_mode)
+    return SampledTokens(tuple(ids), tuple(tokens), tuple(logprobs), admission.logprobs_mode)
 
 
 class LocalModel:
@@ -166,7 +168,7 @@ class LocalModel:
         """Size of its vocabulary."""
         return int(self._model.config.get_text_config().vocab_size)
 
-    def score(self, sequences: Sequence[Sampled]) -> tuple[list[list[float]], float]:
+    def score(self, sequences: Sequence[SampledTokens]) -> tuple[list[list[float]], float]:
         """Compute the tokens' log-probabilities in float32, of weights rounded to the replicas'
         type. Return also their largest difference from those computed in that type. Called once:
         the model is in float32 afterwards."""
@@ -177,7 +179,7 @@ class LocalModel:
         apart = [abs(a - b) for of, ex in pairs for a, b in zip(of, ex, strict=True)]
         return exact, max(apart, default=0.0)
 
-    def _logprobs(self, sequences: Sequence[Sampled]) -> list[list[float]]:
+    def _logprobs(self, sequences: Sequence[SampledTokens]) -> list[list[float]]:
         known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
         with torch.no_grad():
             for one in sequences:

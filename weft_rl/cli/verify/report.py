@@ -14,7 +14,7 @@ from rich.text import Text
 
 from weft_rl.cli.console.output import plural, table_of
 from weft_rl.cli.verify.parity import Parity
-from weft_rl.cli.verify.tensors import FINE, Compared, Verdict
+from weft_rl.cli.verify.tensors import FINE, ComparedTensor, Verdict
 from weft_rl.contract.names import PolicyVersion
 
 _DIGEST_CHARS = 12
@@ -36,13 +36,13 @@ class Row:
 
 
 @dataclass
-class Part:
+class ReportPart:
     """Comparison of one version with local files: the version asked for, or the base below it."""
 
     version: PolicyVersion
     path: Path
     rows: list[Row] = field(default_factory=list)
-    differences: dict[bytes, list[Compared]] = field(default_factory=dict)
+    differences: dict[bytes, list[ComparedTensor]] = field(default_factory=dict)
     """Differing tensors and settings, by the digest of what replicas hold."""
 
     @property
@@ -62,7 +62,7 @@ class Part:
 class Report:
     """All findings of one run."""
 
-    parts: list[Part]
+    parts: list[ReportPart]
     failures: list[str] = field(default_factory=list)
     """Other failures."""
     remarks: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Report:
             console.print(Text(what, "bold green"), soft_wrap=True)
 
 
-def _part_dict(part: Part) -> dict[str, Any]:
+def _part_dict(part: ReportPart) -> dict[str, Any]:
     replicas = []
     for row in part.rows:
         known: dict[str, Any] = {"replica_id": row.replica_id, "tensors": row.tensors}
@@ -120,7 +120,7 @@ def _part_dict(part: Part) -> dict[str, Any]:
     }
 
 
-def _table(part: Part) -> Table:
+def _table(part: ReportPart) -> Table:
     has_parity = any(row.parity or row.parity_error for row in part.rows)
     columns = ["replica", "digest", "tensors", *(["log-probabilities"] if has_parity else [])]
     table = table_of(f"{part.version} and {part.path}", *columns)
@@ -151,7 +151,7 @@ def _parity(row: Row) -> Text:
     )
 
 
-def _differences(part: Part) -> Iterator[Text]:
+def _differences(part: ReportPart) -> Iterator[Text]:
     several = len([found for found in part.differences.values() if found]) > 1
     for digest, found in part.differences.items():
         for compared in found[:_MAX_SHOWN]:

@@ -138,7 +138,7 @@ FINE = frozenset({Verdict.EQUAL, Verdict.EQUAL_AFTER_CAST})
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTensor:
     """One tensor and its verdict."""
 
     name: str
@@ -156,7 +156,7 @@ def compare(
     local: Iterable[StoredTensor],
     cast: Cast,
     tied: Collection[str] = (),
-) -> list[Compared]:
+) -> list[ComparedTensor]:
     """Compare every tensor of either side, by name.
 
     Args:
@@ -171,33 +171,33 @@ def compare(
         if name in tied and (name not in theirs or name not in ours):
             continue
         if name not in theirs:
-            found.append(Compared(name, Verdict.MISSING, f"here {_text(ours[name])}"))
+            found.append(ComparedTensor(name, Verdict.MISSING, f"here {_text(ours[name])}"))
         elif name not in ours:
-            found.append(Compared(name, Verdict.EXTRA, f"served {_text(theirs[name])}"))
+            found.append(ComparedTensor(name, Verdict.EXTRA, f"served {_text(theirs[name])}"))
         else:
             found.append(_compare_one(theirs[name], ours[name], cast))
     return found
 
 
-def _compare_one(served: StoredTensor, local: StoredTensor, cast: Cast) -> Compared:
+def _compare_one(served: StoredTensor, local: StoredTensor, cast: Cast) -> ComparedTensor:
     name = served.name
     if (served.dtype, served.shape) == (local.dtype, local.shape):
         if served.digest == local.digest:
-            return Compared(name, Verdict.EQUAL)
+            return ComparedTensor(name, Verdict.EQUAL)
         values = f"{_text(served)} of other values: {served.digest:016x}, here {local.digest:016x}"
-        return Compared(name, Verdict.DIFFERENT, values)
+        return ComparedTensor(name, Verdict.DIFFERENT, values)
     both = f"served {_text(served)}, here {_text(local)}"
     wanted, given = (DataType.of_safetensors(t.dtype) for t in (served, local))
     is_cast = wanted is not None and given is not None and wanted.is_float and given.is_float
     if served.shape != local.shape or not is_cast:
-        return Compared(name, Verdict.DIFFERENT, both)
+        return ComparedTensor(name, Verdict.DIFFERENT, both)
     assert wanted is not None
     if cast(name, wanted) == served.digest:
-        return Compared(name, Verdict.EQUAL_AFTER_CAST, both)
-    return Compared(name, Verdict.DIFFERENT, f"{both}, of other values after a cast")
+        return ComparedTensor(name, Verdict.EQUAL_AFTER_CAST, both)
+    return ComparedTensor(name, Verdict.DIFFERENT, f"{both}, of other values after a cast")
 
 
-def counts(found: Iterable[Compared]) -> dict[str, int]:
+def counts(found: Iterable[ComparedTensor]) -> dict[str, int]:
     """Count the tensors of each verdict, leaving out verdicts without any."""
     counted = Counter(compared.verdict for compared in found)
     return {verdict.value: counted[verdict] for verdict in Verdict if counted[verdict]}

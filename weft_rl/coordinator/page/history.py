@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weft_rl.containers.frozen import replace
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.names import BASE_POLICY, VersionVector
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import EventKind
@@ -98,7 +98,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Rate:
+class StagingRate:
     """Fastest staging of a push that was seen."""
 
     bytes_per_second: float
@@ -125,13 +125,13 @@ class History:
         self.marks = Log[Mark](MAX_MARKS, self._keep_last)
         self.older_marks: Mapping[str, Mark] = {}
         """Newest mark that its log has forgotten, by replica of the pool."""
-        self.rates: Mapping[str, Rate] = {}
+        self.rates: Mapping[str, StagingRate] = {}
         """Fastest staging seen, by backend."""
         self._replicas: Mapping[str, object] = {}
         self._pauses: dict[str, dict[str, tuple[float, float]]] = {}
-        self._members = Lru[tuple[str, ...], Members](_MAX_RECENT)
+        self._members = LruMapping[tuple[str, ...], Members](_MAX_RECENT)
         self._num_members = 0
-        self._served = Lru[object, Mapping[str, int]](_MAX_RECENT)
+        self._served = LruMapping[object, Mapping[str, int]](_MAX_RECENT)
 
     def count(
         self,
@@ -199,7 +199,9 @@ class History:
     def _note_rate(self, ended: Transfer, bytes_per_second: float, state: PoolState) -> None:
         known = self.rates.get(ended.backend)
         if known is None or bytes_per_second > known.bytes_per_second:
-            rate = Rate(bytes_per_second, str(ended.policy_version), state.wall(ended.commit_at))
+            rate = StagingRate(
+                bytes_per_second, str(ended.policy_version), state.wall(ended.commit_at)
+            )
             self.rates = {**self.rates, ended.backend: rate}
 
     def _same_members(self, replica_ids: Sequence[str] | frozenset[str], revision: int) -> Members:

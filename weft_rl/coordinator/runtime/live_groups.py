@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import (
     REASONS,
     CapacityError,
@@ -150,7 +150,7 @@ class LiveGroup:
         self.size, self.num_senders = group.size, group.num_senders
         self.store = KeyValueStore()
         self.links: dict[int, RankStream] = {}
-        self.layouts: Lru[bytes, VersionLayout] = Lru(_MAX_LAYOUTS)
+        self.layouts: LruMapping[bytes, VersionLayout] = LruMapping(_MAX_LAYOUTS)
         self.watermark: Watermark | None = None
         #: Buckets that each sender keeps, as it has said when it came.
         self.num_in_flight: dict[int, int] = {}
@@ -196,7 +196,7 @@ class LiveGroups:
         self._post = post
         self._trace_context = trace_context
         self._live: dict[str, LiveGroup] = {}
-        self._dropped: Lru[str, str] = Lru(_MAX_REMEMBERED)
+        self._dropped: LruMapping[str, str] = LruMapping(_MAX_REMEMBERED)
 
     def open_group(self, group: Group) -> None:
         """Open a group to its members."""

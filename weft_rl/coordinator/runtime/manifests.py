@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Protocol, TypeVar
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import DigestMismatchError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
@@ -101,10 +101,10 @@ class LayoutCache:
     """Cache of the layouts used last. A transfer keeps its own layout alive itself."""
 
     def __init__(self) -> None:
-        self._layouts: Lru[bytes, VersionLayout] = Lru(
+        self._layouts: LruMapping[bytes, VersionLayout] = LruMapping(
             MAX_MANIFESTS, lambda layout: self._count(layout, -1)
         )
-        self._encoded: Lru[bytes, list[types_pb2.ManifestChunk]] = Lru(_MAX_ENCODED)
+        self._encoded: LruMapping[bytes, list[types_pb2.ManifestChunk]] = LruMapping(_MAX_ENCODED)
         self._num_tensors = 0
         self._num_chars = 0
 
@@ -150,7 +150,7 @@ class ReferenceCache:
     """Bounded cache of the base models that replicas have described."""
 
     def __init__(self) -> None:
-        self._references: Lru[str, Reference] = Lru(_MAX_REFERENCES)
+        self._references: LruMapping[str, Reference] = LruMapping(_MAX_REFERENCES)
         self._exceptions: dict[tuple[str, DataType], dict[str, DataType]] = {}
 
     def put(self, reference: Reference) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.transfer import Transfer
@@ -42,7 +42,7 @@ class TransferTraces:
 
     def __init__(self, tracer: Tracer, now: Callable[[], float]) -> None:
         self._tracer, self._now = tracer, now
-        self._expected: Lru[str, str] = Lru(_MAX_EXPECTED)
+        self._expected: LruMapping[str, str] = LruMapping(_MAX_EXPECTED)
         self._live: dict[str, _TransferSpans] = {}
 
     def expect(self, transfer_id: str, traceparent: str) -> None:

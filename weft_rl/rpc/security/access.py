@@ -124,7 +124,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownCredentials:
     """Credentials that a caller shows; holds no secret."""
 
     names: tuple[str, ...]
@@ -146,7 +146,7 @@ class _Rule:
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRules:
     """Rules of one server; immutable, made anew when the file changes."""
 
     _rules: tuple[_Rule, ...]
@@ -170,12 +170,12 @@ class Access:
             UnauthenticatedError: It shows nothing, or nothing that the rules name.
         """
         known = tuple(name.lower() for name in names)
-        identity = self.find(Shown(known, digest_of(token)))
+        identity = self.find(ShownCredentials(known, digest_of(token)))
         if identity is None:
             raise UnauthenticatedError(self._why_unknown(known, token))
         return identity
 
-    def find(self, shown: Shown) -> Identity | None:
+    def find(self, shown: ShownCredentials) -> Identity | None:
         """Find the identity with these credentials; None where no rule names them."""
         roles: set[Role] = set()
         policies: list[str] = []
@@ -235,7 +235,7 @@ def check_call(identity: Identity, method: str, policy: str | None) -> None:
 _KEYS = {"san", "name", "token_sha256", "roles", "policies"}
 
 
-def parse_access(text: str) -> Access:
+def parse_access(text: str) -> AccessRules:
     """Parse the rules in a file's text.
 
     Raises:
@@ -262,7 +262,7 @@ def parse_access(text: str) -> Access:
             "the access file names certificates (san) and tokens (token_sha256): a server asks "
             "for one or the other; use one kind"
         )
-    return Access(rules, _limits(table.get("limits", {})), may_lock_out)
+    return AccessRules(rules, _limits(table.get("limits", {})), may_lock_out)
 
 
 def _rule(number: int, entry: Any) -> _Rule:

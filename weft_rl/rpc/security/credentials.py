@@ -104,7 +104,7 @@ def read_file(path: str | Path) -> bytes:
     return data
 
 
-class _Pem(NamedTuple):
+class _PemFiles(NamedTuple):
     """Content of one state of the files."""
 
     ca: bytes
@@ -112,7 +112,7 @@ class _Pem(NamedTuple):
     cert: bytes
 
 
-class _InForce:
+class _LoadedCredentials:
     """Last usable content of the files of this process; thread-safe.
 
     A file that is removed, or spoilt, must not end what runs.
@@ -120,10 +120,10 @@ class _InForce:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._certificates: dict[tuple[str, ...], tuple[tuple[_Stamp, ...], _Pem]] = {}
+        self._certificates: dict[tuple[str, ...], tuple[tuple[_Stamp, ...], _PemFiles]] = {}
         self._tokens: dict[str, tuple[_Stamp, str]] = {}
 
-    def certificates(self, shown: Credentials) -> _Pem:
+    def certificates(self, shown: Credentials) -> _PemFiles:
         """Return the certificates to use now.
 
         Raises:
@@ -174,7 +174,7 @@ class _InForce:
             return token
 
 
-_IN_FORCE: Final = _InForce()
+_IN_FORCE: Final = _LoadedCredentials()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class Credentials:
         ca, key, cert = _IN_FORCE.certificates(self)
         return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
 
-    def read_certificates(self) -> _Pem:
+    def read_certificates(self) -> _PemFiles:
         """Read authority, key and certificate, of one state of the files.
 
         Files that are just being replaced are read again, for a tenth of a second at most.
@@ -256,7 +256,7 @@ class Credentials:
                 time.sleep(_REREAD_SECONDS)
         return self._read_now()
 
-    def _read_now(self) -> _Pem:
+    def _read_now(self) -> _PemFiles:
         stamps = self.stamps()
         ca = _read(self.tls_ca, "--tls-ca")
         key = _read(self.tls_key, "--tls-key")
@@ -271,7 +271,7 @@ class Credentials:
                 ) from None
         if stamps != self.stamps():
             raise InvalidRequestError("the files of the certificates are just being replaced")
-        return _Pem(ca, key, cert)
+        return _PemFiles(ca, key, cert)
 
     def metadata(self, target: str) -> tuple[tuple[str, str], ...]:
         """Return the metadata of each call: the token, where there is one.
@@ -312,7 +312,7 @@ class Credentials:
         return grpc.dynamic_ssl_server_credentials(_configuration(current), fetch, ask)
 
 
-def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
+def _configuration(pem: _PemFiles) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [(pem.key, pem.cert)], root_certificates=pem.ca or None
     )

@@ -18,14 +18,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.rpc.security.access import (
     ANYBODY,
-    Access,
+    AccessRules,
     Identity,
-    Shown,
+    ShownCredentials,
     as_error,
     check_call,
     digest_of,
@@ -44,7 +44,7 @@ STREAM_LOOK_SECONDS: Final = 5.0
 #: Callers that are remembered, and for how long: they are those who are connected.
 _MAX_CALLERS: Final = 4_096
 _CALLER_SECONDS: Final = 60.0
-_NOTHING: Final = Shown((), "")
+_NOTHING: Final = ShownCredentials((), "")
 #: Calls that change nothing that outlives them, or only say again that somebody lives: worth
 #: a line where they are refused.
 _UNAUDITED: Final = frozenset(
@@ -110,12 +110,12 @@ class AccessFile:
         self._access = self._read()
         self._looked_at = time.monotonic()
         #: By what they show, when each was let in last, and to which method.
-        self._callers: Lru[Shown, tuple[float, str]] = Lru(_MAX_CALLERS)
+        self._callers: LruMapping[ShownCredentials, tuple[float, str]] = LruMapping(_MAX_CALLERS)
         self._lock = threading.Lock()  # the page's requests come on a thread of their own
         UNUSED_FILES.drop(str(path))
 
     @property
-    def access(self) -> Access:
+    def access(self) -> AccessRules:
         """Rules as they are now."""
         now = time.monotonic()
         if now - self._looked_at >= LOOK_SECONDS:
@@ -131,7 +131,7 @@ class AccessFile:
                     _log.info("%s has new rules, which are used from now on", self._path)
         return self._access
 
-    def note_caller(self, shown: Shown, method: str) -> None:
+    def note_caller(self, shown: ShownCredentials, method: str) -> None:
         """Remember a caller who was let in, and the method.
 
         Rules that would refuse everybody who is remembered are not used.
@@ -139,7 +139,7 @@ class AccessFile:
         with self._lock:
             self._callers.put(shown, (time.monotonic(), method))
 
-    def _read_again(self, now: float) -> Access:
+    def _read_again(self, now: float) -> AccessRules:
         access = self._read()
         if access.by_certificate != self._access.by_certificate:
             kind = "certificates" if access.by_certificate else "tokens"
@@ -161,15 +161,15 @@ class AccessFile:
             )
         return access
 
-    def _read(self) -> Access:
+    def _read(self) -> AccessRules:
         try:
             return parse_access(read_file(self._path).decode("utf-8"))
         except (UnicodeDecodeError, WeftError) as error:
             raise as_error(error) from None
 
 
-def _lets_in(access: Access) -> Callable[[tuple[Shown, str]], bool]:
-    def lets_in(caller: tuple[Shown, str]) -> bool:
+def _lets_in(access: AccessRules) -> Callable[[tuple[ShownCredentials, str]], bool]:
+    def lets_in(caller: tuple[ShownCredentials, str]) -> bool:
         identity = access.find(caller[0])
         return identity is not None and identity.may_call(caller[1])
 
@@ -231,12 +231,12 @@ class Guard:
             elif _REFUSALS.num_pending:
                 _REFUSALS.tell(time.monotonic())
 
-    def _identify(self, context: Any) -> tuple[Identity, Shown]:
+    def _identify(self, context: Any) -> tuple[Identity, ShownCredentials]:
         if self._file is None:
             return ANYBODY, _NOTHING
         token = token_of(context.invocation_metadata())
         names = _names_of(context)
-        return self._file.access.identify(names, token), Shown(names, digest_of(token))
+        return self._file.access.identify(names, token), ShownCredentials(names, digest_of(token))
 
     def check_again(self, context: Any, method: str) -> None:
         """Refuse to continue a stream that the current rules do not allow.
@@ -328,7 +328,7 @@ class _Refusals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         #: By caller, how many lines it may write, since when.
-        self._left: Lru[tuple[str, str], tuple[float, float]] = Lru(self.MAX_CALLERS)
+        self._left: LruMapping[tuple[str, str], tuple[float, float]] = LruMapping(self.MAX_CALLERS)
         self._left_of_all = float(self.BURST_OF_ALL), time.monotonic()
         #: By caller, how many were left out, and when the last was.
         self._left_out: dict[tuple[str, str], tuple[int, float]] = {}

@@ -23,7 +23,7 @@ from weft_rl.transport.digests.wsum64 import Digests, Part, filled_digest, part_
 PIECE_BYTES = 2**19
 
 
-class Place(NamedTuple):
+class PlacedRange(NamedTuple):
     """Place of a tensor's bytes in a payload or a target; in bytes."""
 
     at: int
@@ -34,7 +34,9 @@ class Place(NamedTuple):
     """Byte of the tensor behind the last that is there."""
 
 
-def copied_words(parts: Sequence[Part], places: Sequence[Place]) -> tuple[kernel.Words, ...] | None:
+def copied_words(
+    parts: Sequence[Part], places: Sequence[PlacedRange]
+) -> tuple[kernel.CopiedWords, ...] | None:
     """Return the words that ``copy_words`` is to copy; None where it cannot, for it copies whole
     words that follow one another.
 
@@ -46,14 +48,14 @@ def copied_words(parts: Sequence[Part], places: Sequence[Place]) -> tuple[kernel
         return None
     return tuple(
         [
-            kernel.Words(*[n // 8 for n in (*part[:3], *place)])
+            kernel.CopiedWords(*[n // 8 for n in (*part[:3], *place)])
             for part, place in zip(parts, places, strict=True)
         ]
     )
 
 
 def copy_words(
-    payload: torch.Tensor, words: tuple[kernel.Words, ...] | None, target: torch.Tensor
+    payload: torch.Tensor, words: tuple[kernel.CopiedWords, ...] | None, target: torch.Tensor
 ) -> Digests | None:
     """Copy parts to their places and begin to digest them in the same reading, as
     ``start_digests``. Return None, with nothing done, where that is not possible.
@@ -68,7 +70,7 @@ def copy_words(
 
 
 def pack_tensors(
-    tensors: Sequence[torch.Tensor], places: Sequence[Place], payload: torch.Tensor
+    tensors: Sequence[torch.Tensor], places: Sequence[PlacedRange], payload: torch.Tensor
 ) -> Digests | None:
     """Copy tensors, or runs of tensors, into a payload, and begin to digest each in the same
     reading, at its place in its tensor. Return None, with nothing done, where that is not possible.
@@ -94,15 +96,15 @@ def pack_tensors(
 # The next push packs what lies where it lay.
 @lru_cache(maxsize=128)
 def _packed_words(
-    addresses: tuple[int, ...], places: tuple[Place, ...], base: int
-) -> tuple[kernel.Words, ...] | None:
+    addresses: tuple[int, ...], places: tuple[PlacedRange, ...], base: int
+) -> tuple[kernel.CopiedWords, ...] | None:
     """Return the words to copy of tensors at these addresses, as ``copied_words``. They count from
     a payload's first word on, for all of a GPU's memory has one address space."""
     if any(address % 8 for address in addresses) or _is_odd(places):
         return None
     return tuple(
         [
-            kernel.Words(
+            kernel.CopiedWords(
                 (address - base) // 8, (end - begin) // 8, begin // 8,
                 at // 8, begin // 8, end // 8,
             )
@@ -111,12 +113,12 @@ def _packed_words(
     )  # fmt: skip
 
 
-def _is_odd(places: Sequence[Place]) -> bool:
+def _is_odd(places: Sequence[PlacedRange]) -> bool:
     return any((at | begin | end) % 8 for at, begin, end in places)
 
 
 def _digests(
-    payload: torch.Tensor, words: tuple[kernel.Words, ...], target: torch.Tensor
+    payload: torch.Tensor, words: tuple[kernel.CopiedWords, ...], target: torch.Tensor
 ) -> Digests:
     own = target[: target.numel() // 8 * 8].view(torch.int64)
     found = kernel.sums(payload[: payload.numel() // 8 * 8].view(torch.int64), words, own)

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 
-class Fetched:
+class HostCopy:
     """A tensor on its way to the host; there at once where it lies there already.
 
     The host's memory is locked: into other memory a copy blocks the thread that asks for it until

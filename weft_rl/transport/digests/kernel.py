@@ -38,7 +38,7 @@ _SLICE_STEP: Final = 2**10
 _WARPS: Final = 4
 
 
-class Words(NamedTuple):
+class CopiedWords(NamedTuple):
     """Words of a tensor in a payload, and those of them that are copied elsewhere; of contiguous
     ones only."""
 
@@ -74,7 +74,7 @@ def works(device: torch.device) -> bool:
 
 
 def sums(
-    words: torch.Tensor, parts: tuple[Words, ...], target: torch.Tensor | None = None
+    words: torch.Tensor, parts: tuple[CopiedWords, ...], target: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the digest of each part, int64, on the GPU; each word is read once for it.
 
@@ -105,7 +105,9 @@ def sums(
 
 
 @lru_cache(maxsize=256)
-def _tables(device: torch.device, parts: tuple[Words, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(
+    device: torch.device, parts: tuple[CopiedWords, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Build the kernels' arguments: a row of eight words for each program; 64 bytes for each 512 or
     128 KiB.
 
@@ -139,9 +141,9 @@ def _why_not(device: torch.device) -> str:
     words, copy = (make(1, dtype=torch.int64, device=device) for make in (torch.ones, torch.zeros))
     try:
         values = [
-            int(sums(words, (Words(0, 1, 0),)).item()),
-            int(sums(words, (Words(0, 1, 0, end=1),), copy).item()),
-            int(sums(words, (Words(0, 1, 0, row=1, stride=2),)).item()),
+            int(sums(words, (CopiedWords(0, 1, 0),)).item()),
+            int(sums(words, (CopiedWords(0, 1, 0, end=1),), copy).item()),
+            int(sums(words, (CopiedWords(0, 1, 0, row=1, stride=2),)).item()),
         ]
         is_copied = int(copy.item()) == 1
     except Exception as error:  # noqa: BLE001 (a compiler's, a driver's)

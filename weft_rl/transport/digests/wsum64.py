@@ -23,7 +23,7 @@ import xxhash
 
 from weft_rl.contract.layout.manifest import ALIGN_BYTES
 from weft_rl.transport.digests import kernel
-from weft_rl.transport.digests.host_copy import Fetched
+from weft_rl.transport.digests.host_copy import HostCopy
 from weft_rl.transport.digests.weights import (
     HOST,
     NUM_WRITTEN_ROWS,
@@ -117,7 +117,8 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         words = flat[even[0]].view(torch.int64)
         base = words.data_ptr()
         places = [
-            kernel.Words((flat[i].data_ptr() - base) // 8, flat[i].numel() // 8, 0) for i in even
+            kernel.CopiedWords((flat[i].data_ptr() - base) // 8, flat[i].numel() // 8, 0)
+            for i in even
         ]
         sums = kernel.sums(words, tuple(places)).tolist()
         found = {i: value & _MASK for i, value in zip(even, sums, strict=True)}
@@ -162,11 +163,11 @@ class Digests:
     """
 
     def __init__(self, values: list[int] | torch.Tensor) -> None:
-        self._values = Fetched(values) if isinstance(values, torch.Tensor) else values
+        self._values = HostCopy(values) if isinstance(values, torch.Tensor) else values
 
     def wait(self) -> list[int]:
         """Block until the digests are known; return them in the order of the parts."""
-        if isinstance(self._values, Fetched):
+        if isinstance(self._values, HostCopy):
             self._values = [value & _MASK for value in self._values.wait().tolist()]
         return self._values
 
@@ -194,8 +195,8 @@ def start_digests(payload: torch.Tensor, parts: Sequence[Part]) -> Digests:
     return Digests(_host_digests(payload.cpu().view(torch.int64), parts))
 
 
-def _words(at: int, num: int, first: int, row: int, stride: int) -> kernel.Words:
-    return kernel.Words(at, num, first, row=row, stride=stride)
+def _words(at: int, num: int, first: int, row: int, stride: int) -> kernel.CopiedWords:
+    return kernel.CopiedWords(at, num, first, row=row, stride=stride)
 
 
 # -- parts on the host -------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def _words(at: int, num: int, first: int, row: int, stride: int) -> kernel.Words
 
 def _host_digests(words: torch.Tensor, parts: Sequence[Part]) -> list[int]:
     digests = [0] * len(parts)
-    slices: dict[int, list[_Slice]] = {}
+    slices: dict[int, list[_RowSlice]] = {}
     for index, part in enumerate(parts):
         at, num, first, row, stride = [n // 8 for n in part]
         own = words[at : at + num]
@@ -215,7 +216,7 @@ def _host_digests(words: torch.Tensor, parts: Sequence[Part]) -> list[int]:
                 for nth, begin in enumerate(range(0, num, row))
             )
         else:
-            whole = _Slice(index, at, num, first, row, stride)
+            whole = _RowSlice(index, at, num, first, row, stride)
             total, rest = _repeated(own, whole)
             digests[index] = total
             slices.setdefault(whole.block, []).extend(rest)
@@ -237,7 +238,7 @@ def _sum(
 ) -> torch.Tensor:
     """Return the weighed sum of words that follow one another from any place in their tensor on."""
     if not words.is_cpu:
-        return kernel.sums(words, (kernel.Words(0, len(words), first),))
+        return kernel.sums(words, (kernel.CopiedWords(0, len(words), first),))
     num = len(words)
     if first + num <= NUM_WRITTEN_ROWS * WIDTH:
         before(0, num)
@@ -286,7 +287,7 @@ def _whole_rows(words: torch.Tensor, first_row: int, before: _Before) -> torch.T
 # -- slices on the host ------------------------------------------------------------------------
 
 
-class _Slice(NamedTuple):
+class _RowSlice(NamedTuple):
     """Slice of a part, in words: rows that lie one behind the other, and apart in their tensor."""
 
     part: int
@@ -301,14 +302,14 @@ class _Slice(NamedTuple):
         """Words of the blocks that it consists of, each within a row of the digest and its own."""
         return gcd(*self[1:], ALIGN_BYTES // 8)
 
-    def cut(self, num: int) -> tuple[_Slice, _Slice]:
+    def cut(self, num: int) -> tuple[_RowSlice, _RowSlice]:
         """Return its first ``num`` words, which are whole rows, and the rest."""
         moved = num // self.row * self.stride
         rest = self._replace(at=self.at + num, num=self.num - num, first=self.first + moved)
         return self._replace(num=num), rest
 
 
-def _repeated(words: torch.Tensor, whole: _Slice) -> tuple[int, list[_Slice]]:
+def _repeated(words: torch.Tensor, whole: _RowSlice) -> tuple[int, list[_RowSlice]]:
     """Return the weighed sum of the portion of a slice in which columns' weights repeat, and what
     is left. It is computed like that of whole rows, but the rows of the digest change within those
     of the slice."""
@@ -330,9 +331,9 @@ def _repeated(words: torch.Tensor, whole: _Slice) -> tuple[int, list[_Slice]]:
     return int(total), [rest] if rest.num else []
 
 
-def _batches(slices: Sequence[_Slice]) -> Iterator[list[_Slice]]:
+def _batches(slices: Sequence[_RowSlice]) -> Iterator[list[_RowSlice]]:
     """Yield slices together, up to the words of a batch; longer ones are cut."""
-    batch: list[_Slice] = []
+    batch: list[_RowSlice] = []
     room = _BATCH_WORDS
     for piece in slices:
         while piece.num:
@@ -348,7 +349,7 @@ def _batches(slices: Sequence[_Slice]) -> Iterator[list[_Slice]]:
         yield batch
 
 
-def _together(words: torch.Tensor, slices: Sequence[_Slice], block: int) -> torch.Tensor:
+def _together(words: torch.Tensor, slices: Sequence[_RowSlice], block: int) -> torch.Tensor:
     """Return the weighed sums of several slices, which consist of blocks of ``block`` words."""
     at, num, first, row, stride = torch.tensor([piece[1:] for piece in slices]).T // block
     ends = num.cumsum(0)

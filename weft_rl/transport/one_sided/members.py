@@ -25,15 +25,15 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import Store
 
-from weft_rl.interrupts import Flag, Wakeup
+from weft_rl.interrupts import Flag, SelectorWaker
 from weft_rl.ipc.connection import PeerError
-from weft_rl.ipc.listener import Arrivals
+from weft_rl.ipc.listener import NewConnections
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
 from weft_rl.transport.one_sided.memory import (
     DeviceBlock,
     DeviceMapping,
     DeviceView,
-    Mapping,
+    FileMapping,
     MemoryFile,
     export_of,
     map_export,
@@ -57,7 +57,7 @@ from weft_rl.transport.one_sided.messages import (
     Withdraw,
     Withdrawn,
 )
-from weft_rl.transport.wire.options import WHOLE, Arrived, BucketOptions, write_tail
+from weft_rl.transport.wire.options import WHOLE, ArrivedBucket, BucketOptions, write_tail
 
 _log = logging.getLogger(__name__)
 
@@ -132,9 +132,9 @@ class OneSidedWork:
             return True
 
     @property
-    def arrived(self) -> Arrived:
+    def arrived(self) -> ArrivedBucket:
         """See ``Work``."""
-        return Arrived(self._lent, self.tail)
+        return ArrivedBucket(self._lent, self.tail)
 
     def give_back(self) -> None:
         """See ``Work``."""
@@ -165,7 +165,7 @@ class OneSidedWork:
         self._woken.set()
 
 
-class Place:
+class MemberIdentity:
     """Identity of a member: a secret whose digest the group's store has. By it a socket tells the
     store's rank from any other process of the same user."""
 
@@ -201,14 +201,14 @@ def check_secret(connection: MemberConnection, secret: bytes, digest: str, rank:
 # -- a receiver ------------------------------------------------------------
 
 
-class Receiving:
+class OneSidedReceiver:
     """One-sided ``backends.Backend`` of one receiver: of any rank but the sender's."""
 
     #: A thread of its own connects.
     is_formed = True
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
-        self._place, self._rank, self._device = Place(store), rank, device
+        self._place, self._rank, self._device = MemberIdentity(store), rank, device
         self._lock = threading.Lock()  # guards what follows
         self._posted: deque[OneSidedWork] = deque()
         self._error = ""
@@ -221,9 +221,9 @@ class Receiving:
         self._has_left = False
         #: Held while a piece is copied.
         self._copying = threading.Lock()
-        self._mapped: dict[int, Mapping | DeviceMapping] = {}
+        self._mapped: dict[int, FileMapping | DeviceMapping] = {}
         self._ready: deque[Ready] = deque()
-        self._wakeup = Wakeup()
+        self._wakeup = SelectorWaker()
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         self._thread.start()
 
@@ -434,7 +434,7 @@ class Receiving:
                 self._unmap(connection)
 
 
-def _tail(ready: Ready, wanted: int, mapped: Mapping | DeviceMapping) -> bytes | None:
+def _tail(ready: Ready, wanted: int, mapped: FileMapping | DeviceMapping) -> bytes | None:
     """Return the last bytes of a bucket that are wanted, or those of them that were sent; None
     where none are.
 
@@ -515,14 +515,14 @@ class _Member:
                     self.mapped.pop(message.export_id, None)
 
 
-class Sending:
+class OneSidedSender:
     """One-sided ``backends.Backend`` of the sender: of rank 0."""
 
     #: Receivers come to a thread of its own.
     is_formed = True
 
     def __init__(self, store: Store, size: int) -> None:
-        self._place, self._ranks = Place(store), frozenset(range(1, size))
+        self._place, self._ranks = MemberIdentity(store), frozenset(range(1, size))
         self._lock = threading.Lock()  # guards what follows
         self._works: dict[int, SentWork] = {}
         #: Those that some receiver has not said yet that it keeps.
@@ -531,11 +531,11 @@ class Sending:
         self._error = ""
         self._num_sent = 0
         self._digests: dict[int, str] = {}
-        self._wakeup = Wakeup()
+        self._wakeup = SelectorWaker()
         self._listener, self._name = listen()
         self._thread = threading.Thread(target=self._run, name="weft-one-sided", daemon=True)
         try:
-            self._arrivals = Arrivals(self._listener, _MAX_SILENT)
+            self._arrivals = NewConnections(self._listener, _MAX_SILENT)
             self._thread.start()
         except BaseException as error:  # interrupted: nobody else could end it
             self.abort()

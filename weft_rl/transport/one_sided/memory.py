@@ -77,7 +77,7 @@ def export_of(tensor: torch.Tensor) -> tuple[MemoryFile | DeviceView, int]:
 
 def map_export(
     export: Export | ExportDevice, fd: int | None, device: torch.device
-) -> Mapping | DeviceMapping:
+) -> FileMapping | DeviceMapping:
     """Map memory that a peer has offered, to be copied to ``device``.
 
     Args:
@@ -89,7 +89,7 @@ def map_export(
     if isinstance(export, ExportDevice):
         return DeviceMapping(export, device)
     assert fd is not None, "a message without it is refused"
-    return Mapping(fd, export.num_bytes)
+    return FileMapping(fd, export.num_bytes)
 
 
 def _check_within(first_byte: int, num_bytes: int, size: int) -> None:
@@ -150,7 +150,7 @@ def _make_file(num_bytes: int) -> MemoryFile:
     return file
 
 
-class Mapping:
+class FileMapping:
     """A peer's memory file, mapped to be read.
 
     Args:
@@ -371,7 +371,7 @@ def allocate_block(num_bytes: int, device: torch.device) -> torch.Tensor:
     return tensor.zero_()
 
 
-class _Lent:
+class _LentMemory:
     """Memory of a peer that is read in place."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -379,7 +379,7 @@ class _Lent:
 
 
 class DeviceMapping:
-    """A peer's block, mapped; see ``Mapping``.
+    """A peer's block, mapped; see ``FileMapping``.
 
     Args:
         export: Message of the peer.
@@ -417,14 +417,14 @@ class DeviceMapping:
         check: Callable[[], None],
         after: torch.cuda.Event | None = None,
     ) -> None:
-        """See ``Mapping.copy``; copies on a stream of its own, without spinning, and calls
+        """See ``FileMapping.copy``; copies on a stream of its own, without spinning, and calls
         ``check`` before."""
         check()
         _check_within(first_byte, target.numel(), self._num_bytes)
         copy_to(target, self._address + first_byte, self._stream, after)
 
     def read(self, first_byte: int, num_bytes: int) -> bytes:
-        """See ``Mapping.read``; brings the bytes to the host."""
+        """See ``FileMapping.read``; brings the bytes to the host."""
         _check_within(first_byte, num_bytes, self._num_bytes)
         is_cuda = self._device.type == "cuda"
         target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -442,7 +442,9 @@ class DeviceMapping:
         if not self._is_near:
             return None
         _check_within(first_byte, num_bytes, self._num_bytes)
-        return torch.as_tensor(_Lent(self._address + first_byte, num_bytes), device=self._device)
+        return torch.as_tensor(
+            _LentMemory(self._address + first_byte, num_bytes), device=self._device
+        )
 
     def close(self) -> None:
         """Unmap the block; a second call does nothing.

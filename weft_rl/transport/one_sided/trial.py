@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import CapacityError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.ipc.listener import Listener
@@ -122,7 +122,7 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self._passed: Lru[tuple[str, torch.device], bool] = Lru(_MAX_PASSED)
+        self._passed: LruMapping[tuple[str, torch.device], bool] = LruMapping(_MAX_PASSED)
 
     def why_not_readable(self, names: Sequence[str], device: torch.device = CPU) -> str:
         """Return ``why_not_readable`` of the names that have not passed yet."""

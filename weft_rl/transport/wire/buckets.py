@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from weft_rl.containers.lru import Lru
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import DigestMismatchError
 from weft_rl.contract.layout.manifest import (
     TRAILER_BYTES,
@@ -28,11 +28,11 @@ from weft_rl.contract.layout.manifest import (
 )
 from weft_rl.contract.layout.runs import Run, check_coverage, pack_runs, unpack_runs
 from weft_rl.contract.tensors import TensorMeta
-from weft_rl.transport.digests.copies import Place, copied_words, copy_digesting, copy_words
-from weft_rl.transport.digests.host_copy import Fetched
-from weft_rl.transport.digests.kernel import Words
+from weft_rl.transport.digests.copies import PlacedRange, copied_words, copy_digesting, copy_words
+from weft_rl.transport.digests.host_copy import HostCopy
+from weft_rl.transport.digests.kernel import CopiedWords
 from weft_rl.transport.digests.wsum64 import Digests, Part, joined, start_digests
-from weft_rl.transport.wire.options import IN_ITS_BUFFER, Arrived
+from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket
 
 
 def whole_parts(manifest: Manifest, index: int) -> list[Part]:
@@ -42,25 +42,25 @@ def whole_parts(manifest: Manifest, index: int) -> list[Part]:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _WholeBucket:
     """A bucket of a layout as it travels whole."""
 
     parts: list[Part]
 
     @cached_property
-    def words(self) -> tuple[Words, ...] | None:
+    def words(self) -> tuple[CopiedWords, ...] | None:
         """Words of its tensors, at the places that they have; see ``copied_words``."""
-        return copied_words(self.parts, [Place(p.at, 0, p.num_bytes) for p in self.parts])
+        return copied_words(self.parts, [PlacedRange(p.at, 0, p.num_bytes) for p in self.parts])
 
 
-def _whole(manifest: Manifest, index: int) -> _Whole:
+def _whole(manifest: Manifest, index: int) -> _WholeBucket:
     """Return a layout's bucket as it travels whole. It is kept, since the next version has the
     same: making it takes as long as copying an adapter."""
     key = manifest.layout_digest, index
     with _known_lock:
         known = _known_wholes.get(key)
     if known is None:
-        known = _Whole(whole_parts(manifest, index))
+        known = _WholeBucket(whole_parts(manifest, index))
         with _known_lock:
             _known_wholes.put(key, known)
     return known
@@ -85,7 +85,7 @@ def run_parts(manifest: Manifest, runs: Iterable[Run]) -> list[Part]:
     return parts
 
 
-class Sealed(NamedTuple):
+class SealedBucket(NamedTuple):
     """Digest, size and tail of a bucket that is ready to be sent."""
 
     digest: int
@@ -102,7 +102,7 @@ def seal_bucket(
     index: int,
     digests: Sequence[int],
     runs: Sequence[Run] | None = None,
-) -> Sealed:
+) -> SealedBucket:
     """Compute the digest and the tail that travel with a bucket's payload
     (``SideGroup.broadcast``).
 
@@ -114,7 +114,7 @@ def seal_bucket(
     table = b"" if runs is None else pack_runs(runs)
     digest = xxhash.xxh3_64_intdigest(table + joined(digests))
     tail = pack_trailer(digest, nonce, index, payload_bytes) + table
-    return Sealed(digest, payload_bytes, tail)
+    return SealedBucket(digest, payload_bytes, tail)
 
 
 def verify_bucket(wire: torch.Tensor, manifest: Manifest, index: int, nonce: int) -> list[int]:
@@ -131,7 +131,7 @@ def start_bucket(
     manifest: Manifest,
     index: int,
     nonce: int,
-    arrived: Arrived = IN_ITS_BUFFER,
+    arrived: ArrivedBucket = IN_ITS_BUFFER,
 ) -> Callable[[], list[int]]:
     """Begin ``verify_bucket``; return a function that ends it. In between a GPU works on it, on the
     calling thread's current stream.
@@ -164,7 +164,7 @@ def start_bucket(
     return end
 
 
-class Assembly(NamedTuple):
+class BucketMemory(NamedTuple):
     """Memory in which buckets of a layout are put together from runs."""
 
     data: torch.Tensor
@@ -173,7 +173,7 @@ class Assembly(NamedTuple):
     """First byte in it of each bucket of the layout."""
 
 
-class Verified(NamedTuple):
+class VerifiedBucket(NamedTuple):
     """Contents of a bucket that lists its runs, once it has been checked."""
 
     runs: Sequence[Run]
@@ -185,7 +185,7 @@ class Verified(NamedTuple):
 
 def verify_runs(
     wire: torch.Tensor, payload_bytes: int, manifest: Manifest, index: int, nonce: int
-) -> Verified:
+) -> VerifiedBucket:
     """Check a bucket that lists its runs; see ``start_runs``."""
     return start_runs(wire, payload_bytes, manifest, index, nonce)()
 
@@ -198,9 +198,9 @@ def start_runs(
     nonce: int,
     *,
     bucket: int | None = None,
-    into: Assembly | None = None,
-    arrived: Arrived = IN_ITS_BUFFER,
-) -> Callable[[], Verified]:
+    into: BucketMemory | None = None,
+    arrived: ArrivedBucket = IN_ITS_BUFFER,
+) -> Callable[[], VerifiedBucket]:
     """Begin to check a bucket that lists its runs; return a function that ends it. In between a GPU
     works on it, on the calling thread's current stream.
 
@@ -231,7 +231,7 @@ def start_runs(
         payload = wire[:payload_bytes].copy_(payload, non_blocking=True)
     digests = copied or start_digests(payload, listed.parts)
 
-    def end() -> Verified:
+    def end() -> VerifiedBucket:
         found = digests.wait()
         check_trailer(
             tail[:TRAILER_BYTES],
@@ -240,18 +240,20 @@ def start_runs(
             bucket=index,
             payload_bytes=payload_bytes,
         )
-        return Verified(listed.runs, found, copied is not None)
+        return VerifiedBucket(listed.runs, found, copied is not None)
 
     return end
 
 
-def _start_tail(wire: torch.Tensor, payload_bytes: int, arrived: Arrived) -> Callable[[], bytes]:
+def _start_tail(
+    wire: torch.Tensor, payload_bytes: int, arrived: ArrivedBucket
+) -> Callable[[], bytes]:
     """Begin to bring the bytes that follow a bucket's payload to the host; return a function that
     ends it and returns them."""
     if (tail := arrived.tail) is not None:
         return lambda: tail
     content = wire if arrived.lent is None else arrived.lent
-    fetched = Fetched(content[payload_bytes:], arrived=True)
+    fetched = HostCopy(content[payload_bytes:], arrived=True)
     return lambda: fetched.wait().numpy().tobytes()
 
 
@@ -260,12 +262,12 @@ class _Listed(NamedTuple):
 
     runs: list[Run]
     parts: list[Part]
-    places: list[tuple[int, Place]]
+    places: list[tuple[int, PlacedRange]]
     """Place of each run: its bucket of the layout, and where in that it belongs."""
-    words: Lru[tuple[int, ...], tuple[Words, ...] | None]
+    words: LruMapping[tuple[int, ...], tuple[CopiedWords, ...] | None]
     """Results of ``words_into``."""
 
-    def words_into(self, starts: Sequence[int]) -> tuple[Words, ...] | None:
+    def words_into(self, starts: Sequence[int]) -> tuple[CopiedWords, ...] | None:
         """Return the words to copy if the layout's buckets begin at ``starts``; see
         ``copied_words``. Results are kept: finding them takes longer than the copying."""
         key = tuple(starts[bucket] for bucket in sorted({bucket for bucket, _ in self.places}))
@@ -293,7 +295,7 @@ def _listed(
                     f"bucket {index} lists {run}, which lies in bucket {own} of the layout; its "
                     f"plan says {bucket}"
                 )
-        known = _Listed(runs, run_parts(manifest, runs), places, Lru(_MAX_STARTS))
+        known = _Listed(runs, run_parts(manifest, runs), places, LruMapping(_MAX_STARTS))
         with _known_lock:
             _known.put(key, known)
     return known
@@ -301,18 +303,18 @@ def _listed(
 
 # Targets that buckets are put together in at a time: a segment, or memory for one bucket each.
 _MAX_STARTS = 4
-_known: Lru[tuple[bytes, bytes, int, int, int | None], _Listed] = Lru(128)
-_known_wholes: Lru[tuple[bytes, int], _Whole] = Lru(128)
+_known: LruMapping[tuple[bytes, bytes, int, int, int | None], _Listed] = LruMapping(128)
+_known_wholes: LruMapping[tuple[bytes, int], _WholeBucket] = LruMapping(128)
 _known_lock = threading.Lock()
 
 
-def _place(manifest: Manifest, run: Run) -> tuple[int, Place]:
+def _place(manifest: Manifest, run: Run) -> tuple[int, PlacedRange]:
     slot = manifest.tensors[run.tensor]
     size, num_bytes = slot.meta.dtype.itemsize_bytes, slot.meta.num_bytes
     end = run.end * size
     # The zeros that follow a tensor go with its last run.
     end = align_up(end) if end == num_bytes else end
-    return slot.bucket, Place(slot.offset_bytes, run.first * size, end)
+    return slot.bucket, PlacedRange(slot.offset_bytes, run.first * size, end)
 
 
 def tensor_sums(manifest: Manifest, runs: Sequence[Run], digests: Sequence[int]) -> list[int]:

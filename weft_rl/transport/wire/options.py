@@ -27,7 +27,7 @@ class BucketOptions(NamedTuple):
 WHOLE = BucketOptions()
 
 
-class Arrived(NamedTuple):
+class ArrivedBucket(NamedTuple):
     """Way in which a bucket has arrived; by default whole, in its buffer."""
 
     lent: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Arrived(NamedTuple):
     the buffer, unread."""
 
 
-IN_ITS_BUFFER = Arrived()
+IN_ITS_BUFFER = ArrivedBucket()
 
 
 def write_tail(buffer: torch.Tensor, options: BucketOptions) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.models import Referee, make_adapter, make_model
-from weft_rl.cli.verify.parity import LocalModel, Sampled, bound_of, compared, default_prompts
+from weft_rl.cli.verify.parity import LocalModel, SampledTokens, bound_of, compared, default_prompts
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType
 
 
-def sampled(logprobs: list[float], prompt: int = 5) -> Sampled:
+def sampled(logprobs: list[float], prompt: int = 5) -> SampledTokens:
     tokens = tuple(range(10, 10 + len(logprobs)))
-    return Sampled((prompt, 6, 7), tokens, tuple(logprobs), "processed_logprobs")
+    return SampledTokens((prompt, 6, 7), tokens, tuple(logprobs), "processed_logprobs")
 
 
 def test_what_is_farthest_apart_counts() -> None:

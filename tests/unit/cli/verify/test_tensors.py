@@ -15,7 +15,7 @@ from trainer_side.sources.file_source import CheckpointSource
 from trainer_side.sources.source import CastRule
 from weft_rl.cli.verify.tensors import (
     FINE,
-    Compared,
+    ComparedTensor,
     Verdict,
     base_dir_of,
     compare,
@@ -130,7 +130,7 @@ def no_cast(name: str, dtype: DataType) -> int:
     raise AssertionError(f"{name} was cast to {dtype}")
 
 
-def verdicts(found: list[Compared]) -> dict[str, Verdict]:
+def verdicts(found: list[ComparedTensor]) -> dict[str, Verdict]:
     return {compared.name: compared.verdict for compared in found}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rollout_side.agent import agent as drain_module
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
+from rollout_side.agent.registration import HeartbeatOrders, OrderKey
 from rollout_side.config import AgentConfig
 from rollout_side.service.main import _StopSignals
 from tests.doubles.agent import Registered
@@ -38,7 +38,7 @@ def agent(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> Agent:
 def _told(agent: Agent, **changes: Any) -> None:
     fields = {"drain": None, "is_draining": False, "in_transfer": False}
     agent._take_answer(
-        HeartbeatAnswer(
+        HeartbeatOrders(
             **fields | {"refuse_reason": "", "order": OrderKey(0, 0), "pins": ()} | changes
         )
     )

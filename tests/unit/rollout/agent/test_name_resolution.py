@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rollout_side.agent.name_resolution import OUT_OF_CONTACT, refused_aliases, resolve
-from rollout_side.agent.registration import HeartbeatAnswer, OrderKey
-from rollout_side.engine import AbsentPolicy, AliasRefusals
+from rollout_side.agent.registration import HeartbeatOrders, OrderKey
+from rollout_side.engine import AliasRefusals, UnservedPolicy
 from weft_rl.contract.errors import InvalidNameError, NotFoundError, PeerUnavailableError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 
@@ -19,8 +19,8 @@ _SERVED = VersionVector(
 _NEWEST = {"base": 4, "math": 5, "code": 1}
 _NONE = AliasRefusals()
 _ABSENT = {
-    "chess": AbsentPolicy(7, "an operator forgot chess"),
-    "go": AbsentPolicy(2, "go@2 is lost"),
+    "chess": UnservedPolicy(7, "an operator forgot chess"),
+    "go": UnservedPolicy(2, "go@2 is lost"),
 }
 
 
@@ -124,9 +124,9 @@ def test_a_list_is_bounded_and_of_whole_names() -> None:
             assert listed == [f"{policy}@48", f"{policy}@49"]
 
 
-def _heard(*lacking: str, vector: VersionVector = _SERVED, **more: Any) -> HeartbeatAnswer:
+def _heard(*lacking: str, vector: VersionVector = _SERVED, **more: Any) -> HeartbeatOrders:
     """What the coordinator answers to a replica that serves ``vector``."""
-    return HeartbeatAnswer(
+    return HeartbeatOrders(
         None,
         False,
         False,
@@ -163,7 +163,7 @@ def test_an_alias_that_stands_for_something_else_in_the_pool_is_refused() -> Non
     ],
 )
 def test_over_another_base_than_the_pools_no_alias_is_answered(
-    heard: HeartbeatAnswer, why: str
+    heard: HeartbeatOrders, why: str
 ) -> None:
     refused = refused_aliases(heard, _SERVED)
     for asked in ("base", "math", "code"):

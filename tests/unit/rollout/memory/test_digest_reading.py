@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout_side.memory import digest_reading
-from rollout_side.memory.digest_reading import DigestReading
+from rollout_side.memory.digest_reading import DigestReader
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import ServedBase, StagedVersion, tensors_in
 from weft_rl.checkpoints.reader import digest_file
@@ -62,7 +62,7 @@ def hold(tensors: Tensors, manifest: Manifest, content: bytes = b"d") -> WorkerS
 
 
 def read(store: WorkerStore, version: PolicyVersion = MATH) -> dict[str, StoredTensor]:
-    reading, found, is_all = DigestReading(store, version), list[StoredTensor](), False
+    reading, found, is_all = DigestReader(store, version), list[StoredTensor](), False
     deadline = time.monotonic() + 10
     while not is_all:
         part, is_all = reading.take()
@@ -152,10 +152,10 @@ def test_a_base_is_read_back_from_the_engine_that_has_it() -> None:
 
 def test_what_is_not_held_is_not_read() -> None:
     with pytest.raises(NotFoundError, match="no copy of math@1"):
-        DigestReading(WorkerStore(0, 0), MATH)
+        DigestReader(WorkerStore(0, 0), MATH)
 
 
-def _fails(reading: DigestReading) -> Exception:
+def _fails(reading: DigestReader) -> Exception:
     deadline = time.monotonic() + 10
     try:
         while time.monotonic() < deadline:
@@ -178,7 +178,7 @@ def test_memory_that_another_version_may_have_by_now_is_not_told_of(
         return real(content, **settings)
 
     monkeypatch.setattr(digest_reading, "tensor_digest", drop_meanwhile)
-    error = _fails(DigestReading(store, MATH))
+    error = _fails(DigestReader(store, MATH))
     assert isinstance(error, NotFoundError)
     assert "was dropped while it was read" in str(error)
 
@@ -190,7 +190,7 @@ def test_what_nobody_asks_for_any_more_ends_and_holds_nothing(
     monkeypatch.setattr(digest_reading, "IDLE_SECONDS", 0.05)
     tensors = tensors_of(1, [(0, 100)] * 5)
     store = hold(tensors, layout(tensors, 256))
-    reading = DigestReading(store, MATH)
+    reading = DigestReader(store, MATH)
     (thread,) = [t for t in threading.enumerate() if t.name == "weft-digest-math@1"]
     thread.join(10)
     assert not thread.is_alive()
@@ -201,7 +201,7 @@ def test_what_nobody_asks_for_any_more_ends_and_holds_nothing(
 def test_one_that_is_closed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest_reading, "PART_TENSORS", 1)
     tensors = tensors_of(1, [(0, 100)] * 5)
-    reading = DigestReading(hold(tensors, layout(tensors, 256)), MATH)
+    reading = DigestReader(hold(tensors, layout(tensors, 256)), MATH)
     (thread,) = [t for t in threading.enumerate() if t.name == "weft-digest-math@1"]
     reading.close()
     thread.join(10)

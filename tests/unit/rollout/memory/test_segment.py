@@ -20,7 +20,7 @@ from rollout_side.memory.segment import (
 )
 from rollout_side.memory.store import WorkerStore
 from rollout_side.memory.versions import BucketContents, PartialTransfer, StagedVersion
-from rollout_side.receive.incoming_buckets import Ring, arrival_buffers
+from rollout_side.receive.incoming_buckets import ReceiveRing, arrival_buffers
 from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
@@ -179,14 +179,14 @@ def test_memory_that_may_still_be_written_is_not_used_again(settled: bool) -> No
     assert taken.segment.data[0] == 3
 
 
-def _ring(data: torch.Tensor, device: torch.device) -> Ring:
+def _ring(data: torch.Tensor, device: torch.device) -> ReceiveRing:
     plan = whole_plan(MANIFEST)
     partial = PartialTransfer("t", "trainer", MANIFEST, HostSegment.allocate(SIZE), [])
     buffers = arrival_buffers(plan, 2, device) if device != data.device else {}
-    return Ring(MANIFEST, plan, StagingSink(partial, data, device), buffers, 2)
+    return ReceiveRing(MANIFEST, plan, StagingSink(partial, data, device), buffers, 2)
 
 
-def send(buffers: Ring, index: int, nonce: int = NONCE) -> torch.Tensor:
+def send(buffers: ReceiveRing, index: int, nonce: int = NONCE) -> torch.Tensor:
     """Put a bucket where it is received, as its sender does; returns its payload."""
     bucket, wire = MANIFEST.buckets[index], buffers.wire(index)
     payload = wire[: bucket.payload_bytes]

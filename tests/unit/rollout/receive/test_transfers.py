@@ -9,7 +9,7 @@ import torch
 
 from rollout_side.memory.handoff import HandoffQueue
 from rollout_side.memory.segment import MARGIN_BYTES, Memory
-from rollout_side.receive.incoming_buckets import Ring, make_buffers
+from rollout_side.receive.incoming_buckets import ReceiveRing, make_buffers
 from rollout_side.receive.transfers import PAUSE_SECONDS, LoadingSink, is_load_due
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import CapacityError
@@ -47,7 +47,7 @@ def test_as_late_as_receiving_allows(
     assert is_load_due(received, buffers, buckets, received * each) is due
 
 
-def _land(buffers: Ring, index: int) -> None:
+def _land(buffers: ReceiveRing, index: int) -> None:
     """A bucket of zeros arrives."""
     size = MANIFEST.buckets[index].payload_bytes
     wire = buffers.wire(index).zero_()
@@ -59,10 +59,10 @@ def _handoff() -> HandoffQueue:
     return HandoffQueue("t1", PolicyVersion("base", 1), MANIFEST, time.monotonic() + 20)
 
 
-def _ring(handoff: HandoffQueue, num_more: int = 0) -> Ring:
+def _ring(handoff: HandoffQueue, num_more: int = 0) -> ReceiveRing:
     plan = whole_plan(MANIFEST)
     sink = LoadingSink(handoff, plan, CPU, IN_FLIGHT, lambda: None, num_more)
-    return Ring(MANIFEST, plan, sink, {}, IN_FLIGHT)
+    return ReceiveRing(MANIFEST, plan, sink, {}, IN_FLIGHT)
 
 
 def test_with_as_few_buffers_as_there_must_be_at_once() -> None:

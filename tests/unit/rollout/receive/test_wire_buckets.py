@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import PartialTransfer, bucket_starts
-from rollout_side.receive.incoming_buckets import Ring, arrival_buffers
+from rollout_side.receive.incoming_buckets import ReceiveRing, arrival_buffers
 from rollout_side.receive.transfers import StagingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import DigestMismatchError
@@ -22,7 +22,7 @@ from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.group import CPU
 from weft_rl.transport.wire.buckets import run_parts, tensor_sums
-from weft_rl.transport.wire.options import Arrived
+from weft_rl.transport.wire.options import ArrivedBucket
 
 NONCE = 7
 SHAPES = ((13, 24), (100,), (7, 16), (3,))
@@ -81,12 +81,12 @@ def fill(wire: torch.Tensor, manifest: Manifest, index: int, payload: torch.Tens
     seal_wire(wire, payload.numel(), NONCE, index, digests, runs)
 
 
-def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, Ring]:
+def receiving(manifest: Manifest, plan: SendPlan) -> tuple[PartialTransfer, ReceiveRing]:
     segment = HostSegment.allocate(manifest.wire_bytes)
     segment.data.fill_(0xAB)  # it was used before
     partial = PartialTransfer("t1", "trainer", manifest, segment, [], lists_runs=True)
     sink = StagingSink(partial, segment.data, CPU)
-    return partial, Ring(manifest, plan, sink, arrival_buffers(plan, 2, CPU), 2)
+    return partial, ReceiveRing(manifest, plan, sink, arrival_buffers(plan, 2, CPU), 2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -122,7 +122,7 @@ def test_what_is_placed_is_what_was_verified_though_its_sender_changes_it() -> N
     for index, runs in enumerate(carried):
         lent = torch.zeros_like(buffers.wire(index))
         fill(lent, manifest, index, packed(manifest, tensors, runs), runs)
-        end = buffers.accept(index, NONCE, Arrived(lent))
+        end = buffers.accept(index, NONCE, ArrivedBucket(lent))
         lent.fill_(0xCD)
         end()
     starts, data = bucket_starts(manifest), partial.segment.data

@@ -7,14 +7,14 @@ import hashlib
 import pytest
 
 from weft_rl.contract.errors import InvalidRequestError, NotAllowedError, UnauthenticatedError
-from weft_rl.rpc.security.access import ANYBODY, Access, Role, check_call, parse_access
+from weft_rl.rpc.security.access import ANYBODY, AccessRules, Role, check_call, parse_access
 
 SECRET = "0123456789abcdef"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 _PUBLISH = "weft.v1.PublishService/AcquirePolicy"
 
 
-def _one(line: str, roles: str = '"inspect"', more: str = "") -> Access:
+def _one(line: str, roles: str = '"inspect"', more: str = "") -> AccessRules:
     return parse_access(f"[[identity]]\n{line}\nroles = [{roles}]\n{more}\n")
 
 

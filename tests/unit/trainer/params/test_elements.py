@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_side.params.dtensor import Split, cells_of
+from trainer_side.params.dtensor import MeshSplit, cells_of
 from trainer_side.params.elements import held_by
 from trainer_side.params.sharded import HeldRun, Sharded
 
@@ -18,7 +18,7 @@ from trainer_side.params.sharded import HeldRun, Sharded
 def _cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[HeldRun, ...], list[tuple[int, int]]]:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    splits = [Split(draw(st.integers(0, len(shape) - 1))) for _ in mesh]
+    splits = [MeshSplit(draw(st.integers(0, len(shape) - 1))) for _ in mesh]
     cells = cells_of(shape, mesh, splits)
     assert cells is not None
     runs = tuple(HeldRun(cell.places[0], *each) for cell in cells for each in cell.slices)

@@ -10,9 +10,9 @@ import torch
 from tests.doubles.shards import OneOfSeveral
 from trainer_side.params.elements import HeldElements, held_by
 from trainer_side.params.merged_elements import (
-    Delta,
-    Factors,
+    LoraFactors,
     MergedElements,
+    WeightAddition,
     merge_block,
     merges_in_place,
 )
@@ -60,7 +60,7 @@ def test_each_rank_merges_its_own(runs: list[HeldRun], is_rows: bool, dtype: tor
     for rank in (0, 1, 0):  # the first has now what the second gave
         ranks = OneOfSeveral(rank, 2, given)
         held = {"a": _held(a, halves["a"], rank), "b": _held(b, halves["b"], rank)}
-        factors = Factors(held, metas, ranks)
+        factors = LoraFactors(held, metas, ranks)
         assert "a" in factors
         factors.bring()
         if len(given) < 2:
@@ -69,7 +69,7 @@ def test_each_rank_merges_its_own(runs: list[HeldRun], is_rows: bool, dtype: tor
         assert torch.equal(factors["b"], b)
         base, before = _held(weight, runs, rank), _held(weight, runs, rank)
         assert merges_in_place(base, _IN)
-        own = MergedElements(base, Delta(weight.shape, factors, "a", "b", scaling), rank)
+        own = MergedElements(base, WeightAddition(weight.shape, factors, "a", "b", scaling), rank)
         for number, run in enumerate(run for run in runs if run.rank == rank):
             assert own.held(number) is None
             out = torch.empty(run.size, dtype=dtype)
@@ -118,12 +118,12 @@ def test_factors_come_to_where_the_weight_is() -> None:
     for rank in (1, 0):
         held = {"a": _held(a, runs["a"], rank), "b": _held(b, runs["b"], rank)}
         metas = {"a": a.to("meta"), "b": b.to("meta")}
-        factors = Factors(held, metas, OneOfSeveral(rank, 2, given))
+        factors = LoraFactors(held, metas, OneOfSeveral(rank, 2, given))
         factors.bring()
     assert factors["a"].device.type == "cpu"
     weight = torch.zeros(_OUT, _IN, device="meta")
     base = held_by(Sharded(weight.shape, weight.dtype, (HeldRun(0, 0, _OUT * _IN),), weight), 0)
-    merged = MergedElements(base, Delta(weight.shape, factors, "a", "b", 1.0), 0)
+    merged = MergedElements(base, WeightAddition(weight.shape, factors, "a", "b", 1.0), 0)
     out = torch.empty(_OUT * _IN, device="meta")
     merged.fill(0, out)
     assert out.device.type == "meta"

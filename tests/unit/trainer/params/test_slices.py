@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_side.params import dtensor
-from trainer_side.params.dtensor import Cell, Slice, Split, cells_of
+from trainer_side.params.dtensor import Cell, MeshSplit, Slice, cells_of
 from weft_rl.contract.layout.runs import Run, check_coverage, why_not
 from weft_rl.contract.tensors import DataType, TensorMeta
 
@@ -21,7 +21,7 @@ def placed(draw):
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     split = st.none()
     if shape:
-        split |= st.builds(Split, st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2, 3]))
+        split |= st.builds(MeshSplit, st.integers(0, len(shape) - 1), st.sampled_from([1, 1, 2, 3]))
     return shape, mesh, draw(st.lists(split, min_size=len(mesh), max_size=len(mesh)))
 
 
@@ -73,20 +73,20 @@ def test_cells_cover_every_element_once_in_runs_that_travel(case):
 
 
 CASES = {
-    "rows": ([8, 6], [2], [Split(0)], [Cell((0,), (Slice(0, 24),), 24),
+    "rows": ([8, 6], [2], [MeshSplit(0)], [Cell((0,), (Slice(0, 24),), 24),
                                        Cell((1,), (Slice(24, 24),), 24)]),
-    "columns": ([8, 6], [2], [Split(1)], [Cell((0,), (Slice(0, 3, 6, 8),), 24),
+    "columns": ([8, 6], [2], [MeshSplit(1)], [Cell((0,), (Slice(0, 3, 6, 8),), 24),
                                           Cell((1,), (Slice(3, 3, 6, 8),), 24)]),
-    "rows, replicated": ([8, 6], [2, 2], [None, Split(0)], [
+    "rows, replicated": ([8, 6], [2, 2], [None, MeshSplit(0)], [
         Cell((0, 2), (Slice(0, 24),), 24), Cell((1, 3), (Slice(24, 24),), 24)]),
     # FSDP2 over tensor parallelism: ranks 0 and 2 have the first half
-    "rows twice": ([8, 6], [2, 2], [Split(0, 2), Split(0)], [
+    "rows twice": ([8, 6], [2, 2], [MeshSplit(0, 2), MeshSplit(0)], [
         Cell((0,), (Slice(0, 12),), 12), Cell((1,), (Slice(24, 12),), 12),
         Cell((2,), (Slice(12, 12),), 12), Cell((3,), (Slice(36, 12),), 12)]),
-    "experts, and their columns": ([4, 2, 6], [2, 2], [Split(0), Split(2)], [
+    "experts, and their columns": ([4, 2, 6], [2, 2], [MeshSplit(0), MeshSplit(2)], [
         Cell((0,), (Slice(0, 3, 6, 4),), 12), Cell((1,), (Slice(3, 3, 6, 4),), 12),
         Cell((2,), (Slice(24, 3, 6, 4),), 12), Cell((3,), (Slice(27, 3, 6, 4),), 12)]),
-    "fewer rows than places": ([2, 6], [3], [Split(0)], [Cell((0,), (Slice(0, 6),), 6),
+    "fewer rows than places": ([2, 6], [3], [MeshSplit(0)], [Cell((0,), (Slice(0, 6),), 6),
                                                          Cell((1,), (Slice(6, 6),), 6)]),
 }  # fmt: skip
 
@@ -100,6 +100,8 @@ def test_as_few_slices_as_can_be(case):
 def test_what_lies_in_too_many_pieces_is_left_whole(monkeypatch):
     """Both dims of each expert are cut: a slice for each expert and place."""
     monkeypatch.setattr(dtensor, "MAX_SLICES", 32)
-    assert sum(len(c.slices) for c in cells_of([8, 4, 6], [2, 2], [Split(1), Split(2)])) == 32
-    assert cells_of([9, 4, 6], [2, 2], [Split(1), Split(2)]) is None
-    assert cells_of([10**12, 10**3, 10**3], [2, 2], [Split(1), Split(2)]) is None, "at once"
+    assert (
+        sum(len(c.slices) for c in cells_of([8, 4, 6], [2, 2], [MeshSplit(1), MeshSplit(2)])) == 32
+    )
+    assert cells_of([9, 4, 6], [2, 2], [MeshSplit(1), MeshSplit(2)]) is None
+    assert cells_of([10**12, 10**3, 10**3], [2, 2], [MeshSplit(1), MeshSplit(2)]) is None, "at once"

@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import Linear, Sequential
 
-from trainer_side.params.choose import Opened
+from trainer_side.params.choose import OpenedModel
 from trainer_side.params.elements import held_elements
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.sharded import Gathered, HeldRun, Sharded, ShardedParams
+from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
 from trainer_side.params.snapshot import HostMemory, snapshot
 from trainer_side.pushes.content import ModelAdapter, ModelBase
 from trainer_side.ranks.ranks import OneRank
@@ -31,10 +31,10 @@ def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> N
 
     shard, frozen = torch.arange(8.0), torch.ones(4)
     runs = (HeldRun(0, 0, 2, 4, 4), HeldRun(1, 2, 2, 4, 4))
-    placed: dict[str, Sharded | Gathered] = {
+    placed: dict[str, Sharded | GatheredParam] = {
         "a": Sharded(torch.Size((4, 4)), torch.float32, runs, shard),
         "other": Sharded(torch.Size((8,)), torch.float32, (HeldRun(1, 0, 8),), None),
-        "sum": Gathered(torch.Size((6,)), torch.float32, gather, torch.zeros(6)),
+        "sum": GatheredParam(torch.Size((6,)), torch.float32, gather, torch.zeros(6)),
         "frozen": Sharded(torch.Size((4,)), torch.float32, (HeldRun(0, 0, 4),), frozen),
     }
     params = ShardedParams(placed, "test", OneRank())
@@ -60,7 +60,7 @@ def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> N
 
 
 def test_what_a_snapshot_leaves_to_its_framework_cannot_be_read_beside_the_training() -> None:
-    gathered = Gathered(torch.Size((6,)), torch.float32, _never, torch.zeros(6))
+    gathered = GatheredParam(torch.Size((6,)), torch.float32, _never, torch.zeros(6))
     params = ShardedParams({"base": gathered}, "test", OneRank())
     copied = snapshot(params, {"adapter"}, HostMemory().lend(1))
     with pytest.raises(UnsupportedError, match="'base'"):
@@ -85,15 +85,17 @@ def test_only_the_calling_thread_has_a_framework_gather(kind: str) -> None:
         threads.append(threading.current_thread().name)
         return tensor.clone()
 
-    placed: dict[str, Sharded | Gathered] = {}
+    placed: dict[str, Sharded | GatheredParam] = {}
     for name, tensor in whole.items():
         numel = tensor.numel()
         if "lora_" in name:
             runs = (HeldRun(0, 0, numel),)
             placed[name] = Sharded(tensor.shape, tensor.dtype, runs, tensor)
         else:
-            placed[name] = Gathered(tensor.shape, tensor.dtype, partial(gather, tensor), tensor)
-    opened = Opened(peft, ShardedParams(placed, "test", OneRank()))
+            placed[name] = GatheredParam(
+                tensor.shape, tensor.dtype, partial(gather, tensor), tensor
+            )
+    opened = OpenedModel(peft, ShardedParams(placed, "test", OneRank()))
     content: ModelBase | ModelAdapter = ModelBase(opened, cast=False, merged="default")
     if kind == "adapter":
         content = ModelAdapter(opened, "default", cast=False, check_base=True)

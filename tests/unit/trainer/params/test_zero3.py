@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_side.params.sharded import Gathered, Sharded, of_zero3
+from trainer_side.params.sharded import GatheredParam, Sharded, of_zero3
 from weft_rl.contract.errors import UnsupportedError
 
 
@@ -44,7 +44,9 @@ def test_runs_cover_every_element_once(shape, size):
 def test_second_copies_are_left_to_deepspeed():
     """hpZ keeps them beside the shards."""
     ranks = {4: 0, 5: 1}
-    assert isinstance(of_zero3(param([4], 2, ds_secondary_tensor=torch.zeros(2)), ranks), Gathered)
+    assert isinstance(
+        of_zero3(param([4], 2, ds_secondary_tensor=torch.zeros(2)), ranks), GatheredParam
+    )
     assert isinstance(of_zero3(param([4], 2, ds_secondary_tensor=None), ranks), Sharded)
 
 

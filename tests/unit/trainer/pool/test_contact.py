@@ -12,7 +12,11 @@ from concurrent import futures
 import grpc
 import pytest
 
-from trainer_side.pool.coordinator_client import Contact, data_address, why_unreachable
+from trainer_side.pool.coordinator_client import (
+    CoordinatorConnection,
+    data_address,
+    why_unreachable,
+)
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 from weft_rl.rpc.channel import open_channel
 
@@ -36,7 +40,7 @@ def test_one_never_reached_is_named_with_what_was_tried(
 ) -> None:
     channel = open_channel(target)
     try:
-        contact = Contact(channel, target, 1.0)
+        contact = CoordinatorConnection(channel, target, 1.0)
         with pytest.raises(PeerUnavailableError) as caught:
             contact.wait(time.monotonic() + 600)
     finally:
@@ -68,7 +72,7 @@ def test_a_coordinator_that_starts_later_is_waited_for_and_then_known(
     starting = threading.Thread(target=start)
     starting.start()
     try:
-        contact = Contact(channel, target, 30.0, probe)
+        contact = CoordinatorConnection(channel, target, 30.0, probe)
         contact.wait(time.monotonic() + 30)
         assert contact.was_reached
         said = [r.message for r in caplog.records]
@@ -98,7 +102,7 @@ def test_a_listener_that_is_no_coordinator_is_said_to_be_none() -> None:
         channel = open_channel(target)
         try:
             with pytest.raises(PeerUnavailableError, match="does not answer as a coordinator"):
-                Contact(channel, target, 0.3).wait(time.monotonic() + 60)
+                CoordinatorConnection(channel, target, 0.3).wait(time.monotonic() + 60)
         finally:
             channel.close()
 
@@ -113,7 +117,7 @@ def test_a_slow_look_up_does_not_outlast_the_time(target: str) -> None:
     channel = open_channel(target)
     try:
         with pytest.raises(PeerUnavailableError, match="could not be looked up yet"):
-            Contact(channel, target, 0.2, probe).wait(time.monotonic() + 60)
+            CoordinatorConnection(channel, target, 0.2, probe).wait(time.monotonic() + 60)
     finally:
         release.set()
         channel.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer_side.pool.leases import Leases, Notices
+from trainer_side.pool.leases import Leases, NoticeQueue
 from weft_rl.rpc.codec import duration_to_proto
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
@@ -90,7 +90,7 @@ def test_notices_come_in_turn_and_survive_what_they_raise(caplog: pytest.LogCapt
             raise ValueError("the user's")
         done.set()
 
-    notices = Notices(function)
+    notices = NoticeQueue(function)
     notices.put("a")
     notices.put("b")
     assert done.wait(10)
@@ -110,7 +110,7 @@ def test_notices_are_bounded_and_those_that_wait_are_dropped_at_close(
         begun.set()
         assert gate.wait(10)
 
-    notices = Notices(function)
+    notices = NoticeQueue(function)
     notices.put("a")
     assert begun.wait(10)
     notices.put("b")
@@ -129,7 +129,7 @@ def test_closing_from_within_does_not_wait_for_itself() -> None:
         box.notices.close()
         done.set()
 
-    box.notices = Notices(function)
+    box.notices = NoticeQueue(function)
     box.notices.put("a")
     assert done.wait(10)
     box.notices._thread.join(10)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.pool.peer import Peer
+from trainer_side.pool.peer import SideGroupRank
 from weft_rl.contract.errors import StaleEpochError
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.transport import sender as module
@@ -47,16 +47,16 @@ class Membership:
 
 
 @pytest.fixture
-def joining(monkeypatch: pytest.MonkeyPatch) -> tuple[Peer, pb.BeginTransferResponse]:
+def joining(monkeypatch: pytest.MonkeyPatch) -> tuple[SideGroupRank, pb.BeginTransferResponse]:
     monkeypatch.setattr(module, "Membership", Membership)
     group = pb.GroupPlan(group_id="g", epoch=1, size=3, backend="gloo", token="t0",
                          further_tokens=["t1"], num_senders=2)  # fmt: skip
-    peer = Peer("127.0.0.1:1", "127.0.0.1", BackendSelection("gloo"), Credentials())
+    peer = SideGroupRank("127.0.0.1:1", "127.0.0.1", BackendSelection("gloo"), Credentials())
     return peer, pb.BeginTransferResponse(transfer_id="t", group=group)
 
 
 def test_the_ranks_go_on_once_the_coordinator_attends_it(
-    joining: tuple[Peer, pb.BeginTransferResponse],
+    joining: tuple[SideGroupRank, pb.BeginTransferResponse],
 ) -> None:
     """Where it died between the two nobody would know, and all would wait for it."""
     peer, begun = joining
@@ -75,7 +75,9 @@ def test_the_ranks_go_on_once_the_coordinator_attends_it(
     assert made.left
 
 
-def test_one_that_is_refused_says_why(joining: tuple[Peer, pb.BeginTransferResponse]) -> None:
+def test_one_that_is_refused_says_why(
+    joining: tuple[SideGroupRank, pb.BeginTransferResponse],
+) -> None:
     peer, begun = joining
     errors: list[Any] = []
 

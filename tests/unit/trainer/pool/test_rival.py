@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trainer_side.pool.leases import Rival, describe, has_ended, is_this_process, this_process
+from trainer_side.pool.leases import RivalHolder, describe, has_ended, is_this_process, this_process
 
 
 def _holder(token: int = 3, renewals: int = 5, **process: object) -> dict[str, str]:
@@ -29,7 +29,7 @@ def _metadata(process: object) -> dict[str, object]:
 
 
 def test_a_silent_holder_is_waited_for() -> None:
-    rival = Rival(takeover=False)
+    rival = RivalHolder(takeover=False)
     for _ in range(3):
         assert rival.displaced_token(_holder()) == 0
         assert not rival.is_alive(_holder())
@@ -37,13 +37,13 @@ def test_a_silent_holder_is_waited_for() -> None:
 
 @pytest.mark.parametrize("seen", [_holder(renewals=6), _holder(token=4)])
 def test_a_holder_that_renews_or_is_followed_by_another_is_alive(seen: dict[str, str]) -> None:
-    rival = Rival(takeover=False)
+    rival = RivalHolder(takeover=False)
     assert not rival.is_alive(_holder())
     assert rival.is_alive(seen)
 
 
 def test_a_takeover_displaces_whoever_holds_it() -> None:
-    assert Rival(takeover=True).displaced_token(_holder(token=9)) == 9
+    assert RivalHolder(takeover=True).displaced_token(_holder(token=9)) == 9
 
 
 def test_one_known_to_have_ended_is_displaced_and_one_that_runs_is_not() -> None:
@@ -53,7 +53,7 @@ def test_one_known_to_have_ended_is_displaced_and_one_that_runs_is_not() -> None
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     gone = {**here, "pid": child.pid}
-    assert Rival(takeover=False).displaced_token(_holder(token=7, **gone)) == 7
+    assert RivalHolder(takeover=False).displaced_token(_holder(token=7, **gone)) == 7
     # Its number may be another's by now: the start tells them apart.
     recycled = {**here, "start_time": float(str(here["start_time"])) - 3600}
     assert has_ended(_holder(**recycled))

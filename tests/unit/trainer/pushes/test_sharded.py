@@ -13,10 +13,10 @@ import torch
 
 from trainer_side.pool import peer as module
 from trainer_side.pool.backend_selection import BackendSelection
-from trainer_side.pool.peer import Peer
-from trainer_side.pushes.rank_push import Packings, ShardedPush
-from trainer_side.pushing import Pushing
-from trainer_side.ranks.ranks import OneRank, Sum
+from trainer_side.pool.peer import SideGroupRank
+from trainer_side.pushes.rank_push import RankPushFactory, ShardedPush
+from trainer_side.pushing import PushExecutor
+from trainer_side.ranks.ranks import OneRank, RankSum
 from trainer_side.sharding.plan import plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, tensor_source
@@ -29,7 +29,7 @@ from weft_rl.v1 import publish_pb2 as pb
 class _Unlinked(OneRank):
     """A rank whose link is gone."""
 
-    def add_up(self, values: torch.Tensor) -> Sum:
+    def add_up(self, values: torch.Tensor) -> RankSum:
         raise PeerUnavailableError("this rank has left the push", reason="RANK_GONE")
 
 
@@ -96,7 +96,9 @@ def test_a_rank_sends_in_its_callers_stream_and_adds_up_in_any_case(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "same_stream", _same_stream)
-    peer = Peer("127.0.0.1:1", None, BackendSelection("auto", None), credentials_of(None, None))
+    peer = SideGroupRank(
+        "127.0.0.1:1", None, BackendSelection("auto", None), credentials_of(None, None)
+    )
     sender = peer._sender = _Sender(error)  # type: ignore[assignment]
     push = _push(OneRank())
     deadline = time.monotonic() + 20
@@ -125,7 +127,9 @@ class _Waiting(_Sender):
 def test_an_interrupt_while_it_sends_waits_for_no_receiver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    peer = Peer("127.0.0.1:1", None, BackendSelection("auto", None), credentials_of(None, None))
+    peer = SideGroupRank(
+        "127.0.0.1:1", None, BackendSelection("auto", None), credentials_of(None, None)
+    )
     sender = peer._sender = _Waiting()  # type: ignore[assignment]
     push = _push(OneRank())
 
@@ -165,7 +169,7 @@ def test_a_sender_whose_push_ends_before_it_sends_leaves_the_group() -> None:
     push = _push(_Gone())
     push.sender = 1
     push.source.gathered.clear()
-    pushing = Pushing(_Gone(), None, Packings(_Gone(), None), Joined())  # type: ignore[arg-type]
+    pushing = PushExecutor(_Gone(), None, RankPushFactory(_Gone(), None), Joined())  # type: ignore[arg-type]
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     with pytest.raises(PeerUnavailableError):
         pushing._carry_out(begun, push, False, time.monotonic() + 5)

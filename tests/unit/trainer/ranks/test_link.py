@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer_side.ranks import link
-from trainer_side.ranks.link import LinkError, RankLink, Traffic, meet
+from trainer_side.ranks.link import LinkError, RankLink, TrafficKind, meet
 from weft_rl.ipc.connection import Connection
 from weft_rl.ipc.handshake import Handshake
 
@@ -29,9 +29,9 @@ _LARGE = bytes(range(256)) * 40_000  # more than connections hold
 @pytest.fixture
 def links() -> Iterator[list[RankLink]]:
     """Of three ranks."""
-    ends: list[dict[tuple[Traffic, int], Connection[bytes]]] = [{}, {}, {}]
+    ends: list[dict[tuple[TrafficKind, int], Connection[bytes]]] = [{}, {}, {}]
     for low, high in ((0, 1), (0, 2), (1, 2)):
-        for traffic in Traffic if low == 0 else (Traffic.PAIRS,):
+        for traffic in TrafficKind if low == 0 else (TrafficKind.PAIRS,):
             ours, theirs = socket.socketpair()
             ends[low][traffic, high] = Connection(ours, link._FRAMES, f"rank {high}")
             ends[high][traffic, low] = Connection(theirs, link._FRAMES, f"rank {low}")
@@ -60,7 +60,7 @@ def test_messages_go_both_ways_at_once_whatever_their_size(links, beside):
         others = [each for each in range(3) if each != rank]
         outs = {each: memoryview(bytearray(len(own[each]))) for each in others}
         to_all = dict.fromkeys(others, own[rank])
-        return links[rank].swap(Traffic.PAIRS, _CALL, to_all, outs, _soon())
+        return links[rank].swap(TrafficKind.PAIRS, _CALL, to_all, outs, _soon())
 
     futures = [beside(exchange, rank) for rank in range(3)]
     for rank, future in enumerate(futures):
@@ -70,19 +70,24 @@ def test_messages_go_both_ways_at_once_whatever_their_size(links, beside):
 @pytest.mark.parametrize("content", [b"", b"x", _LARGE])
 def test_a_receiver_need_not_know_how_long_a_message_is(links, beside, content):
     sent = beside(
-        links[0].swap, Traffic.STAR, _CALL, dict.fromkeys([1, 2], memoryview(content)), {}, _soon()
+        links[0].swap,
+        TrafficKind.STAR,
+        _CALL,
+        dict.fromkeys([1, 2], memoryview(content)),
+        {},
+        _soon(),
     )
     for rank in (1, 2):
-        said = links[rank].swap(Traffic.STAR, _CALL, {}, {0: None}, _soon())
+        said = links[rank].swap(TrafficKind.STAR, _CALL, {}, {0: None}, _soon())
         assert bytes(said[0]) == content
     sent.result(20)
 
 
 def test_channels_do_not_mix(links):
-    for traffic in Traffic:
+    for traffic in TrafficKind:
         content = memoryview(traffic.name.encode())
         links[0].swap(traffic, _CALL, {1: content}, {}, _soon())
-    for traffic in reversed(Traffic):
+    for traffic in reversed(TrafficKind):
         said = links[1].swap(traffic, _CALL, {}, {0: None}, _soon())
         assert bytes(said[0]) == traffic.name.encode()
 
@@ -101,32 +106,32 @@ def test_channels_do_not_mix(links):
 def test_a_rank_that_does_something_else_is_told_from_one_that_takes_part(
     links, call, content, out
 ):
-    links[1].swap(Traffic.STAR, call, {0: memoryview(content)}, {}, _soon())
+    links[1].swap(TrafficKind.STAR, call, {0: memoryview(content)}, {}, _soon())
     with pytest.raises(LinkError, match="rank 1 takes part in something else"):
-        links[0].swap(Traffic.STAR, _CALL, {}, {1: out}, _soon())
+        links[0].swap(TrafficKind.STAR, _CALL, {}, {1: out}, _soon())
     for rank in (1, 2):  # and the others are not left waiting
         with pytest.raises(LinkError, match="rank 0"):
-            links[rank].swap(Traffic.STAR, _CALL, {}, {0: None}, _soon())
+            links[rank].swap(TrafficKind.STAR, _CALL, {}, {0: None}, _soon())
 
 
 def test_who_is_silent_is_named_at_the_deadline(links):
-    links[1].swap(Traffic.STAR, _CALL, {0: memoryview(b"here")}, {}, _soon())
+    links[1].swap(TrafficKind.STAR, _CALL, {0: memoryview(b"here")}, {}, _soon())
     with pytest.raises(LinkError, match=r"rank 2 .*was silent until the deadline"):
-        links[0].swap(Traffic.STAR, _CALL, {}, {1: None, 2: None}, time.monotonic() + 0.1)
+        links[0].swap(TrafficKind.STAR, _CALL, {}, {1: None, 2: None}, time.monotonic() + 0.1)
 
 
 def test_who_takes_nothing_is_named_at_the_deadline(links):
     with pytest.raises(LinkError, match=r"rank 1 .*read nothing, or too slowly, until the dead"):
-        links[0].swap(Traffic.PAIRS, _CALL, {1: memoryview(_LARGE)}, {}, time.monotonic() + 0.1)
+        links[0].swap(TrafficKind.PAIRS, _CALL, {1: memoryview(_LARGE)}, {}, time.monotonic() + 0.1)
 
 
 @pytest.mark.parametrize("waits_for", [0, 1], ids=["whoever left", "who waits for it"])
 def test_leaving_ends_every_wait(links, beside, waits_for):
     """At the rank that leaves, and at those that wait for it, one by way of another."""
     waiting = [
-        beside(links[2].swap, Traffic.PAIRS, _CALL, {}, {waits_for: None}, _soon()),
-        beside(links[1].swap, Traffic.STAR, _CALL, {}, {0: None}, _soon()),
-        beside(links[0].swap, Traffic.SUM, _CALL, {}, {1: None}, _soon()),
+        beside(links[2].swap, TrafficKind.PAIRS, _CALL, {}, {waits_for: None}, _soon()),
+        beside(links[1].swap, TrafficKind.STAR, _CALL, {}, {0: None}, _soon()),
+        beside(links[0].swap, TrafficKind.SUM, _CALL, {}, {1: None}, _soon()),
     ]
     time.sleep(0.1)
     links[0].close()
@@ -136,15 +141,15 @@ def test_leaving_ends_every_wait(links, beside, waits_for):
     for each in links:
         assert each.closed
         with pytest.raises(LinkError, match=r"has left|closed its socket"):
-            each.swap(Traffic.PAIRS, _CALL, {}, {}, _soon())
+            each.swap(TrafficKind.PAIRS, _CALL, {}, {}, _soon())
 
 
 def test_half_a_message_is_not_one(links, beside):
     """Whoever dies in it leaves nobody waiting for the rest."""
-    waiting = beside(links[0].swap, Traffic.PAIRS, _CALL, {}, {1: None}, _soon())
-    sending = beside(links[1].swap, Traffic.PAIRS, _CALL, {2: memoryview(_LARGE)}, {}, _soon())
+    waiting = beside(links[0].swap, TrafficKind.PAIRS, _CALL, {}, {1: None}, _soon())
+    sending = beside(links[1].swap, TrafficKind.PAIRS, _CALL, {2: memoryview(_LARGE)}, {}, _soon())
     time.sleep(0.1)
-    links[1]._connections[Traffic.PAIRS, 0].socket.send(b"WEFL\1\0\7\0")
+    links[1]._connections[TrafficKind.PAIRS, 0].socket.send(b"WEFL\1\0\7\0")
     links[1].close()
     for future in (waiting, sending):
         assert isinstance(future.exception(5), LinkError)
@@ -159,10 +164,10 @@ def test_what_an_interruption_leaves_in_the_middle_is_never_used_again(links):
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        links[0].swap(Traffic.STAR, _CALL, Interrupting(), {}, _soon())
+        links[0].swap(TrafficKind.STAR, _CALL, Interrupting(), {}, _soon())
     assert links[0].closed
     with pytest.raises(LinkError, match="was interrupted"):
-        links[0].swap(Traffic.STAR, _CALL, {}, {}, _soon())
+        links[0].swap(TrafficKind.STAR, _CALL, {}, {}, _soon())
 
 
 def test_whoever_is_gone_is_not_told_where_that_is_asked_for(links):
@@ -170,26 +175,26 @@ def test_whoever_is_gone_is_not_told_where_that_is_asked_for(links):
     content = memoryview(_LARGE)
     sent = threading.Thread(
         target=links[0].swap,
-        args=(Traffic.STAR, _CALL, {1: content, 2: content}, {}, _soon()),
+        args=(TrafficKind.STAR, _CALL, {1: content, 2: content}, {}, _soon()),
         kwargs={"whoever_is_there": True},
     )
     sent.start()
-    said = links[1].swap(Traffic.STAR, _CALL, {}, {0: None}, _soon())
+    said = links[1].swap(TrafficKind.STAR, _CALL, {}, {0: None}, _soon())
     sent.join(20)
     assert said[0] == content
     assert not links[0].closed
     with pytest.raises(LinkError, match="rank 2"):
-        links[0].swap(Traffic.STAR, _CALL, {2: memoryview(b"x")}, {}, _soon())
+        links[0].swap(TrafficKind.STAR, _CALL, {2: memoryview(b"x")}, {}, _soon())
 
 
 def test_a_rank_that_went_after_it_spoke_is_found_out(links):
     for rank in (1, 2):
-        links[rank].swap(Traffic.STAR, _CALL, {0: memoryview(b"here")}, {}, _soon())
-    links[0].check(Traffic.STAR)  # bytes that nobody has read are nobody's absence
+        links[rank].swap(TrafficKind.STAR, _CALL, {0: memoryview(b"here")}, {}, _soon())
+    links[0].check(TrafficKind.STAR)  # bytes that nobody has read are nobody's absence
     links[2].close()
-    links[0].swap(Traffic.STAR, _CALL, {}, {1: None, 2: None}, _soon())
+    links[0].swap(TrafficKind.STAR, _CALL, {}, {1: None, 2: None}, _soon())
     with pytest.raises(LinkError, match="rank 2 has left"):
-        links[0].check(Traffic.STAR)
+        links[0].check(TrafficKind.STAR)
     assert links[0].closed
 
 
@@ -199,11 +204,11 @@ def test_whoever_leaves_says_why_to_all_whatever_they_wait_for(links, beside, wa
 
     def wait(rank: int) -> None:
         if rank == 0 and waits_for == "room":
-            links[0].swap(Traffic.STAR, _CALL, {1: memoryview(_LARGE)}, {}, _soon())
+            links[0].swap(TrafficKind.STAR, _CALL, {1: memoryview(_LARGE)}, {}, _soon())
         elif rank == 0 or waits_for == "it":
-            links[rank].swap(Traffic.PAIRS, _CALL, {}, {1: None}, _soon())
+            links[rank].swap(TrafficKind.PAIRS, _CALL, {}, {1: None}, _soon())
         else:
-            links[rank].swap(Traffic.STAR, _CALL, {}, {0: None}, _soon())
+            links[rank].swap(TrafficKind.STAR, _CALL, {}, {0: None}, _soon())
 
     waiting = [beside(wait, rank) for rank in (0, 2)]
     time.sleep(0.1)
@@ -212,17 +217,17 @@ def test_whoever_leaves_says_why_to_all_whatever_they_wait_for(links, beside, wa
         assert isinstance(error, LinkError)
         assert (error.rank, error.reason) == (1, b"out of memory")
     with pytest.raises(LinkError) as caught:
-        links[0].swap(Traffic.PAIRS, _CALL, {}, {2: None}, _soon())
+        links[0].swap(TrafficKind.PAIRS, _CALL, {}, {2: None}, _soon())
     assert caught.value.reason == b"out of memory"
 
 
 def test_why_a_rank_leaves_is_no_part_of_a_message_that_it_was_sending(links, beside):
     message = memoryview(bytearray(len(_LARGE)))
-    sends = beside(links[1].swap, Traffic.PAIRS, _CALL, {0: memoryview(_LARGE)}, {}, _soon())
+    sends = beside(links[1].swap, TrafficKind.PAIRS, _CALL, {0: memoryview(_LARGE)}, {}, _soon())
     time.sleep(0.1)
     links[1].close(reason=b"out of memory")
     with pytest.raises(LinkError) as caught:
-        links[0].swap(Traffic.PAIRS, _CALL, {}, {1: message}, _soon())
+        links[0].swap(TrafficKind.PAIRS, _CALL, {}, {1: message}, _soon())
     assert caught.value.reason == b"out of memory"  # of another channel
     assert isinstance(sends.exception(5), LinkError)
     assert b"out of memory" not in bytes(message)
@@ -253,16 +258,18 @@ def test_every_two_ranks_are_connected(pool, size):
     links = list(pool.map(lambda rank: meet(store, rank, size, _soon()), range(size)))
     for rank, each in enumerate(links):
         others = {other for other in range(size) if other != rank}
-        assert {other for traffic, other in each._connections if traffic is Traffic.PAIRS} == others
-        for traffic in (Traffic.STAR, Traffic.SUM):
+        assert {
+            other for traffic, other in each._connections if traffic is TrafficKind.PAIRS
+        } == others
+        for traffic in (TrafficKind.STAR, TrafficKind.SUM):
             wanted = others if rank == 0 else {0}
             found = {other for kind, other in each._connections if kind is traffic}
             assert found == wanted
     for low in range(size):
         for high in range(low + 1, size):
             content = memoryview(f"{low} to {high}".encode())
-            links[low].swap(Traffic.PAIRS, 1, {high: content}, {}, _soon())
-            said = links[high].swap(Traffic.PAIRS, 1, {}, {low: None}, _soon())
+            links[low].swap(TrafficKind.PAIRS, 1, {high: content}, {}, _soon())
+            said = links[high].swap(TrafficKind.PAIRS, 1, {}, {low: None}, _soon())
             assert said[low] == content
     _close(links)
 
@@ -360,8 +367,8 @@ def test_strangers_are_turned_away_and_hold_nobody_up(pool, caplog):
         strangers = [socket.create_connection(address) for _ in range(6)]
         silent, short, wrong, third, no_traffic, gone = strangers
         short.sendall(secret)
-        _say_hello(wrong, bytes(32), 1, Traffic.STAR)
-        _say_hello(third, secret, 2, Traffic.STAR)
+        _say_hello(wrong, bytes(32), 1, TrafficKind.STAR)
+        _say_hello(third, secret, 2, TrafficKind.STAR)
         _say_hello(no_traffic, secret, 1, 9)
         gone.close()
         for each in (wrong, third, no_traffic):
@@ -377,7 +384,7 @@ def test_strangers_are_turned_away_and_hold_nobody_up(pool, caplog):
     _close(links)
 
 
-@pytest.mark.parametrize("gone", [Traffic.STAR, Traffic.SUM])
+@pytest.mark.parametrize("gone", [TrafficKind.STAR, TrafficKind.SUM])
 def test_a_rank_that_is_gone_after_its_hello_ends_the_meeting(monkeypatch, gone):
     """Else the link would lack a connection; those that have come behind it are closed, too."""
     before = len(os.listdir("/proc/self/fd"))
@@ -386,7 +393,7 @@ def test_a_rank_that_is_gone_after_its_hello_ends_the_meeting(monkeypatch, gone)
     listener = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setattr(link, "_listen", lambda store: listener)
     with contextlib.ExitStack() as coming:
-        for traffic in Traffic:
+        for traffic in TrafficKind:
             each = coming.enter_context(socket.create_connection(listener.getsockname()))
             _say_hello(each, secret, 1, traffic)
             if traffic is gone:  # as a process whose socket is closed by a reset

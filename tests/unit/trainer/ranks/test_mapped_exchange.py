@@ -12,7 +12,7 @@ import torch
 
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from trainer_side.ranks import mapped_exchange
-from trainer_side.ranks.mapped_exchange import MappedExchange
+from trainer_side.ranks.mapped_exchange import ExchangeMemory
 from weft_rl.transport.one_sided import memory
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Together:
     def __init__(self, size: int) -> None:
         said: list[Any] = [None] * size
         barrier = threading.Barrier(size)
-        self.ranks = [MappedExchange(_Link(rank, said, barrier)) for rank in range(size)]
+        self.ranks = [ExchangeMemory(_Link(rank, said, barrier)) for rank in range(size)]
 
     def bring(self, contents: Sequence[bytes]) -> list[list[bytes] | None]:
         sizes = [len(content) for content in contents]

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.rollouts.dispatch import Dispatch, Place, Target
-from trainer_side.rollouts.requests import Wanted
+from trainer_side.rollouts.dispatch import BusyReplica, PromptDispatcher, PromptRequirements
+from trainer_side.rollouts.requests import WantedVersions
 from weft_rl.contract.names import AdapterVersions, VersionVector
 
-BASE = Place(Wanted("base"))
+BASE = PromptRequirements(WantedVersions("base"))
 
 
-def _target(name: str, *, base: int = 0, port: int = 1, **adapters: tuple[int, ...]) -> Target:
+def _target(name: str, *, base: int = 0, port: int = 1, **adapters: tuple[int, ...]) -> BusyReplica:
     entries = {policy: AdapterVersions(held, held[-1]) for policy, held in adapters.items()}
-    return Target(name, f"{name}:{port}", VersionVector(base, entries))
+    return BusyReplica(name, f"{name}:{port}", VersionVector(base, entries))
 
 
-def _dispatch(*targets: Target, max_requests: int = 9) -> Dispatch[str]:
-    dispatch: Dispatch[str] = Dispatch(max_requests)
+def _dispatch(*targets: BusyReplica, max_requests: int = 9) -> PromptDispatcher[str]:
+    dispatch: PromptDispatcher[str] = PromptDispatcher(max_requests)
     dispatch.update(targets, 0.0)
     return dispatch
 
 
-def _wait(dispatch: Dispatch[str], what: str, place: Place = BASE, cost: int = 10) -> None:
+def _wait(
+    dispatch: PromptDispatcher[str], what: str, place: PromptRequirements = BASE, cost: int = 10
+) -> None:
     dispatch.wait(place, dispatch.number(), cost, what)
 
 
-def _all(dispatch: Dispatch[str], now: float = 0.0) -> list[tuple[str, str]]:
+def _all(dispatch: PromptDispatcher[str], now: float = 0.0) -> list[tuple[str, str]]:
     taken = []
     while (one := dispatch.next(now)) is not None:
         taken.append((one[0], one[1].replica_id))
@@ -45,7 +47,7 @@ def test_the_fewest_outstanding_tokens_win() -> None:
 
 def test_what_has_no_room_waits_in_order_and_is_not_passed_by_its_kind() -> None:
     dispatch = _dispatch(_target("a", math=(1,)), max_requests=1)
-    math = Place(Wanted("math", at_least=2))
+    math = PromptRequirements(WantedVersions("math", at_least=2))
     _wait(dispatch, "1")
     _wait(dispatch, "math", math)
     _wait(dispatch, "2")
@@ -72,21 +74,21 @@ def test_one_that_comes_back_goes_before_those_that_came_after_it() -> None:
 @pytest.mark.parametrize(
     ("wanted", "goes_to"),
     [
-        (Wanted("math", exact=3), "new"),
-        (Wanted("math", exact=2), "new"),  # both have it: the name decides
-        (Wanted("math", exact=1), "old"),
-        (Wanted("math", at_least=3), "new"),
-        (Wanted("math", at_least=4), None),
-        (Wanted("base", exact=0), "old"),
-        (Wanted("base", at_least=1), "new"),
-        (Wanted("math", exact=9), "new"),  # nobody has it: whoever is asked says why
-        (Wanted("poet"), "new"),
-        (Wanted("poet", at_least=1), None),
+        (WantedVersions("math", exact=3), "new"),
+        (WantedVersions("math", exact=2), "new"),  # both have it: the name decides
+        (WantedVersions("math", exact=1), "old"),
+        (WantedVersions("math", at_least=3), "new"),
+        (WantedVersions("math", at_least=4), None),
+        (WantedVersions("base", exact=0), "old"),
+        (WantedVersions("base", at_least=1), "new"),
+        (WantedVersions("math", exact=9), "new"),  # nobody has it: whoever is asked says why
+        (WantedVersions("poet"), "new"),
+        (WantedVersions("poet", at_least=1), None),
     ],
 )
-def test_versions_decide(wanted: Wanted, goes_to: str | None) -> None:
+def test_versions_decide(wanted: WantedVersions, goes_to: str | None) -> None:
     dispatch = _dispatch(_target("old", math=(1, 2)), _target("new", base=1, math=(2, 3)))
-    _wait(dispatch, "prompt", Place(wanted))
+    _wait(dispatch, "prompt", PromptRequirements(wanted))
     expected = [] if goes_to is None else [("prompt", goes_to)]
     assert _all(dispatch) == expected
     assert str(wanted) in dispatch.why_waiting(wanted) or expected
@@ -94,9 +96,13 @@ def test_versions_decide(wanted: Wanted, goes_to: str | None) -> None:
 
 def test_a_version_that_one_is_told_to_serve_is_asked_of_all_that_may_have_it_by_now() -> None:
     dispatch = _dispatch(_target("a", math=(1, 2)), _target("b", math=(1,)), _target("c"))
-    for wanted in (Wanted("math", exact=2), Wanted("math", exact=1), Wanted("math", at_least=2)):
+    for wanted in (
+        WantedVersions("math", exact=2),
+        WantedVersions("math", exact=1),
+        WantedVersions("math", at_least=2),
+    ):
         for _ in range(3):
-            _wait(dispatch, str(wanted), Place(wanted))
+            _wait(dispatch, str(wanted), PromptRequirements(wanted))
     taken = _all(dispatch)
     assert {name for what, name in taken if what == "math@2"} == {"a", "b", "c"}
     assert {name for what, name in taken if what == "math@1"} == {"a", "b", "c"}
@@ -104,7 +110,7 @@ def test_a_version_that_one_is_told_to_serve_is_asked_of_all_that_may_have_it_by
 
 
 def test_what_is_said_to_come_is_not_asked_for_before_the_routes_tell_of_it() -> None:
-    place = Place(Wanted("math", exact=3), is_ahead=True)
+    place = PromptRequirements(WantedVersions("math", exact=3), is_ahead=True)
     dispatch = _dispatch(_target("a", math=(1, 2)), _target("b"))
     _wait(dispatch, "prompt", place)
     assert _all(dispatch, 99.0) == []
@@ -136,7 +142,7 @@ def test_one_that_failed_is_left_alone_longer_each_time() -> None:
 
 
 def test_the_failed_one_is_avoided_where_there_is_another() -> None:
-    place = Place(Wanted("base"), avoid=frozenset({"a"}))
+    place = PromptRequirements(WantedVersions("base"), avoid=frozenset({"a"}))
     dispatch = _dispatch(_target("a"), _target("b"), max_requests=1)
     _wait(dispatch, "1", place)
     _wait(dispatch, "2", place)
@@ -146,7 +152,7 @@ def test_the_failed_one_is_avoided_where_there_is_another() -> None:
 
 
 def test_one_that_refused_is_not_asked_again_while_another_has_it() -> None:
-    place = Place(Wanted("math", exact=1), refused=frozenset({"a"}))
+    place = PromptRequirements(WantedVersions("math", exact=1), refused=frozenset({"a"}))
     dispatch = _dispatch(_target("a", math=(1,)), _target("b", math=(1,)))
     assert dispatch.is_served(place)
     _wait(dispatch, "prompt", place)

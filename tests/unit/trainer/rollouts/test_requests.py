@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.rollouts.dispatch import Next, after
+from trainer_side.rollouts.dispatch import NextStep, after
 from trainer_side.rollouts.requests import (
-    Ask,
-    Wanted,
+    PromptRequest,
+    WantedVersions,
     check_sampling,
     checked_prompts,
     wanted_of,
 )
-from trainer_side.rollouts.sample import Draft
+from trainer_side.rollouts.sample import PartialSample
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidNameError,
@@ -34,15 +34,15 @@ from weft_rl.v1 import types_pb2
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (("math", None), Wanted("math")),
-        (("math@3", None), Wanted("math", exact=3)),
-        ((PolicyVersion("math", 3), None), Wanted("math", exact=3)),
-        (("base@0", None), Wanted("base", exact=0)),
-        (("math", "math@2"), Wanted("math", at_least=2)),
-        (("math", PolicyVersion("math", 2)), Wanted("math", at_least=2)),
+        (("math", None), WantedVersions("math")),
+        (("math@3", None), WantedVersions("math", exact=3)),
+        ((PolicyVersion("math", 3), None), WantedVersions("math", exact=3)),
+        (("base@0", None), WantedVersions("base", exact=0)),
+        (("math", "math@2"), WantedVersions("math", at_least=2)),
+        (("math", PolicyVersion("math", 2)), WantedVersions("math", at_least=2)),
     ],
 )
-def test_a_version_is_said_in_one_way(given: tuple[Any, Any], wanted: Wanted) -> None:
+def test_a_version_is_said_in_one_way(given: tuple[Any, Any], wanted: WantedVersions) -> None:
     assert wanted_of(*given) == wanted
 
 
@@ -103,11 +103,11 @@ def test_a_number_of_samples_is_one(n: Any) -> None:
         check_sampling(Sampling(), n)
 
 
-def _ask(how: Sampling, num_samples: int = 5, index: int = 0) -> Ask:
-    return Ask(
+def _ask(how: Sampling, num_samples: int = 5, index: int = 0) -> PromptRequest:
+    return PromptRequest(
         index=index,
         prompt=[1, 2],
-        wanted=Wanted("math", exact=3),
+        wanted=WantedVersions("math", exact=3),
         num_samples=num_samples,
         sampling=how,
         strict=True,
@@ -146,7 +146,7 @@ def test_a_request_says_it_all() -> None:
 
 
 def test_a_sample_knows_the_versions_of_its_tokens() -> None:
-    draft = Draft()
+    draft = PartialSample()
     draft.add(pb.SampleChunk(token_ids=[5, 6], logprobs=[-1, -2]))
     assert not draft.is_whole
     draft.add(
@@ -173,7 +173,7 @@ def test_a_sample_knows_the_versions_of_its_tokens() -> None:
 
 
 def test_one_that_was_ended_from_elsewhere_is_not_whole() -> None:
-    draft = Draft()
+    draft = PartialSample()
     draft.add(pb.SampleChunk(finish_reason=pb.FINISH_REASON_ABORT))
     assert not draft.is_whole
 
@@ -181,27 +181,27 @@ def test_one_that_was_ended_from_elsewhere_is_not_whole() -> None:
 @pytest.mark.parametrize(
     ("error", "has_begun", "was_failing", "what"),
     [
-        (InvalidRequestError("x"), False, False, Next.END),
-        (VersionChangedError("x"), True, False, Next.END),
-        (NotFoundError("x"), False, False, Next.ASK_OTHERS),
-        (PeerUnavailableError("x", reason="VERSION_AHEAD"), False, False, Next.WAIT),
-        (PeerUnavailableError("x", reason="REFUSING"), False, False, Next.LEAVE),
-        (CapacityError("x", reason="TOO_MANY_CALLS"), False, False, Next.LEAVE),
-        (PeerUnavailableError("x", reason="COORDINATOR_AWAY"), False, True, Next.LEAVE),
-        (PeerUnavailableError("x", reason="COORDINATOR_AWAY"), False, False, Next.RESTART),
-        (PeerUnavailableError("x"), True, True, Next.RESTART),
-        (WeftError("x"), False, False, Next.RESTART),
+        (InvalidRequestError("x"), False, False, NextStep.END),
+        (VersionChangedError("x"), True, False, NextStep.END),
+        (NotFoundError("x"), False, False, NextStep.ASK_OTHERS),
+        (PeerUnavailableError("x", reason="VERSION_AHEAD"), False, False, NextStep.WAIT),
+        (PeerUnavailableError("x", reason="REFUSING"), False, False, NextStep.LEAVE),
+        (CapacityError("x", reason="TOO_MANY_CALLS"), False, False, NextStep.LEAVE),
+        (PeerUnavailableError("x", reason="COORDINATOR_AWAY"), False, True, NextStep.LEAVE),
+        (PeerUnavailableError("x", reason="COORDINATOR_AWAY"), False, False, NextStep.RESTART),
+        (PeerUnavailableError("x"), True, True, NextStep.RESTART),
+        (WeftError("x"), False, False, NextStep.RESTART),
     ],
 )
 def test_a_failure_decides_what_is_next(
-    error: WeftError, has_begun: bool, was_failing: bool, what: Next
+    error: WeftError, has_begun: bool, was_failing: bool, what: NextStep
 ) -> None:
     assert after(error, strict=True, has_begun=has_begun, was_failing=was_failing) is what
 
 
 def test_what_was_ended_for_another_base_is_asked_again_unless_it_insists() -> None:
     ended = VersionChangedError("x")
-    assert after(ended, strict=False, has_begun=True, was_failing=False) is Next.AGAIN
+    assert after(ended, strict=False, has_begun=True, was_failing=False) is NextStep.AGAIN
 
 
 def test_stops_are_one_or_several() -> None:

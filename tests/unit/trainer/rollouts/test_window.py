@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_side.rollouts.window import Admitted, Window
+from trainer_side.rollouts.window import AdmittedGroup, Window
 from weft_rl.contract.errors import InvalidRequestError
 
 
@@ -24,7 +24,7 @@ def test_no_group_is_older_than_said_and_none_is_lost(
     window = Window(batch, max_staleness, group_size)
     version = 0  # of the weights that training holds, and that are served
     admitted_at: dict[int, int] = {}
-    running: list[Admitted] = []
+    running: list[AdmittedGroup] = []
     handed: list[int] = []
     for _ in range(8):
         taken = 0
@@ -57,7 +57,7 @@ def test_no_group_is_older_than_said_and_none_is_lost(
     assert set(handed) | {group.index for group in window.waiting} == set(admitted_at)
 
 
-def _admitted(window: Window, count: int) -> list[Admitted]:
+def _admitted(window: Window, count: int) -> list[AdmittedGroup]:
     return [window.admit() for _ in range(count)]
 
 

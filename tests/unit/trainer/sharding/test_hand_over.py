@@ -13,8 +13,8 @@ import torch
 from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sharding import hand_over as module
-from trainer_side.sharding.hand_over import Givers, hand_over
-from trainer_side.sharding.plan import Handed
+from trainer_side.sharding.hand_over import GivingRanks, hand_over
+from trainer_side.sharding.plan import HandedRuns
 from weft_rl.contract.errors import NotFiniteError, PeerUnavailableError, WeftError
 from weft_rl.contract.layout.runs import Run
 
@@ -23,8 +23,8 @@ _NUM_RANKS = 3
 #: What rank 0 sends, bucket by bucket; its own runs among those of two that hand over to it.
 _OWN = [Run(0, 0, 5), Run(2, 40, 7)]
 _HANDED = {
-    1: Handed(0, ((Run(0, 5, 6), Run(1, 0, 3)), (Run(2, 0, 40),))),
-    2: Handed(0, ((Run(1, 3, 2, 8, 4),), (Run(2, 47, 3), Run(2, 50, 1)), (Run(2, 60, 9),))),
+    1: HandedRuns(0, ((Run(0, 5, 6), Run(1, 0, 3)), (Run(2, 0, 40),))),
+    2: HandedRuns(0, ((Run(1, 3, 2, 8, 4),), (Run(2, 47, 3), Run(2, 50, 1)), (Run(2, 60, 9),))),
 }
 _BUCKETS = [
     [_OWN[0], Run(0, 5, 6), Run(1, 0, 3), Run(1, 3, 2, 8, 4)],
@@ -72,7 +72,7 @@ def _outs(runs: Sequence[Run]) -> list[torch.Tensor]:
 def test_a_rank_fills_its_buckets_with_what_it_is_handed(links: list[TorchRanks]) -> None:
     sources = {rank: _Source() for rank in range(_NUM_RANKS)}
     futures = _give(links, sources)
-    givers = Givers(sources[0], _HANDED, _DTYPES, links[0])
+    givers = GivingRanks(sources[0], _HANDED, _DTYPES, links[0])
     for runs in _BUCKETS:
         outs = _outs(runs)
         givers.fill(runs, outs)
@@ -91,7 +91,7 @@ def test_nobody_is_left_waiting_when_the_push_ends_before_all_was_sent(
     links: list[TorchRanks], taken: int
 ) -> None:
     futures = _give(links, {1: _Source(), 2: _Source()})
-    givers = Givers(_Source(), _HANDED, _DTYPES, links[0])
+    givers = GivingRanks(_Source(), _HANDED, _DTYPES, links[0])
     for runs in _BUCKETS[:taken]:
         givers.fill(runs, _outs(runs))
     givers.end()  # with the next messages asked for already, or none
@@ -107,7 +107,7 @@ def test_what_a_giver_fails_with_is_the_senders_error(links: list[TorchRanks]) -
 
     sources = {1: _Source(), 2: _Source(fail)}
     futures = _give(links, sources)
-    givers = Givers(_Source(), _HANDED, _DTYPES, links[0])
+    givers = GivingRanks(_Source(), _HANDED, _DTYPES, links[0])
     givers.fill(_BUCKETS[0], _outs(_BUCKETS[0]))
     with pytest.raises(NotFiniteError, match=r"NaN in layers\.1\.weight"):
         givers.fill(_BUCKETS[1], _outs(_BUCKETS[1]))
@@ -124,7 +124,7 @@ def test_a_giver_that_goes_away_is_gone_for_the_sender(links: list[TorchRanks]) 
         gone.set()
 
     futures = _give(links, {1: _Source(), 2: _Source(leave)})
-    givers = Givers(_Source(), _HANDED, _DTYPES, links[0])
+    givers = GivingRanks(_Source(), _HANDED, _DTYPES, links[0])
     with pytest.raises(PeerUnavailableError):
         givers.fill(_BUCKETS[0], _outs(_BUCKETS[0]))
     assert gone.wait(10)  # the sender may have been told before `abandon` has returned

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save_file
 
 from trainer_side.sources.file_source import base_of_dir
-from trainer_side.sources.origin import BaseOf, Origin, Origins
+from trainer_side.sources.origin import AdapterBase, KnownBases, TrainingBase
 from weft_rl.checkpoints import reader
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import read_checkpoint
 
 
 @pytest.fixture
-def origins() -> Iterator[Origins]:
-    made = Origins(DigestCache(None))
+def origins() -> Iterator[KnownBases]:
+    made = KnownBases(DigestCache(None))
     yield made
     made.close()
 
@@ -39,27 +39,27 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
-def test_what_the_user_says_comes_first(origins: Origins) -> None:
+def test_what_the_user_says_comes_first(origins: KnownBases) -> None:
     module = torch.nn.Linear(1, 1)
-    origins.pushed(BaseOf(module), 3)
-    found = origins.of(BaseOf(module), 7, b"", soon())
-    assert found == Origin(7)
+    origins.pushed(AdapterBase(module), 3)
+    found = origins.of(AdapterBase(module), 7, b"", soon())
+    assert found == TrainingBase(7)
 
 
-def test_then_what_was_pushed_from_the_same_module(origins: Origins, tmp_path: Path) -> None:
+def test_then_what_was_pushed_from_the_same_module(origins: KnownBases, tmp_path: Path) -> None:
     module, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     digest = save(tmp_path)
-    base = BaseOf(module, str(tmp_path))
-    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(0)
-    origins.pushed(BaseOf(module), 3)
-    origins.pushed(BaseOf(), 4)  # of a directory: no module
-    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(3)
-    assert origins.of(BaseOf(other), None, digest, soon()).version is None
+    base = AdapterBase(module, str(tmp_path))
+    assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(0)
+    origins.pushed(AdapterBase(module), 3)
+    origins.pushed(AdapterBase(), 4)  # of a directory: no module
+    assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(3)
+    assert origins.of(AdapterBase(other), None, digest, soon()).version is None
 
 
-def test_then_the_checkpoint_that_it_was_loaded_from(origins: Origins, tmp_path: Path) -> None:
-    base, digest = BaseOf(None, str(tmp_path)), save(tmp_path)
-    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(0)
+def test_then_the_checkpoint_that_it_was_loaded_from(origins: KnownBases, tmp_path: Path) -> None:
+    base, digest = AdapterBase(None, str(tmp_path)), save(tmp_path)
+    assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(0)
     another = origins.of(base, None, b"1" * 32, soon())
     assert another.version is None
     assert "which is not what base@0 is" in another.why
@@ -71,16 +71,16 @@ def test_then_the_checkpoint_that_it_was_loaded_from(origins: Origins, tmp_path:
     [("", "say base="), ("nobody/has-this", "not on this machine"),
      ("/", "no safetensors files")],
 )  # fmt: skip
-def test_else_nobody_knows(origins: Origins, name: str, words: str) -> None:
-    found = origins.of(BaseOf(None, name), None, b"1" * 32, soon(), must_know=True)
+def test_else_nobody_knows(origins: KnownBases, name: str, words: str) -> None:
+    found = origins.of(AdapterBase(None, name), None, b"1" * 32, soon(), must_know=True)
     assert found.version is None
     assert words in found.why
 
 
 def test_a_push_does_not_wait_for_the_disk_unless_it_must(
-    origins: Origins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    origins: KnownBases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, digest, gate = BaseOf(None, str(tmp_path)), save(tmp_path), threading.Event()
+    base, digest, gate = AdapterBase(None, str(tmp_path)), save(tmp_path), threading.Event()
     read = reader.digest_file
 
     def slowly(path: Path, stop: threading.Event) -> Any:
@@ -92,32 +92,32 @@ def test_a_push_does_not_wait_for_the_disk_unless_it_must(
     hurried = origins.of(base, None, digest, time.monotonic(), must_know=True)
     assert "still being read" in hurried.why
     gate.set()
-    assert origins.of(base, None, digest, soon(), must_know=True) == Origin(0)
-    assert origins.of(base, None, digest, soon()) == Origin(0)
+    assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(0)
+    assert origins.of(base, None, digest, soon()) == TrainingBase(0)
 
 
 def test_what_transformers_and_peft_write_down(tmp_path: Path) -> None:
     module = SimpleNamespace(
         config=SimpleNamespace(_name_or_path="a/b", _commit_hash="c0ffee"), name_or_path="a/b"
     )
-    assert BaseOf.of(module).loaded_from == "a/b"
-    assert BaseOf.of(module).revision == "c0ffee"
-    assert BaseOf.of(torch.nn.Linear(1, 1)).loaded_from == ""
+    assert AdapterBase.of(module).loaded_from == "a/b"
+    assert AdapterBase.of(module).revision == "c0ffee"
+    assert AdapterBase.of(torch.nn.Linear(1, 1)).loaded_from == ""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/m"}')
-    assert base_of_dir(tmp_path) == BaseOf(None, "/m", None)
+    assert base_of_dir(tmp_path) == AdapterBase(None, "/m", None)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
-    assert base_of_dir(tmp_path) == BaseOf()
+    assert base_of_dir(tmp_path) == AdapterBase()
 
 
 def test_every_rank_learns_the_same() -> None:
-    for origin in (Origin(0), Origin(None, "why\0not"), Origin(7)):
-        assert Origin.decode(origin.encode(b"\0rest")) == (origin, b"\0rest")
+    for origin in (TrainingBase(0), TrainingBase(None, "why\0not"), TrainingBase(7)):
+        assert TrainingBase.decode(origin.encode(b"\0rest")) == (origin, b"\0rest")
 
 
 def test_it_is_said_where_they_differ() -> None:
-    assert Origin(2).remarks(2, is_other=False) == ()
-    assert Origin(0).remarks(7, is_other=False) == ()  # the same bytes under another number
-    assert Origin(0).remarks(1, is_other=True) == ("trained on base@0, served over base@1",)
-    assert Origin(None, "who knows").remarks(0, is_other=False) == (
+    assert TrainingBase(2).remarks(2, is_other=False) == ()
+    assert TrainingBase(0).remarks(7, is_other=False) == ()  # the same bytes under another number
+    assert TrainingBase(0).remarks(1, is_other=True) == ("trained on base@0, served over base@1",)
+    assert TrainingBase(None, "who knows").remarks(0, is_other=False) == (
         "trained on base@?, served over base@0: who knows",
     )

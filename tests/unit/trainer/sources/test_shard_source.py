@@ -12,7 +12,7 @@ from trainer_side.params.elements import HeldElements
 from trainer_side.params.sharded import HeldRun
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources import shard_source as module
-from trainer_side.sources.shard_source import GatheredWhole, ShardSource, shard_source
+from trainer_side.sources.shard_source import GatheredTensors, ShardSource, shard_source
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.tensors import DataType, TensorMeta
@@ -101,14 +101,14 @@ def test_where_most_must_be_brought_together_rank_0_reads_all_and_it_is_said_why
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = shard_source(_Source("abc", unknown="bc"), _Half())
-    assert isinstance(found, GatheredWhole)
+    assert isinstance(found, GatheredTensors)
     assert found.remarks == (
         "rank 0 gathered all: 2 of 3 tensors could not be sent by the ranks that hold them, 'b' "
         "first: nobody knows b",
     )
     monkeypatch.setattr(module, "MAX_GATHERED_BYTES", _NUMEL)
     found = shard_source(_Source("abc", unknown="a"), _Half())
-    assert isinstance(found, GatheredWhole)
+    assert isinstance(found, GatheredTensors)
     assert "1 of 3 tensors" in found.remarks[0]
 
 
@@ -117,7 +117,7 @@ def test_columns_that_are_no_multiples_of_8_bytes_are_gathered() -> None:
     params = sharded(weights, 1, 0, 3)
     source = ParamsSource(params, {"o": "o"}, CastRule(enabled=False), "test")
     found = shard_source(source, params.ranks)
-    assert isinstance(found, GatheredWhole)
+    assert isinstance(found, GatheredTensors)
     assert found.remarks[0].endswith("in multiples of 8 bytes")
 
 

@@ -13,15 +13,15 @@ from torch import nn
 from tests.doubles.shards import OneOfSeveral, sharded
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.sharded import Gathered, Sharded, ShardedParams
+from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
 from trainer_side.sources import module_source as module
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import CastRule, ParamsSource
 
 
-def _gathered(tensor: torch.Tensor, why: str) -> Gathered:
-    return Gathered(tensor.shape, tensor.dtype, lambda: tensor, tensor, why)
+def _gathered(tensor: torch.Tensor, why: str) -> GatheredParam:
+    return GatheredParam(tensor.shape, tensor.dtype, lambda: tensor, tensor, why)
 
 
 def _why(source: ModuleSource | ParamsSource, name: str) -> str:
@@ -34,7 +34,7 @@ def _merged(base: nn.Module, why_not: Mapping[str, str], **settings: Any) -> Mod
     """Of two ranks; with the parameters whose names end so left to their framework."""
     model: Any = get_peft_model(base, LoraConfig(r=4, **settings))
     whole = {unwrapped_name(name): param.detach() for name, param in model.named_parameters()}
-    placed: dict[str, Sharded | Gathered] = dict(sharded(whole, 0, 0, 2).placed)
+    placed: dict[str, Sharded | GatheredParam] = dict(sharded(whole, 0, 0, 2).placed)
     for name, tensor in whole.items():
         for end, why in why_not.items():
             if name.endswith(end):

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.doubles.rendezvous import StoreDouble
-from weft_rl.transport.one_sided.members import Receiving, Sending
+from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
 
 Wait = Callable[[Callable[[], object]], None]
-Join = Callable[..., "tuple[Sending, list[Receiving]]"]
+Join = Callable[..., "tuple[OneSidedSender, list[OneSidedReceiver]]"]
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -52,12 +52,15 @@ def join(directory: Path, store: StoreDouble) -> Iterator[Join]:
     """Makes a sender and so many receivers, whom others may join; all of them end with the test,
     and leave neither threads nor sockets nor descriptors."""
     num_fds = len(os.listdir("/proc/self/fd"))
-    members: list[Sending | Receiving] = []
+    members: list[OneSidedSender | OneSidedReceiver] = []
 
-    def make(num_receivers: int, num_others: int = 0) -> tuple[Sending, list[Receiving]]:
-        sender = Sending(store, num_receivers + num_others + 1)
+    def make(
+        num_receivers: int, num_others: int = 0
+    ) -> tuple[OneSidedSender, list[OneSidedReceiver]]:
+        sender = OneSidedSender(store, num_receivers + num_others + 1)
         receivers = [
-            Receiving(store, rank, torch.device("cpu")) for rank in range(1, num_receivers + 1)
+            OneSidedReceiver(store, rank, torch.device("cpu"))
+            for rank in range(1, num_receivers + 1)
         ]
         members.extend([sender, *receivers])
         return sender, receivers

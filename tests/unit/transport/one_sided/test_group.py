@@ -28,8 +28,8 @@ from weft_rl.contract.errors import UnsupportedError
 from weft_rl.ipc.connection import PeerError
 from weft_rl.transport.one_sided import members
 from weft_rl.transport.one_sided.directory import connect, listen, unlink
-from weft_rl.transport.one_sided.members import Receiving, Sending
-from weft_rl.transport.one_sided.memory import Mapping, allocate_file, export_of
+from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender
+from weft_rl.transport.one_sided.memory import FileMapping, allocate_file, export_of
 from weft_rl.transport.one_sided.messages import (
     MAX_TAIL_BYTES,
     Export,
@@ -45,7 +45,7 @@ from weft_rl.transport.one_sided.messages import (
 from weft_rl.transport.wire.options import BucketOptions
 
 SIZE = 2**20
-Join = Callable[..., tuple[Sending, list[Receiving]]]
+Join = Callable[..., tuple[OneSidedSender, list[OneSidedReceiver]]]
 Wait = Callable[[Callable[[], object]], None]
 
 
@@ -61,7 +61,7 @@ def filled(value: int) -> torch.Tensor:
     return allocate_file(SIZE).fill_(value)
 
 
-def send(sender: Sending) -> None:
+def send(sender: OneSidedSender) -> None:
     """Send a bucket and wait until all have it."""
     sent = sender.broadcast(filled(1), 10.0)
     assert sent.wait_until(soon())
@@ -111,7 +111,7 @@ def test_keeping_what_was_not_taken_ends_the_group(
 ) -> None:
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
-    sender = Sending(store, 2)
+    sender = OneSidedSender(store, 2)
     connection = MemberConnection(connect(listed(store, wait), 5.0))
     try:
         connection.send(Hello(1, secret))
@@ -174,7 +174,7 @@ def test_a_receiver_that_left_before_it_came_is_an_error_at_once(
 
     monkeypatch.setattr("weft_rl.transport.one_sided.members.connect", slowly)
     # The sender comes last: receivers look for it meanwhile.
-    second = Receiving(store, 2, torch.device("cpu"))
+    second = OneSidedReceiver(store, 2, torch.device("cpu"))
     wait(lambda: "one-sided/2" in store.values)
     if moment == "as it looks for the sender":
         second.abort()
@@ -323,7 +323,7 @@ def test_the_silent_keep_no_receiver_out(join: Join, store: StoreDouble, wait: W
     with contextlib.ExitStack() as silent:
         for _ in range(3 * members._MAX_SILENT):
             silent.enter_context(connect(name, 5.0))
-        receiver = Receiving(store, 1, torch.device("cpu"))
+        receiver = OneSidedReceiver(store, 1, torch.device("cpu"))
         work = receiver.broadcast(into := empty(), 10.0)
         sender.broadcast(filled(7), 10.0)
         assert work.wait_until(soon())
@@ -387,7 +387,7 @@ def test_a_receiver_that_has_taken_what_it_was_not_given_ends_the_group(
 ) -> None:
     secret = b"r" * 32
     store.set("one-sided/1", f"{hashlib.sha256(secret).hexdigest()} ")
-    sender = Sending(store, 2)
+    sender = OneSidedSender(store, 2)
     connection = MemberConnection(connect(listed(store, wait), 5.0))
     try:
         connection.send(Hello(1, secret))
@@ -480,7 +480,7 @@ def test_a_sender_that_lies_is_found_out(
     listener, name = listen(1)
     secret = b"s" * 32
     store.set("one-sided/0", f"{hashlib.sha256(secret).hexdigest()} {name}")
-    receiver = Receiving(store, 1, torch.device("cpu"))
+    receiver = OneSidedReceiver(store, 1, torch.device("cpu"))
     work = receiver.broadcast(empty(), 10.0, BucketOptions(tail_bytes=32))
     connection = MemberConnection(listener.accept()[0])
     try:
@@ -502,11 +502,11 @@ import os, sys, time
 import torch
 from tests.doubles.rendezvous import StoreDouble
 from weft_rl.transport.one_sided.memory import allocate_file
-from weft_rl.transport.one_sided.members import Sending
+from weft_rl.transport.one_sided.members import OneSidedSender
 
 store = StoreDouble()
 store.set("one-sided/1", sys.argv[1] + " ")
-sender = Sending(store, 2)
+sender = OneSidedSender(store, 2)
 print(store.get("one-sided/0").decode(), flush=True)
 sender.broadcast(allocate_file(2**20).fill_(7), 60.0).wait_until(time.monotonic() + 60.0)
 child = os.fork()  # it loads data, say
@@ -521,7 +521,7 @@ def test_a_sender_that_is_killed_is_an_error_at_once_and_its_pages_stay(
     directory: Path, store: StoreDouble, wait: Wait
 ) -> None:
     """Also where a child of it lives on."""
-    receiver = Receiving(store, 1, torch.device("cpu"))
+    receiver = OneSidedReceiver(store, 1, torch.device("cpu"))
     wait(lambda: "one-sided/1" in store.values)
     digest = store.values["one-sided/1"].decode().strip()
     command = [sys.executable, "-c", _SENDER, digest]
@@ -631,7 +631,7 @@ def test_what_is_lent_stays_mapped_when_the_group_ends(
     join: Join, wait: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[int] = []
-    monkeypatch.setattr(Mapping, "close", lambda mapping: closed.append(id(mapping)))
+    monkeypatch.setattr(FileMapping, "close", lambda mapping: closed.append(id(mapping)))
     sender, (receiver,) = join(1)
     sender.broadcast(filled(1), 10.0)
     work = receiver.broadcast(empty(), 10.0, BucketOptions(borrows=True))
@@ -647,7 +647,7 @@ def test_what_is_lent_stays_mapped_when_the_group_ends(
 def test_what_is_lent_lives_as_long_as_anybody_reads_it(directory: Path) -> None:
     file, begin = export_of(filled(3))
     export, fd = file.offer()
-    mapping = Mapping(fd, export.num_bytes)
+    mapping = FileMapping(fd, export.num_bytes)
     with pytest.raises(OneSidedError, match="bytes 1 to"):
         mapping.lent(begin + 1, export.num_bytes)
     lent = mapping.lent(begin, export.num_bytes)

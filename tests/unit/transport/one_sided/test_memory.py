@@ -15,7 +15,7 @@ import torch
 from tests.doubles.cudart import UUIDS, CudartDouble, as_tensor
 from weft_rl.contract.errors import CapacityError, UnsupportedError
 from weft_rl.transport.one_sided import members, memory
-from weft_rl.transport.one_sided.members import OneSidedWork, Receiving, Sending
+from weft_rl.transport.one_sided.members import OneSidedReceiver, OneSidedSender, OneSidedWork
 from weft_rl.transport.one_sided.memory import (
     DeviceMapping,
     allocate_block,
@@ -28,7 +28,7 @@ from weft_rl.transport.wire.options import BucketOptions
 
 CPU = torch.device("cpu")
 SIZE = 2**20
-Join = Callable[[int], tuple[Sending, list[Receiving]]]
+Join = Callable[[int], tuple[OneSidedSender, list[OneSidedReceiver]]]
 Wait = Callable[[Callable[[], object]], None]
 
 
@@ -48,7 +48,7 @@ def empty() -> torch.Tensor:
     return torch.zeros(SIZE, dtype=torch.uint8)
 
 
-def push(sender: Sending, receivers: list[Receiving], buffer: torch.Tensor) -> None:
+def push(sender: OneSidedSender, receivers: list[OneSidedReceiver], buffer: torch.Tensor) -> None:
     deadline = time.monotonic() + 10.0
     sent = sender.broadcast(buffer, 10.0)
     for receiver in receivers:
@@ -100,7 +100,7 @@ def test_so_it_is_where_either_leaves_first(
     assert not cudart.freed_while_mapped
 
 
-def lend(sender: Sending, receiver: Receiving) -> OneSidedWork:
+def lend(sender: OneSidedSender, receiver: OneSidedReceiver) -> OneSidedWork:
     """A bucket that is read where it lies; the sender's buffer is gone by then, but for the
     group."""
     deadline = time.monotonic() + 10.0

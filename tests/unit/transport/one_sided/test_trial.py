@@ -186,7 +186,7 @@ def test_a_file_with_holes_is_not_filled_by_who_maps_it(
             connection.close()
         assert os.fstat(fd).st_blocks == 0, "nothing of it was made"
         with pytest.raises(OneSidedError, match="has holes"):
-            memory.Mapping(fd, num_bytes)
+            memory.FileMapping(fd, num_bytes)
         assert os.fstat(fd).st_blocks == 0
     finally:
         os.close(fd)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_side.memory.handoff import Handoff, HandoffQueue
 from rollout_side.memory.ranks.handoff import RankHandoff, RankServer
-from rollout_side.receive.incoming_buckets import Ring
+from rollout_side.receive.incoming_buckets import ReceiveRing
 from rollout_side.receive.transfers import LoadingSink
 from tests.doubles.wire import seal_wire
 from weft_rl.contract.errors import (
@@ -47,10 +47,10 @@ class Replica:
         self.server = RankServer(self.secret, lambda name: self.queue if name == "t" else None)
         self.buffers = self.group()
 
-    def group(self) -> Ring:
+    def group(self) -> ReceiveRing:
         """What a side group receives in: fewer buffers than buckets."""
         plan = whole_plan(self.queue.manifest)
-        return Ring(
+        return ReceiveRing(
             self.queue.manifest, plan, LoadingSink(self.queue, plan, CPU, 2, nothing), {}, 2
         )
 

@@ -14,7 +14,7 @@ from rollout_side.memory import handoff as queue_module
 from rollout_side.memory.handoff import HandoffQueue, InPlaceLoad
 from rollout_side.memory.ranks import handoff as rank_handoff
 from rollout_side.memory.ranks.handoff import RankHandoff, connect
-from rollout_side.memory.ranks.messages import Wanted
+from rollout_side.memory.ranks.messages import LoadRequest
 from tests.unit.rollout.memory.ranks.members import (
     BASE,
     COUNT,
@@ -159,7 +159,7 @@ def test_a_rank_that_reads_nothing_has_not_ended_its_load(monkeypatch: pytest.Mo
     replica = Replica()
     replica.queue = HandoffQueue("t", BASE, manifest, time.monotonic() + WAIT_SECONDS, 2)
     connection = connect(replica.secret, 5.0)
-    connection.say(Wanted("t", 1))
+    connection.say(LoadRequest("t", 1))
     soon(lambda: replica.queue.error is not None)
     error = replica.queue.error
     assert isinstance(error, PeerUnavailableError)

@@ -19,8 +19,8 @@ from rollout_side.memory.ranks.messages import (
     Failed,
     Layout,
     Loaded,
+    LoadRequest,
     Message,
-    Wanted,
     Working,
     pack_handle,
     pack_manifest,
@@ -53,7 +53,7 @@ DEVICE_REF = DeviceRef(
     event_sync=True,
 )
 SAID: list[Message] = [
-    Wanted("transfer-ä", 3),
+    LoadRequest("transfer-ä", 3),
     Layout(MANIFEST),
     Buffers([]),
     Buffers([HostRef(17, 4, 2**40), DEVICE_REF, HostRef(1, 0, 1)]),

@@ -23,9 +23,9 @@ from rollout_side.memory.ranks.messages import (
     Arrived,
     Layout,
     Loaded,
+    LoadRequest,
     Message,
     RankConnection,
-    Wanted,
     Working,
 )
 from tests.unit.rollout.memory.ranks.members import (
@@ -114,7 +114,7 @@ def test_who_does_not_know_the_secret_is_let_go_unheard(
     """Whatever it says: of that nothing is decoded."""
     heard: list[bytes] = []
     monkeypatch.setattr(MESSAGES, "decode", lambda number, body: heard.append(body))
-    hello = packed(Wanted("t", 1))
+    hello = packed(LoadRequest("t", 1))
     proof = frame(0, bytes(32))
     for said in (b"", b"x", bytes(32), hello, proof + hello, pickle.dumps(Bomb()) * 9):
         with stranger(replica) as (strange, _):
@@ -156,9 +156,9 @@ def test_those_that_say_half_a_hello_keep_nobody_out_and_have_no_thread(
     [
         (b"nonsense" * 4, "no message of Weft's"),
         (frame(99, b"", 5), "a message of kind 99"),
-        (frame(1, b"", 2**40), "Wanted of 1,099,511,627,776 bytes"),
+        (frame(1, b"", 2**40), "LoadRequest of 1,099,511,627,776 bytes"),
         (frame(6, b"x"), "Loaded of 1 bytes"),
-        (frame(1, b"\1\0\0\0\xff"), r"the peer \(pid \d+\) says Wanted, garbled"),
+        (frame(1, b"\1\0\0\0\xff"), r"the peer \(pid \d+\) says LoadRequest, garbled"),
         (packed(Working()), "Working out of turn"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_rank_that_says_what_is_no_message_is_told_so(
 def test_a_rank_that_goes_in_half_a_message_ends_the_load(replica: Replica, said: bytes) -> None:
     InPlaceLoad(replica.queue, Loader())
     connection = connect(replica.secret, 5.0)
-    connection.say(Wanted("t", 1))
+    connection.say(LoadRequest("t", 1))
     connection.hear(Layout)
     replica.land(0)
     connection.socket.sendall(said)
@@ -190,7 +190,7 @@ def test_a_rank_that_stops_in_half_a_message_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(ipc, "_FRAME_SECONDS", 0.1)
     connection = connect(replica.secret, 5.0)
-    connection.socket.sendall(packed(Wanted("t", 1))[:-1])
+    connection.socket.sendall(packed(LoadRequest("t", 1))[:-1])
     with pytest.raises(PeerUnavailableError, match="was silent until the deadline"):
         connection.hear(Layout)
     connection.close()
@@ -236,7 +236,7 @@ def test_a_bucket_in_a_buffer_that_was_never_told_is_refused() -> None:
         listener.listen(1)
         reading = in_thread(lambda: next(RankHandoff(secret, 1, "t", BASE).buckets()))
         connection = admitted(listener.accept()[0], secret)
-        connection.hear(Wanted)
+        connection.hear(LoadRequest)
         connection.say(Layout(MANIFEST))
         connection.say(Arrived(0, [1]))
         with pytest.raises(PeerUnavailableError, match="never told"):

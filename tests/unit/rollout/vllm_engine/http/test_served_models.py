@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_side.engine import AbsentPolicy, AliasRefusals
+from rollout_side.engine import AliasRefusals, UnservedPolicy
 from rollout_side.vllm_engine.http.served_models import FIRST_LORA_ID, ServedModels
 from weft_rl.contract.errors import (
     DigestMismatchError,
@@ -74,7 +74,7 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
     )
     assert models.explain_unknown("code@1") is None
     assert models.explain_unknown("code") is None
-    models.absent = {"code": AbsentPolicy(3, "an operator forgot code")}
+    models.absent = {"code": UnservedPolicy(3, "an operator forgot code")}
     for name, reason in (("code", "POLICY_UNKNOWN"), ("code@3", "VERSION_UNKNOWN")):
         gone = models.explain_unknown(name)
         assert gone is not None
