@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import Checkpoint, StoredTensor
@@ -36,12 +36,26 @@ class VersionFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptImage:
+    """Image of a prompt: a file, or pixels."""
+
+    file: bytes = b""
+    """PNG, JPEG or WebP file; empty where ``rgb`` is given."""
+    height: int = 0
+    width: int = 0
+    rgb: bytes = b""
+    """Pixels, three bytes each, row by row from the top."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateOrder:
     """Prompt to complete, with the adapter and the sampling to complete it with."""
 
     prompt: str | list[int]
     """Prompt as text, or as tokens."""
-    adapter: PolicyVersion | None
+    images: Sequence[Any] = ()
+    """Images of the prompt's placeholders, as ``Engine.read_images`` returned them."""
+    adapter: PolicyVersion | None = None
     """Adapter version to complete it with; None for the base model itself."""
     num_samples: int = 1
     """Number of samples of the prompt."""
@@ -481,6 +495,13 @@ class Engine(Protocol):
     async def memory(self) -> MemoryUsage:
         """Return the memory held now, or a moment ago, with the effects of all calls that have
         returned. Asks no worker, so it may be called at any rate."""
+
+    async def read_images(self, images: Sequence[PromptImage]) -> Sequence[Any]:
+        """Decode the images of a prompt, for ``GenerateOrder.images``; takes a while.
+
+        Raises:
+            InvalidRequestError: One cannot be read, they are too large, or the model takes none.
+        """
 
     def generate(self, order: GenerateOrder) -> Generation:
         """Begin to complete a prompt. It is admitted when this returns; the caller calls

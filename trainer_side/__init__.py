@@ -7,6 +7,7 @@ from trainer_side.publisher import Publisher
 from trainer_side.push_request import PushOptions
 from trainer_side.push_result import PushReport, PushResult
 from trainer_side.rollouts.client import RolloutClient
+from trainer_side.rollouts.images import ImagePrompt
 from trainer_side.rollouts.sample import PaddedBatch, Sample, SampleGroup, pad
 from trainer_side.rollouts.stream import RolloutStream
 from weft_rl.contract.errors import (
@@ -51,6 +52,7 @@ __all__ = [
     "Tls",
     "RolloutClient",
     "RolloutStream",
+    "ImagePrompt",
     "Sampling",
     "SampleGroup",
     "Sample",

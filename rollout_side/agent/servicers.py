@@ -16,6 +16,7 @@ from rollout_side.engine import (
     FinishReason,
     GenerateOrder,
     JoinOrder,
+    PromptImage,
     SampleChunk,
     SendOrder,
     SleepOrder,
@@ -393,12 +394,14 @@ class GenerateServicer(GenerateServiceServicer):
     async def Generate(  # noqa: N802
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        images = await self._images(request)
         version = self._agent.requested(request.policy)
         adapter = None if version.policy == BASE_POLICY else version
         # Nothing is awaited since the name was resolved, so the version is still there.
         answer = self._agent.engine.generate(
             GenerateOrder(
                 prompt=_prompt(request),
+                images=images,
                 adapter=adapter,
                 num_samples=request.sampling.num_samples or 1,
                 sampling=_sampling(request.sampling),
@@ -425,6 +428,21 @@ class GenerateServicer(GenerateServiceServicer):
                     yield _response(chunks, adapter)
         finally:
             answer.end()
+
+    async def _images(self, request: generate_pb2.GenerateRequest) -> Sequence[Any]:
+        if not request.images:
+            return ()
+        return await self._agent.engine.read_images(
+            [
+                PromptImage(
+                    file=image.file,
+                    height=image.pixels.height,
+                    width=image.pixels.width,
+                    rgb=image.pixels.rgb,
+                )
+                for image in request.images
+            ]
+        )
 
 
 def _prompt(request: generate_pb2.GenerateRequest) -> str | list[int]:

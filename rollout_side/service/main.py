@@ -19,6 +19,7 @@ from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.launch import open_engine
 from rollout_side.vllm_engine.replica import VllmReplica
+from weft_rl.rpc.channel import MAX_PROMPT_BYTES
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security, Servicer, WeftServer, bind, check_listen, make_server
@@ -163,7 +164,9 @@ async def _serve_engine(
         ),
     ]
     on_refused = refusal_counter(metrics.registry)
-    server = await make_server(servicers, security, on_refused=on_refused)
+    server = await make_server(
+        servicers, security, on_refused=on_refused, max_request_bytes=MAX_PROMPT_BYTES
+    )
     await server.set_health(READY_SERVICE, serving=False)
     port = bind(server.server, config.agent.listen, security)
     ports = await Ports.open(config.telemetry, server, metrics.registry, security)

@@ -17,6 +17,7 @@ from rollout_side.engine import (
     Generation,
     JoinOrder,
     MemoryUsage,
+    PromptImage,
     SendOrder,
     SleepOrder,
     SpillOrder,
@@ -547,6 +548,10 @@ class VllmReplica:
         if not self.tracker.passed(removed_at):
             return True
         return str(version) in bridges.loras_in_use(self.engine)
+
+    async def read_images(self, images: Sequence[PromptImage]) -> Sequence[Any]:
+        """See ``Engine``."""
+        return await self._answers.read_images(images)
 
     def generate(self, order: GenerateOrder) -> Generation:
         """See ``Engine``."""

@@ -78,6 +78,22 @@ async def test_text_is_told_as_tokens(served: Served) -> None:
     assert list(responses[0].admission.prompt_token_ids) == [97, 98]
 
 
+async def test_images_come_with_a_prompt(served: Served) -> None:
+    """As files and as pixels, in their order; the prompt is told with what stands for them."""
+    request = _request("base", max_tokens=2)
+    request.images.add(file=b"PNG")
+    request.images.add(pixels=pb.Pixels(height=2, width=1, rgb=bytes(6)))
+    responses = [response async for response in served.generate.Generate(request)]
+    assert list(responses[0].admission.prompt_token_ids) == [1, 2, 3, *[7] * 5]
+
+
+async def test_a_prompt_with_large_images_is_read(served: Served) -> None:
+    request = _request("base", max_tokens=1)
+    request.images.add(pixels=pb.Pixels(height=2_000, width=2_000, rgb=bytes(12_000_000)))
+    responses = [response async for response in served.generate.Generate(request)]
+    assert len(responses[0].admission.prompt_token_ids) == 2_003
+
+
 async def _begun(served: Served, request: pb.GenerateRequest) -> tuple[Any, pb.GenerateResponse]:
     call = served.generate.Generate(request)
     first = await call.read()

@@ -11,6 +11,7 @@ from rollout_side.agent.agent import Agent
 from rollout_side.agent.registration import HeartbeatOrders, OrderKey
 from rollout_side.agent.servicers import GenerateServicer, ReplicaServicer
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.rpc.channel import MAX_PROMPT_BYTES
 from weft_rl.rpc.server import Security, Servicer, bind, make_server
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
@@ -65,7 +66,8 @@ async def serve(
             add_GenerateServiceServicer_to_server,
         ),
     ]
-    server = (await make_server(servicers, security)).server
+    made = await make_server(servicers, security, max_request_bytes=MAX_PROMPT_BYTES)
+    server = made.server
     agent.advertise(bind(server, agent.config.listen, security))
     await server.start()
     return server

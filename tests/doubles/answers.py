@@ -36,6 +36,10 @@ class AnswerDouble:
         order, how = self._order, self._order.sampling
         if isinstance(order.prompt, str):
             self.prompt_token_ids = [ord(letter) for letter in order.prompt]
+        if order.images:  # each is as many tokens as it has rows
+            given = [*map(ord, order.prompt)] if isinstance(order.prompt, str) else order.prompt
+            rows = [image.height or len(image.file) for image in order.images]
+            self.prompt_token_ids = [*given, *(7 for count in rows for _ in range(count))]
         bases: list[int] = []
         held: list[tuple[int, int]] = []  # (base, position) of tokens that were not sent yet
         last = how.max_tokens or MAX_TOKENS

@@ -17,6 +17,7 @@ from rollout_side.engine import (
     GenerateOrder,
     JoinOrder,
     MemoryUsage,
+    PromptImage,
     SendOrder,
     SleepOrder,
     SpillOrder,
@@ -153,6 +154,9 @@ class EngineDouble:
 
     def num_requests(self) -> int:
         return self.running + len(self.answers)
+
+    async def read_images(self, images: Sequence[PromptImage]) -> Sequence[PromptImage]:
+        return images
 
     def generate(self, order: GenerateOrder) -> AnswerDouble:
         is_asleep = self.is_to_sleep or self.asleep is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,13 +33,20 @@ class Generations:
 
     async def begin(self, order: GenerateOrder) -> tuple[int, Sequence[SampleChunk]]:
         """Returns its number and its first chunks."""
-        answer = self._replica.generate(order)
+        images = await self._replica.read_images(order.images) if order.images else ()
+        answer = self._replica.generate(dataclasses.replace(order, images=images))
         self._answers.append((answer, answer.chunks()))
         try:
-            return len(self._answers) - 1, await anext(self._answers[-1][1])
+            number, first = len(self._answers) - 1, await anext(self._answers[-1][1])
+            self.prompt_token_ids = answer.prompt_token_ids
+            return number, first
         except BaseException:
             answer.end()
             raise
+
+    async def told_prompt(self) -> list[int]:
+        """Token ids that the last answer told its prompt as."""
+        return [*self.prompt_token_ids]
 
     async def read(self, number: int) -> tuple[list[SampleChunk], WeftError | None]:
         """The rest of one, and how it failed, if it did."""

@@ -14,11 +14,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from rollout_side.engine import GenerateOrder, PromptImage
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
+from tests.e2e.generations import joined
 from tests.models import IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS, make_vision_model
 from weft_rl.contract.adapter import check_adapter
-from weft_rl.contract.errors import InvalidAdapterError, LoadFailedError
+from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError, LoadFailedError
 from weft_rl.contract.names import STARTED_WITH
+from weft_rl.contract.sampling import Sampling
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 #: vLLM against Hugging Face in fp32.
@@ -75,6 +78,26 @@ def ask(engine: EngineProcess, seed: int) -> tuple[list[int], list[float]]:
     return [int(e["token"].removeprefix("token_id:")) for e in got], [e["logprob"] for e in got]
 
 
+def ask_for_tokens(
+    engine: EngineProcess, seed: int, prompt: str | list[int], form: str
+) -> tuple[list[int], list[float]]:
+    """The same by way of GenerateService's order."""
+    file = io.BytesIO()
+    image(seed).save(file, "PNG")
+    pixels = PromptImage(height=IMAGE_SIZE, width=IMAGE_SIZE, rgb=image(seed).tobytes())
+    order = GenerateOrder(
+        prompt=prompt,
+        images=[PromptImage(file=file.getvalue()) if form == "PNG" else pixels],
+        sampling=Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    )
+    number, first = engine.call("generations.begin", order)
+    chunks, error = engine.call("generations.read", number)
+    assert error is None
+    assert engine.call("generations.told_prompt").count(IMAGE_TOKEN) == IMAGE_TOKENS
+    (sample,) = joined([*first, *chunks], 1)
+    return sample.tokens, sample.logprobs
+
+
 def assert_of(model: Path, got: tuple[list[int], list[float]], seed: int) -> None:
     """Hold an answer against transformers."""
     import transformers
@@ -100,14 +123,46 @@ def test_a_seen_image_is_seen_anew_by_each_base(
 ) -> None:
     base, other = models
     assert_of(base, ask(engine, seed=1), seed=1)
+    asked = "w20 w21 <image> w30"
+    assert_of(base, ask_for_tokens(engine, 2, asked, "PNG"), seed=2)
     engine.push_base("base@1", other)
     assert_of(other, ask(engine, seed=1), seed=1)
+    assert_of(other, ask_for_tokens(engine, 2, asked, "PNG"), seed=2)
     engine.call("generations.choose", "recompute")
     engine.call("apply_retained", STARTED_WITH)
     assert_of(base, ask(engine, seed=1), seed=1)
     engine.call("generations.choose", "abort")
     engine.push_base("base@2", other)
     assert_of(other, ask(engine, seed=1), seed=1)
+
+
+def test_a_prompt_of_token_ids_takes_pixels(
+    engine: EngineProcess, models: tuple[Path, Path]
+) -> None:
+    """One placeholder for each image; the answer tells all tokens that the model makes of it."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models[1])
+    ids = tokenizer("w20 w21 <image> w30").input_ids
+    assert ids.count(IMAGE_TOKEN) == 1
+    served = models[1]  # since the pushes above
+    assert_of(served, ask_for_tokens(engine, 3, ids, "pixels"), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images"),
+    [
+        ("w20 w21", [PromptImage(height=8, width=8, rgb=bytes(192))]),
+        ("<image>", [PromptImage(height=8, width=9, rgb=bytes(192))]),
+        ("<image>", [PromptImage(file=b"%PDF-1.7")]),
+    ],
+    ids=["without a placeholder", "of other bytes", "of another format"],
+)
+def test_images_that_cannot_be_are_refused(
+    engine: EngineProcess, prompt: str, images: list[PromptImage]
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        engine.call("generations.begin", GenerateOrder(prompt=prompt, images=images))
 
 
 TEXT = "model.text_model.layers.0.self_attn.q_proj"

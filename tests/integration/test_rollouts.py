@@ -21,7 +21,14 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, until, weights
 from tests.integration.replicas import is_ready
-from trainer_side import PolicyVersion, Publisher, RolloutClient, SampleGroup, Sampling
+from trainer_side import (
+    ImagePrompt,
+    PolicyVersion,
+    Publisher,
+    RolloutClient,
+    SampleGroup,
+    Sampling,
+)
 from weft_rl.contract.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -55,6 +62,19 @@ def test_groups_come_whole_with_what_made_them(
             assert torch.equal(sample.logprobs, torch.full((4,), -0.5))
             assert sample.versions.tolist() == sample.base_versions.tolist() == [0] * 4
             assert (sample.finish_reason, sample.adapter, sample.error) == ("length", None, None)
+
+
+def test_a_prompt_with_images_is_told_with_their_tokens(rollouts: RolloutClient) -> None:
+    pixels = torch.zeros(3, 4, 2, dtype=torch.uint8)  # four rows: four tokens to the double
+    prompts = [ImagePrompt([1, 2], [pixels, b"PNG"]), ImagePrompt("ab", [pixels])]
+    how = Sampling(max_tokens=2)
+    wanted = [[1, 2, *[7] * 7], [97, 98, *[7] * 4]]
+    groups = rollouts.generate(prompts, sampling=how)
+    assert [group.prompt_token_ids for group in groups] == wanted
+    with rollouts.stream(prompts, batch_size=1, max_staleness=0, sampling=how) as stream:
+        for tokens in wanted:
+            assert next(stream).prompt_token_ids == tokens
+            stream.consumed(1)
 
 
 def _push(publisher: Publisher, policy: str) -> PolicyVersion:

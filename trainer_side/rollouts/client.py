@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from trainer_side.rollouts.requests import (
+    CheckedPrompt,
     OnError,
     Prompt,
     PromptRequest,
@@ -143,7 +144,7 @@ class RolloutClient:
         An interrupt ends the samples in the engines, too.
 
         Args:
-            prompts: Texts, or sequences of token ids.
+            prompts: Texts, or sequences of token ids; with images as ``ImagePrompt``.
             model: Who answers, in the words of OpenAI's API. An adapter's name ("math"), or "base":
                 the version that the name stands for when a replica takes the prompt. One version,
                 "math@17" or a ``PolicyVersion``: that alone; of the base, which a replica holds one
@@ -245,10 +246,13 @@ class RolloutClient:
         wanted = wanted_of(model, min_version)
         seconds = self._seconds(timeout_seconds)
 
-        def sample(prompt: Prompt, wanted: WantedVersions, index: int) -> Future[SampleGroup]:
+        def sample(
+            prompt: CheckedPrompt, wanted: WantedVersions, index: int
+        ) -> Future[SampleGroup]:
             ask = PromptRequest(
                 index=index,
-                prompt=prompt,
+                prompt=prompt.prompt,
+                images=prompt.images,
                 wanted=wanted,
                 num_samples=n,
                 sampling=how,
@@ -295,13 +299,14 @@ class RolloutClient:
             PromptRequest(
                 index=index,
                 prompt=prompt,
+                images=images,
                 wanted=wanted,
                 num_samples=n,
                 sampling=how,
                 strict=(wanted.is_base and wanted.exact is not None) if strict is None else strict,
                 timeout_seconds=self._seconds(timeout_seconds),
             )
-            for index, prompt in enumerate(checked_prompts(prompts))
+            for index, (prompt, images) in enumerate(checked_prompts(prompts))
         ]
 
     def _seconds(self, given: float | None) -> float:

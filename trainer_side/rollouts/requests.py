@@ -5,18 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from trainer_side.rollouts.images import ImagePrompt, image_messages
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, version_of
 from weft_rl.contract.sampling import Sampling
 from weft_rl.v1 import generate_pb2 as pb
 
-#: Text, which the model's own tokenizer makes into tokens, or token ids.
-Prompt = str | Sequence[int]
+#: Text, which the model's own tokenizer makes into tokens, or token ids; with images or without.
+Prompt = str | Sequence[int] | ImagePrompt
 OnError = Literal["raise", "keep"]
 
-#: Tokens that a sample is taken to have where the request does not bound it.
+#: Tokens that a sample is taken to have where the request does not bound it, and an image.
 _USUAL_TOKENS = 1024
 #: Samples are wanted whole; pieces only tell that the replica goes on, also where it makes less
 #: than a token a second of each sample (see ``stall_seconds``).
@@ -91,18 +92,25 @@ class PromptRequest:
 
     index: int
     """Index of the prompt, among those of the call or stream."""
-    prompt: Prompt
+    prompt: str | Sequence[int]
     wanted: WantedVersions
     num_samples: int
     """Number of samples of the prompt."""
     sampling: Sampling
     strict: bool
     timeout_seconds: float
+    images: tuple[pb.Image, ...] = ()
 
     @property
     def cost_tokens(self) -> int:
         """Estimated cost for a replica, in tokens."""
-        return len(self.prompt) + self.num_samples * (self.sampling.max_tokens or _USUAL_TOKENS)
+        prompt = len(self.prompt) + len(self.images) * _USUAL_TOKENS
+        return prompt + self.num_samples * (self.sampling.max_tokens or _USUAL_TOKENS)
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """Token ids of the prompt; empty where the replica makes them."""
+        return [] if isinstance(self.prompt, str) or self.images else list(self.prompt)
 
     def next_samples(self, are_whole: Sequence[bool]) -> list[int]:
         """Return the samples that the next request asks for; empty when all are whole.
@@ -143,6 +151,7 @@ class PromptRequest:
                 ignore_eos=how.ignore_eos,
             ),
             chunk_tokens=_CHUNK_TOKENS,
+            images=self.images,
         )
         if isinstance(self.prompt, str):
             request.text = self.prompt
@@ -151,13 +160,26 @@ class PromptRequest:
         return request
 
 
-def checked_prompt(prompt: Any) -> Prompt:
-    """Return the prompt, its token ids as a list of integers.
+class CheckedPrompt(NamedTuple):
+    """Prompt in the form that it is sent in."""
+
+    prompt: str | list[int]
+    images: tuple[pb.Image, ...] = ()
+
+
+def checked_prompt(prompt: Any) -> CheckedPrompt:
+    """Return the prompt, its token ids as a list of integers, and the messages of its images.
 
     Raises:
-        InvalidRequestError: It is empty, or neither text nor token ids.
+        InvalidRequestError: It is empty, or neither text nor token ids, or has no such images.
     """
-    ids: Prompt
+    if isinstance(prompt, ImagePrompt):
+        return CheckedPrompt(_text_or_ids(prompt.prompt), image_messages(prompt.images))
+    return CheckedPrompt(_text_or_ids(prompt))
+
+
+def _text_or_ids(prompt: Any) -> str | list[int]:
+    ids: str | list[int]
     if isinstance(prompt, str):
         ids = prompt
     else:
@@ -174,13 +196,13 @@ def checked_prompt(prompt: Any) -> Prompt:
     return ids
 
 
-def checked_prompts(prompts: Any) -> list[Prompt]:
+def checked_prompts(prompts: Any) -> list[CheckedPrompt]:
     """Return prompts, each as ``checked_prompt`` gives it.
 
     Raises:
         InvalidRequestError: One cannot be a prompt, or the argument is a single prompt.
     """
-    if isinstance(prompts, str) or (
+    if isinstance(prompts, str | ImagePrompt) or (
         not hasattr(prompts, "tolist") and prompts and all(type(each) is int for each in prompts)
     ):
         raise InvalidRequestError("give a list of prompts; for a single one, a list of one")

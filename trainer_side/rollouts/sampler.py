@@ -160,7 +160,7 @@ class Sampler:
             number=self._dispatch.number(),
             drafts=[PartialSample() for _ in range(ask.num_samples)],
             made_by=[""] * ask.num_samples,
-            prompt_token_ids=[] if isinstance(ask.prompt, str) else list(ask.prompt),
+            prompt_token_ids=ask.known_token_ids,
         )
         failure: WeftError | None = None
         try:

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 
 from trainer_side.rollouts.requests import (
+    CheckedPrompt,
     Prompt,
     WantedVersions,
     checked_prompt,
@@ -21,7 +22,7 @@ from weft_rl.contract.errors import TransferTimeoutError
 from weft_rl.contract.names import PolicyVersion
 
 #: Sends one prompt: (prompt, wanted version, index of its group).
-SampleOne = Callable[[Prompt, WantedVersions, int], "Future[SampleGroup]"]
+SampleOne = Callable[[CheckedPrompt, WantedVersions, int], "Future[SampleGroup]"]
 
 
 class RolloutStream:
@@ -153,7 +154,7 @@ class RolloutStream:
                     if not self._is_closed:
                         self._send(prompt)
 
-    def _send(self, prompt: Prompt) -> None:
+    def _send(self, prompt: CheckedPrompt) -> None:
         group = self._window.admit()
         future = self._sample(prompt, self._wanted, group.index)
         self._groups[group.index] = future

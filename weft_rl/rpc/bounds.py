@@ -27,6 +27,7 @@ from weft_rl.contract.group import (
     MAX_SENDERS,
 )
 from weft_rl.contract.names import MAX_VERSION
+from weft_rl.rpc.channel import MAX_PROMPT_BYTES
 from weft_rl.tracing import MAX_TRACEPARENT_CHARS
 
 #: Revision of the protocol that this process speaks. It is raised by a change that an older peer
@@ -49,6 +50,7 @@ MAX_ENTRIES: Final = 65_536
 #: Tokens or characters of a prompt, and tokens of an answer; a message has room for no more.
 MAX_PROMPT: Final = 2**20
 MAX_SAMPLES: Final = 1_024
+MAX_IMAGES: Final = 64
 #: Last second of the year 9999, since 1970.
 LAST_SECOND: Final = 253_402_300_799
 
@@ -261,6 +263,8 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Drain.time_left": _duration(MAX_DRAIN_SECONDS),
     "Work.silence": _duration(86_400),
     "GenerateRequest.text": _text(MAX_PROMPT, printable=False),
+    "Image.file": _bytes(MAX_PROMPT_BYTES),
+    "Pixels.rgb": _bytes(MAX_PROMPT_BYTES),
     "GroupPlan.num_senders": _number(0, MAX_SENDERS),
     "GroupPlan.rank": _number(0, MAX_GROUP_SIZE - 1),
     "GroupPlan.size": _number(2, MAX_GROUP_SIZE),
@@ -295,6 +299,7 @@ _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "Capabilities.lora_modules": 4_096,
     "Capabilities.lora_unapplied": 1_024,
     "Capabilities.served_names": 4_096,
+    "GenerateRequest.images": MAX_IMAGES,
     "SleepRolloutsRequest.gpu_uuids": 1_024,
     "SampleChunk.logprobs": MAX_PROMPT,
     "SampleChunk.token_ids": MAX_PROMPT,

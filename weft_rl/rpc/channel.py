@@ -249,8 +249,10 @@ def renewed_aio_channel(target: str, credentials: Credentials, options: Any) -> 
 
 # -- channels, and the addresses that they go to ---------------------------------
 
-#: Largest message either way; whatever may be larger is sent in chunks.
+#: Largest message either way, but for prompts; whatever may be larger is sent in chunks.
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
+#: Largest request that a replica takes: a prompt with its images.
+MAX_PROMPT_BYTES: Final = 32 * 2**20
 #: A silent connection is probed this often, and given up ``KEEPALIVE_TIMEOUT_MS``
 #: later. Servers allow twice that rate (see ``weft_rl.rpc.server``).
 KEEPALIVE_TIME_MS: Final = 10_000
@@ -290,7 +292,7 @@ def _service_config() -> str:
 
 CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_PROMPT_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),

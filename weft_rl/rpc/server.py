@@ -103,6 +103,7 @@ async def make_server(
     security: Security | None = None,
     *,
     on_refused: Callable[[str], None] | None = None,
+    max_request_bytes: int = MAX_MESSAGE_BYTES,
 ) -> WeftServer:
     """Build a server of ``servicers`` with health and reflection.
 
@@ -113,11 +114,13 @@ async def make_server(
 
     Args:
         on_refused: Called with the reason of each call that is answered with an error.
+        max_request_bytes: Largest request that is read.
     """
     access = security.access if security else None
     guard = Guard(access)
+    options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_request_bytes}
     server = grpc.aio.server(
-        interceptors=[EdgeInterceptor(guard, on_refused)], options=SERVER_OPTIONS
+        interceptors=[EdgeInterceptor(guard, on_refused)], options=list(options.items())
     )
     for servicer in servicers:
         servicer.add(servicer.implementation, server)

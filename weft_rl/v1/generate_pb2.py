@@ -25,29 +25,33 @@ _sym_db = _symbol_database.Default()
 from weft_rl.v1 import types_pb2 as weft_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weft/v1/generate.proto\x12\x07weft.v1\x1a\x13weft/v1/types.proto\"\xae\x01\n\x0fGenerateRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12#\n\x08sampling\x18\x05 \x01(\x0b\x32\x11.weft.v1.Sampling\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\rB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x02\n\x08Sampling\x12\x13\n\x0bnum_samples\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"_\n\x10GenerateResponse\x12%\n\tadmission\x18\x01 \x01(\x0b\x32\x12.weft.v1.Admission\x12$\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x14.weft.v1.SampleChunk\"\x97\x01\n\tAdmission\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x03\x12\x15\n\rlogprobs_mode\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12logprobs_truncated\x18\x05 \x01(\x08\"\xbf\x01\n\x0bSampleChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12,\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\'\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\nbase_spans\x18\x06 \x03(\x0b\x32\x11.weft.v1.BaseSpan\"L\n\x08\x42\x61seSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x13\n\x0bolder_cache\x18\x04 \x01(\x08*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32T\n\x0fGenerateService\x12\x41\n\x08Generate\x12\x18.weft.v1.GenerateRequest\x1a\x19.weft.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weft/v1/generate.proto\x12\x07weft.v1\x1a\x13weft/v1/types.proto\"\xce\x01\n\x0fGenerateRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\x12&\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x11.weft.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12#\n\x08sampling\x18\x05 \x01(\x0b\x32\x11.weft.v1.Sampling\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\r\x12\x1e\n\x06images\x18\x07 \x03(\x0b\x32\x0e.weft.v1.ImageB\x08\n\x06prompt\"E\n\x05Image\x12\x0e\n\x04\x66ile\x18\x01 \x01(\x0cH\x00\x12!\n\x06pixels\x18\x02 \x01(\x0b\x32\x0f.weft.v1.PixelsH\x00\x42\t\n\x07\x63ontent\"4\n\x06Pixels\x12\x0e\n\x06height\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0b\n\x03rgb\x18\x03 \x01(\x0c\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x02\n\x08Sampling\x12\x13\n\x0bnum_samples\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x08 \x01(\r\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"_\n\x10GenerateResponse\x12%\n\tadmission\x18\x01 \x01(\x0b\x32\x12.weft.v1.Admission\x12$\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x14.weft.v1.SampleChunk\"\x97\x01\n\tAdmission\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x03\x12\x15\n\rlogprobs_mode\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12logprobs_truncated\x18\x05 \x01(\x08\"\xbf\x01\n\x0bSampleChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12,\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x15.weft.v1.FinishReason\x12\'\n\x07\x61\x64\x61pter\x18\x05 \x01(\x0b\x32\x16.weft.v1.PolicyVersion\x12%\n\nbase_spans\x18\x06 \x03(\x0b\x32\x11.weft.v1.BaseSpan\"L\n\x08\x42\x61seSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x13\n\x0bolder_cache\x18\x04 \x01(\x08*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32T\n\x0fGenerateService\x12\x41\n\x08Generate\x12\x18.weft.v1.GenerateRequest\x1a\x19.weft.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weft_rl.v1.generate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1099
-  _globals['_FINISHREASON']._serialized_end=1219
+  _globals['_FINISHREASON']._serialized_start=1256
+  _globals['_FINISHREASON']._serialized_end=1376
   _globals['_GENERATEREQUEST']._serialized_start=57
-  _globals['_GENERATEREQUEST']._serialized_end=231
-  _globals['_TOKENIDS']._serialized_start=233
-  _globals['_TOKENIDS']._serialized_end=256
-  _globals['_SAMPLING']._serialized_start=259
-  _globals['_SAMPLING']._serialized_end=574
-  _globals['_GENERATERESPONSE']._serialized_start=576
-  _globals['_GENERATERESPONSE']._serialized_end=671
-  _globals['_ADMISSION']._serialized_start=674
-  _globals['_ADMISSION']._serialized_end=825
-  _globals['_SAMPLECHUNK']._serialized_start=828
-  _globals['_SAMPLECHUNK']._serialized_end=1019
-  _globals['_BASESPAN']._serialized_start=1021
-  _globals['_BASESPAN']._serialized_end=1097
-  _globals['_GENERATESERVICE']._serialized_start=1221
-  _globals['_GENERATESERVICE']._serialized_end=1305
+  _globals['_GENERATEREQUEST']._serialized_end=263
+  _globals['_IMAGE']._serialized_start=265
+  _globals['_IMAGE']._serialized_end=334
+  _globals['_PIXELS']._serialized_start=336
+  _globals['_PIXELS']._serialized_end=388
+  _globals['_TOKENIDS']._serialized_start=390
+  _globals['_TOKENIDS']._serialized_end=413
+  _globals['_SAMPLING']._serialized_start=416
+  _globals['_SAMPLING']._serialized_end=731
+  _globals['_GENERATERESPONSE']._serialized_start=733
+  _globals['_GENERATERESPONSE']._serialized_end=828
+  _globals['_ADMISSION']._serialized_start=831
+  _globals['_ADMISSION']._serialized_end=982
+  _globals['_SAMPLECHUNK']._serialized_start=985
+  _globals['_SAMPLECHUNK']._serialized_end=1176
+  _globals['_BASESPAN']._serialized_start=1178
+  _globals['_BASESPAN']._serialized_end=1254
+  _globals['_GENERATESERVICE']._serialized_start=1378
+  _globals['_GENERATESERVICE']._serialized_end=1462
 # @@protoc_insertion_point(module_scope)

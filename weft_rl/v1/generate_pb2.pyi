@@ -60,6 +60,7 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """`math`: the version that the name stands for now; `math@17`: that one; `base`, `base@3`:
     the base model itself, without an adapter. `base@3` must be served until the first token.
@@ -77,11 +78,20 @@ class GenerateRequest(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """As the model takes them."""
+        """As the model takes them; one placeholder for each image, however many tokens the model makes
+        of it.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """How."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """Images that the prompt has a placeholder of the model's for, in the order of these; at most
+        64. Refused with INVALID_REQUEST where the model takes none, or another number than there are
+        placeholders. The whole request is at most 32 MiB.
+        """
 
     def __init__(
         self,
@@ -92,16 +102,79 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         sampling: Global___Sampling | None = ...,
         chunk_tokens: _builtins.int = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "policy", b"policy", "prompt", b"prompt", "sampling", b"sampling", "strict", b"strict", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "images", b"images", "policy", b"policy", "prompt", b"prompt", "sampling", b"sampling", "strict", b"strict", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    """An image of a prompt. A replica fetches nothing: there are no URLs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    file: _builtins.bytes
+    """A PNG, JPEG or WebP file, whose orientation is obeyed, on white where it is transparent;
+    at most 16,777,216 pixels.
+    """
+    @_builtins.property
+    def pixels(self) -> Global___Pixels:
+        """The pixels themselves."""
+
+    def __init__(
+        self,
+        *,
+        file: _builtins.bytes = ...,
+        pixels: Global___Pixels | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "file", b"file", "pixels", b"pixels"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "file", b"file", "pixels", b"pixels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["file", "pixels"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class Pixels(_message.Message):
+    """Pixels of an image in RGB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    RGB_FIELD_NUMBER: _builtins.int
+    height: _builtins.int
+    """Rows; at least 1."""
+    width: _builtins.int
+    """Pixels of a row; at least 1."""
+    rgb: _builtins.bytes
+    """Three bytes a pixel (red, green, blue), row by row from the top, without gaps."""
+    def __init__(
+        self,
+        *,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
+        rgb: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "rgb", b"rgb", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pixels: _TypeAlias = Pixels  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -267,7 +340,7 @@ class Admission(_message.Message):
 
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What `text` was made into."""
+        """What `text` was made into, and each image's placeholder."""
 
     def __init__(
         self,

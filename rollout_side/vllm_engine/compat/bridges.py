@@ -216,8 +216,12 @@ def sampling_params(sampling: Sampling, num_samples: int = 1, chunk_tokens: int 
 
 
 @contextlib.contextmanager
-def typed_failures() -> Iterator[None]:
+def typed_failures(*, has_images: bool = False) -> Iterator[None]:
     """Map what vLLM raises for a request to Weft's errors; any other error passes.
+
+    Args:
+        has_images: True if the request has images. Those that do not fit the prompt's placeholders
+            are an unexpected error to vLLM, which wraps it without a word.
 
     Raises:
         InvalidRequestError: vLLM refuses the request, in its own words.
@@ -232,6 +236,10 @@ def typed_failures() -> Iterator[None]:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & {"ValueError", "VLLMClientError"}:  # the latter from 0.27 on
             raise InvalidRequestError(str(error)) from error
+        if has_images and "EngineGenerateError" in kinds and error.__cause__ is not None:
+            raise InvalidRequestError(
+                f"vLLM cannot make tokens of the prompt and its images: {error.__cause__}"
+            ) from error
         if "GracefulHTTPError" in kinds:
             raise CapacityError(str(error), reason="TOO_MANY_CALLS") from error
         if "EngineDeadError" in kinds:

@@ -8,11 +8,16 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from typing import Any
 
-from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, SampleChunk
+from rollout_side.engine import BaseSpan, FinishReason, GenerateOrder, PromptImage, SampleChunk
 from rollout_side.vllm_engine.compat import bridges, requests
 from rollout_side.vllm_engine.http.middleware import RequestTracker
 from rollout_side.vllm_engine.http.served_models import ServedModels
-from weft_rl.contract.errors import PeerUnavailableError, VersionChangedError
+from rollout_side.vllm_engine.server.images import decode_images
+from weft_rl.contract.errors import (
+    InvalidRequestError,
+    PeerUnavailableError,
+    VersionChangedError,
+)
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 
 _REASONS = {reason.value: reason for reason in FinishReason}
@@ -41,6 +46,12 @@ class Generations:
         self._running: set[VllmGeneration] = set()
         self._aborts: set[asyncio.Future[None]] = set()
 
+    async def read_images(self, images: Sequence[PromptImage]) -> Sequence[Any]:
+        """See ``Engine``."""
+        if not self._engine.model_config.is_multimodal_model:
+            raise InvalidRequestError("this model takes no images")
+        return await asyncio.to_thread(decode_images, images)
+
     def begin(self, order: GenerateOrder) -> VllmGeneration:
         """Begin to complete a prompt, as ``Engine.generate``.
 
@@ -53,10 +64,7 @@ class Generations:
         with bridges.typed_failures():
             params = bridges.sampling_params(order.sampling, order.num_samples, order.chunk_tokens)
         request_id = f"weft-{next(self._numbers)}"
-        prompt = (
-            order.prompt if isinstance(order.prompt, str) else {"prompt_token_ids": order.prompt}
-        )
-        outputs = self._generate(prompt, params, request_id, lora_request=lora)
+        outputs = self._generate(_prompt(order), params, request_id, lora_request=lora)
         ended = contextlib.ExitStack()
         answer = VllmGeneration(request_id, order, self._models.base.version, outputs, ended)
         ended.enter_context(self._tracker.running())
@@ -109,6 +117,17 @@ class Generations:
             await self._engine.abort(ended)
 
 
+def _prompt(order: GenerateOrder) -> str | dict[str, Any]:
+    """Return a prompt in the form that vLLM takes."""
+    if isinstance(order.prompt, str) and not order.images:
+        return order.prompt
+    key = "prompt" if isinstance(order.prompt, str) else "prompt_token_ids"
+    prompt: dict[str, Any] = {key: order.prompt}
+    if order.images:
+        prompt["multi_modal_data"] = {"image": list(order.images)}
+    return prompt
+
+
 class VllmGeneration:
     """Answer of a vLLM engine, as ``rollout_side.engine.Generation``.
 
@@ -132,7 +151,8 @@ class VllmGeneration:
         self.is_over = False
         #: Base that it is ended for.
         self.changed_to: int | None = None
-        self._is_text = isinstance(order.prompt, str)
+        self._has_images = bool(order.images)
+        self._has_new_tokens = self._has_images or isinstance(order.prompt, str)
         self._outputs, self._ended = outputs, ended
         self._num_tokens = [0] * order.num_samples
         #: By sample, the tokens at which a version of the base began, unless vLLM reports them.
@@ -166,12 +186,12 @@ class VllmGeneration:
 
     async def chunks(self) -> AsyncGenerator[Sequence[SampleChunk], None]:
         """See ``Generation``."""
-        with bridges.typed_failures():
+        with bridges.typed_failures(has_images=self._has_images):
             async for output in self._outputs:
                 if self._is_void:
                     break
                 self._has_begun = True
-                if self._is_text:
+                if self._has_new_tokens:
                     self.prompt_token_ids = output.prompt_token_ids
                 self.is_over = output.finished
                 yield [self._chunk(completion) for completion in output.outputs]

@@ -29,7 +29,7 @@ GENERAL = _listed(
     declaration decoder device digest dispatcher document drain drainer driver element engine entry
     error event executor export exporter factor factory facts failure feed file filler finding
     fingerprint flag folder formatter frame gate generation guard handle handoff handshake heartbeat
-    history holder id identity interceptor key kind layout level limit line link list listener
+    history holder id identity image interceptor key kind layout level limit line link list listener
     listing load loader lock log loop manager mapping mark member membership memory message meta
     method metrics model note operation option order outcome packer page param parity part phase
     piece pipeline place plan pool port probe process progress prompt proof publisher purpose pusher

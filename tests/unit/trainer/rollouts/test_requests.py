@@ -72,8 +72,8 @@ def test_what_is_no_version_is_refused(version: Any) -> None:
 
 def test_prompts_are_taken_as_they_come() -> None:
     given = ["ab", [1, 2], (3,), torch.tensor([4, 5]), [torch.tensor(6)]]
-    assert checked_prompts(given) == ["ab", [1, 2], [3], [4, 5], [6]]
-    assert checked_prompts(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert [p.prompt for p in checked_prompts(given)] == ["ab", [1, 2], [3], [4, 5], [6]]
+    assert checked_prompts(torch.tensor([[1, 2], [3, 4]])) == [([1, 2], ()), ([3, 4], ())]
     assert checked_prompts([]) == []
 
 
