@@ -202,6 +202,8 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             state.append(f"\n{replica.state_reason}", "dim")
         if not_compared := _not_compared(pool, replica):
             state.append(f"\n{not_compared}", "dim")
+        if stale_draft := _stale_draft(replica):
+            state.append(f"\n{stale_draft}", "dim")
         seen = duration_from_proto(replica.since_heartbeat)
         table.add_row(
             replica.replica_id,
@@ -224,6 +226,14 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
     if known or pool.version_vector.base or replica.version_vector.base:
         return ""
     return f"base@0 not compared: {replica.checkpoint_reason}"
+
+
+def _stale_draft(replica: pb.Replica) -> str:
+    """Tell of a replica whose model of drafts is not of the base that it serves."""
+    method = replica.capabilities.draft_method
+    if not method or not replica.version_vector.base:
+        return ""
+    return f"drafts tokens by {method}, which no push updates: fewer drafts are accepted"
 
 
 def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:

@@ -66,6 +66,9 @@ class Capabilities:
     base_refusal: str = field(default="", compare=False)
     """Reason why no base can be loaded into its engine while it runs, a sentence without its end;
     empty where one can."""
+    draft_method: str = field(default="", compare=False)
+    """Method by which its engine drafts tokens with weights that no push updates; empty where there
+    are none."""
     quantization: str = field(default="", compare=False)
     """Method by which the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

@@ -84,6 +84,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         can_sleep=value.can_sleep,
         base_refusal=value.base_refusal,
         lora_unapplied=value.lora_unapplied,
+        draft_method=value.draft_method,
     )
 
 
@@ -122,6 +123,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         can_sleep=message.can_sleep,
         base_refusal=message.base_refusal,
         lora_unapplied=tuple(message.lora_unapplied),
+        draft_method=message.draft_method,
     )
 
 

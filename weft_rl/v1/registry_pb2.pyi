@@ -113,6 +113,7 @@ class Capabilities(_message.Message):
     CAN_SLEEP_FIELD_NUMBER: _builtins.int
     BASE_REFUSAL_FIELD_NUMBER: _builtins.int
     LORA_UNAPPLIED_FIELD_NUMBER: _builtins.int
+    DRAFT_METHOD_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -178,6 +179,11 @@ class Capabilities(_message.Message):
     can. Pushes of the base are refused while such a replica is in contact; adapters are not.
     Longer than 500 characters it is cut.
     """
+    draft_method: _builtins.str
+    """How its engine drafts tokens with a model of its own, whose weights no push updates ("eagle3",
+    "mtp", "draft_model"): its answers are right, and after a push of the base fewer drafts are
+    accepted. Empty where it drafts none, or without weights ("ngram").
+    """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Side-group backends, best first: "nccl", "one-sided", "gloo"."""
@@ -236,10 +242,11 @@ class Capabilities(_message.Message):
         can_sleep: _builtins.bool = ...,
         base_refusal: _builtins.str = ...,
         lora_unapplied: _abc.Iterable[_builtins.str] | None = ...,
+        draft_method: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

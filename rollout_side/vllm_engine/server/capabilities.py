@@ -15,6 +15,8 @@ from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
+_DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+
 
 def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataType) -> Reference:
     """Describe the served model.
@@ -135,6 +137,12 @@ def is_expert(module: str) -> bool:
     return module.partition(".")[0] == "experts"
 
 
+def draft_method(speculative_config: Any) -> str:
+    """Return how an engine drafts tokens with a model of its own; empty if it does not."""
+    method = "" if speculative_config is None else str(speculative_config.method)
+    return "" if method in _DRAFTS_WITHOUT_WEIGHTS else method
+
+
 def make_capabilities(
     vllm_config: Any,
     reference: Reference,
@@ -193,6 +201,7 @@ def make_capabilities(
         adapter_capacity_bytes=adapter_capacity_bytes,
         loads_in_place=loads_in_place,
         can_sleep=bool(model.enable_sleep_mode),
+        draft_method=draft_method(vllm_config.speculative_config),
         quantization=model.quantization or "",
         logprobs_mode=str(model.logprobs_mode),
         logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),

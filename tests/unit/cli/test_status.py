@@ -72,6 +72,14 @@ def test_a_replica_that_lacks_an_adapter_says_so() -> None:
     assert "math@2" not in next(line for line in shown(pool).splitlines() if "replica-0" in line)
 
 
+def test_a_draft_that_no_push_updates_is_said_after_a_push() -> None:
+    for base, is_said in ((0, False), (1, True)):
+        drafts = replica(0, vector(base))
+        drafts.capabilities.draft_method = "eagle3"
+        pool = pb.GetPoolResponse(version_vector=vector(base), replicas=[drafts])
+        assert ("eagle3" in shown(pool)) is is_said
+
+
 def test_replicas_of_several_names_show_them() -> None:
     pool = pb.GetPoolResponse(
         version_vector=vector(0),

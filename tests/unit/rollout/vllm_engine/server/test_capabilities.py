@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.server.capabilities import (
     build_reference,
+    draft_method,
     lora_modules,
     served_dtypes,
 )
@@ -23,6 +25,15 @@ def test_experts_are_not_named_as_modules() -> None:
         "k_proj",
         "q_proj",
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "declared"),
+    [("ngram", ""), ("suffix", ""), ("eagle3", "eagle3"), ("mtp", "mtp"), ("new", "new")],
+)
+def test_a_draft_with_weights_is_declared(method: str, declared: str) -> None:
+    assert draft_method(SimpleNamespace(method=method)) == declared
+    assert draft_method(None) == ""
 
 
 def _config(**settings: Any) -> Any:
