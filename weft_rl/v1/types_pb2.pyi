@@ -619,8 +619,10 @@ class AdapterSpec(_message.Message):
     with INVALID_ADAPTER: who has the model puts the names in their place.
     """
     base_fingerprint: _builtins.str
-    """Fingerprint of the base it fits (see Reference.fingerprint); empty when the
-    trainer does not hold the base, then shapes alone are checked.
+    """Fingerprint of the pool's base (see ReferenceChunk.fingerprint), once the trainer
+    has found that its own has the same architecture and modules of the same shapes;
+    empty when the trainer does not hold the base, then the adapter's shapes alone are
+    checked.
     """
     trained_on_base_version: _builtins.int
     """Version of "base" it was trained on; recorded. Absent: not known."""
@@ -674,6 +676,44 @@ class ReferenceTensor(_message.Message):
 Global___ReferenceTensor: _TypeAlias = ReferenceTensor  # noqa: Y015
 
 @_typing.final
+class ReferenceModule(_message.Message):
+    """A linear module of the base that its tensors do not tell: its weight is quantised,
+    or it has several names.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIMS_FIELD_NUMBER: _builtins.int
+    OTHER_NAMES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Checkpoint name."""
+    @_builtins.property
+    def dims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Full shape of its weight (out, in): neither sharded nor packed."""
+
+    @_builtins.property
+    def other_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names that it has in a trainer's memory and in the engine; adapters may have any.
+        At most 8.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dims: _abc.Iterable[_builtins.int] | None = ...,
+        other_names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dims", b"dims", "name", b"name", "other_names", b"other_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReferenceModule: _TypeAlias = ReferenceModule  # noqa: Y015
+
+@_typing.final
 class ReferenceChunk(_message.Message):
     """Part of the list of all tensors that a push of the base must hold."""
 
@@ -682,6 +722,7 @@ class ReferenceChunk(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256, hex, of "architecture\\n" and one line "name d0,d1,...\\n" a tensor,
     these lines sorted. Two replicas of one pool must have the same.
@@ -692,16 +733,23 @@ class ReferenceChunk(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReferenceTensor]:
         """Next tensors; at most 4096 a chunk."""
 
+    @_builtins.property
+    def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReferenceModule]:
+        """Next modules, after all tensors; at most 512 a chunk. Not in the fingerprint. Every
+        tensor `NAME.weight` with two dims is a module NAME beside these.
+        """
+
     def __init__(
         self,
         *,
         fingerprint: _builtins.str = ...,
         architecture: _builtins.str = ...,
         tensors: _abc.Iterable[Global___ReferenceTensor] | None = ...,
+        modules: _abc.Iterable[Global___ReferenceModule] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "fingerprint", b"fingerprint", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "fingerprint", b"fingerprint", "modules", b"modules", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
