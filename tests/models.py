@@ -103,6 +103,55 @@ def make_vision_model(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
+def make_two_towers(kind: str, path: Path, *, seed: int = 0) -> Path:
+    """Save a random model that sees, whose modules files, memory and vLLM name in three ways.
+
+    It has no processor of images: an engine must be told to take none.
+
+    Args:
+        kind: "llava", or "qwen2_5_vl", which vLLM imports only beside torchvision.
+        path: Where; returned.
+        seed: Of its weights.
+    """
+    import transformers
+
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "depth": 1}
+    config: Any
+    if kind == "llava":
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**_COMMON),
+            vision_config=transformers.CLIPVisionConfig(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=IMAGE_SIZE,
+                patch_size=14,
+            ),
+            image_token_index=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+    else:
+        rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+        text = {**_COMMON, "hidden_size": 128, "rope_parameters": rope}
+        del text["head_dim"]
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config={**vision, "out_hidden_size": 128, "fullatt_block_indexes": [0]},
+            tie_word_embeddings=False,
+            image_token_id=IMAGE_TOKEN,
+            video_token_id=11,
+            vision_start_token_id=12,
+            vision_end_token_id=13,
+        )
+    named = {"llava": "Llava", "qwen2_5_vl": "Qwen2_5_VL"}[kind]
+    model = getattr(transformers, f"{named}ForConditionalGeneration")(config).float()
+    draw_base(model, seed)
+    model.save_pretrained(path)
+    make_tokenizer(path, _IMAGE_WORDS)
+    return path
+
+
 def save_config(kind: str, path: Path) -> None:
     """Save what a model of ``make_model`` says of itself, without its weights."""
     config = _config(kind, False)

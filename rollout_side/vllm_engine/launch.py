@@ -9,7 +9,7 @@ import secrets
 import socket
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
@@ -25,6 +25,7 @@ from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import OpenAiServer, listen
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server import capabilities, refusals
+from rollout_side.vllm_engine.server.architecture import MemoryModule
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
@@ -36,7 +37,7 @@ from weft_rl.checkpoints.files import local_model_dir
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.contract.tensors import Reference
+from weft_rl.contract.tensors import LinearModule, Reference
 
 _log = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ async def open_engine(
                 args=(
                     _open_config(
                         described,
+                        capabilities.memory_modules(config.model_config.hf_config, described),
                         receiver_factory,
                         adapter_memory_bytes,
                         staging_memory_bytes,
@@ -170,6 +172,13 @@ async def open_engine(
                     ),
                 ),
             )
+        )
+        described = replace(
+            described,
+            untold_modules=tuple(
+                LinearModule(name, tuple(shape), tuple(other_names))
+                for name, shape, other_names in values[0]["untold_modules"]
+            ),
         )
         await bridges.set_weight_version(engine, str(PolicyVersion(BASE_POLICY, 0)))
         return VllmReplica(
@@ -293,6 +302,7 @@ def _http_server(
 
 def _open_config(
     described: Reference,
+    in_memory: list[MemoryModule],
     receiver_factory: str,
     adapter_bytes: int,
     staging_bytes: int,
@@ -316,6 +326,7 @@ def _open_config(
         "ranks_secret": secrets.token_hex(32),
         "architecture": described.architecture,
         "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
+        "in_memory": [tuple(module) for module in in_memory],
         "spill": asdict(spill) if spill else None,
         "traced_as": traced_as,
     }

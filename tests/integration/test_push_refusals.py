@@ -95,10 +95,35 @@ def test_adapters_that_vllm_cannot_serve_are_refused_at_begin(
     assert str(publisher.push_adapter(peft_of(Model()), "math").version) == "math@1"
 
 
-def test_adapter_for_another_base(pool, engines, publisher):
-    with pytest.raises(BaseMismatchError, match="base"):
-        publisher.push_adapter(peft_of(_extra(Model())), "math")
+def _deeper(model):
+    model.layers.append(Model().layers[0])
+    return model
+
+
+def _renamed(model):
+    model.__class__ = type("Other", (Model,), {})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_reshaped, r"'layers\.0\.q_proj' has the shape \(8,32\), the pool serves one with"),
+        (_deeper, r"has 'layers\.3', the pool serves one without"),
+        (_renamed, "fits a Other, the pool serves a Model"),
+    ],
+)
+def test_adapter_for_another_base(pool, engines, publisher, spoil, words):
+    with pytest.raises(BaseMismatchError, match=words):
+        publisher.push_adapter(peft_of(spoil(Model())), "math")
     assert pool.agents["replica-0"].serving.vector.adapters == {}
+
+
+def test_what_an_adapter_does_not_touch_does_not_matter(pool, engines, publisher):
+    """Buffers that a checkpoint holds, say, and a head of the trainer's own."""
+    model = _extra(Model())
+    model.register_buffer("scale", torch.ones(1))
+    assert str(publisher.push_adapter(peft_of(model), "math").version) == "math@1"
 
 
 @pytest.mark.parametrize("name", ["a@b", "a/b", "..", "a b", "x" * 300, "", "base"])

@@ -28,6 +28,7 @@ from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
 from weft_rl import tracing
+from weft_rl.contract.adapter import TrainedBase
 from weft_rl.contract.capabilities import ONE_SIDED
 from weft_rl.contract.errors import (
     InvalidRequestError,
@@ -135,6 +136,8 @@ class PoolClient:
         #: Whether the coordinator may have a transfer of it that nobody has seen the end of.
         self._is_open = False
         self._offered = pb.DescribeTargetResponse()
+        # Base that an adapter was found to fit last.
+        self._fitting: tuple[TrainedBase, str] | None = None
         self._selected = SelectedBackend("", "")
 
     def describe(self, deadline: float, without: Collection[str] = ()) -> pb.DescribeTargetResponse:
@@ -199,7 +202,7 @@ class PoolClient:
         if adapter is not None:
             spec = types_pb2.AdapterSpec(
                 config_json=adapter.config_json,
-                base_fingerprint=adapter.base_fingerprint,
+                base_fingerprint=self._compared(adapter.base, deadline),
                 trained_on_base_version=trained_on,
             )
         manifest, plan = push.packing.manifest, push.packing.plan
@@ -235,6 +238,21 @@ class PoolClient:
                 request.request_id = secrets.token_hex(16)
                 self._use(self._selection.backend(self._offered, without=[ONE_SIDED]))
                 return self._begin(request, manifest, kind, metadata, deadline)
+
+    def _compared(self, base: TrainedBase | None, deadline: float) -> str:
+        """Return the fingerprint of the pool's base, once an adapter's own base is like it; empty
+        if there is none.
+
+        Raises:
+            BaseMismatchError: It is another one.
+        """
+        if base is None:
+            return ""
+        fingerprint = self._offered.base_fingerprint
+        if self._fitting != (base, fingerprint):
+            base.check(self.coordinator.reference(self._offered, deadline))
+            self._fitting = base, fingerprint
+        return fingerprint
 
     def _use(self, selected: SelectedBackend) -> None:
         """Put the selected backend into the request of the push."""

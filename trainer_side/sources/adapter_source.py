@@ -15,21 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from trainer_side.params.choose import OpenedModel
-from trainer_side.params.names import (
-    adapter_tensor_name,
-    base_name_in_peft,
-    cached_conversions,
-    reverter,
-)
+from trainer_side.params.names import adapter_tensor_name, base_name_in_peft
 from trainer_side.params.params import Params
-from trainer_side.sources.source import CastRule, ParamsSource, make_metas
+from trainer_side.sources.source import CastRule, ParamsSource
+from weft_rl.contract.adapter import TrainedBase
 from weft_rl.contract.adapter_config import (
     MAX_CONFIG_BYTES,
     check_settings,
@@ -37,7 +31,6 @@ from weft_rl.contract.adapter_config import (
     parse_config,
 )
 from weft_rl.contract.errors import InvalidAdapterError
-from weft_rl.contract.tensors import base_fingerprint
 
 
 @dataclass(frozen=True)
@@ -46,8 +39,8 @@ class Adapter:
 
     source: ParamsSource
     config_json: str
-    base_fingerprint: str
-    """Fingerprint of the base it was trained on; empty when that is not known."""
+    base: TrainedBase | None
+    """Base that it is on, to be compared with the pool's; None where that is not to be done."""
 
 
 def adapter_of_model(
@@ -91,8 +84,7 @@ def _adapter(
         raise InvalidAdapterError(f"adapter {adapter_name!r} has no tensors")
     source = ParamsSource(params, names, cast, f"{params.kind} PEFT adapter {adapter_name!r}")
     config_json = config_in_names(config_json, names.values(), lambda: _matrices(params))
-    fingerprint = _fingerprint(model, params) if check_base else ""
-    return Adapter(source, config_json, fingerprint)
+    return Adapter(source, config_json, _trained_base(model, params) if check_base else None)
 
 
 def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
@@ -159,54 +151,20 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _fingerprint(model: Any, params: Params) -> str:
-    """Return the fingerprint of the base inside a PEFT model; empty if it is quantised.
-
-    A quantised base holds packed bytes whose shapes say nothing; the shapes of the
-    LoRA pairs are checked against the served base all the same.
-    """
+def _trained_base(model: Any, params: Params) -> TrainedBase:
+    """Return the base inside a PEFT model, less the weights whose packed shapes say nothing."""
     base = model.get_base_model()
     architectures = getattr(getattr(base, "config", None), "architectures", None)
-    architecture = architectures[0] if architectures else type(base).__name__
-    kept = _FINGERPRINTS.get(base)
-    if kept is None or not kept.is_of(architecture, params.metas):
-        fingerprint = _fingerprint_of(base, architecture, params)
-        kept = _FINGERPRINTS[base] = _Fingerprint(architecture, dict(params.metas), fingerprint)
-    return kept.fingerprint
-
-
-@dataclass(frozen=True)
-class _Fingerprint:
-    """Fingerprint of a base, and the inputs that it was made of."""
-
-    architecture: str
-    metas: dict[str, torch.Tensor]
-    fingerprint: str
-
-    def is_of(self, architecture: str, metas: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether these inputs give the same fingerprint; equal meta tensors are
-        identical."""
-        return (
-            self.architecture == architecture
-            and [*self.metas] == [*metas]
-            and all(map(is_, self.metas.values(), metas.values()))
-        )
-
-
-# To see that nothing has changed takes a tenth of making it anew.
-_FINGERPRINTS: WeakKeyDictionary[torch.nn.Module, _Fingerprint] = WeakKeyDictionary()
-
-
-def _fingerprint_of(base: torch.nn.Module, architecture: str, params: Params) -> str:
-    metas = {
-        name: meta
+    suffix = ".weight"
+    shapes = {
+        name.removesuffix(suffix): tuple(meta.shape)
         for raw, meta in params.metas.items()
-        if (name := base_name_in_peft(raw)) is not None
+        if meta.dim() == 2
+        and meta.is_floating_point()
+        and (name := base_name_in_peft(raw)) is not None
+        and name.endswith(suffix)
     }
-    if any(not meta.is_floating_point() for meta in metas.values()):
-        return ""
-    _, outputs = cached_conversions(base, metas, reverter(base))
-    return base_fingerprint(architecture, make_metas(outputs, CastRule(enabled=False)))
+    return TrainedBase(architectures[0] if architectures else type(base).__name__, shapes)
 
 
 _ALL_LINEAR = "all-linear"

@@ -45,7 +45,7 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
     check_settings(parse_config(config_json))
     tensors = _without_targeted_bases(_load(weights))
     source = tensor_source(tensors, cast, f"PEFT directory {path}")
-    return Adapter(source, config_in_names(config_json, tensors, None), "")
+    return Adapter(source, config_in_names(config_json, tensors, None), None)
 
 
 def _without_targeted_bases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,12 +10,20 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft_rl.contract.adapter_config import check_names, check_settings, named_value, parse_config
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.errors import InvalidAdapterError, NotReadyError
-from weft_rl.contract.tensors import Reference, TensorMeta, is_output_layer, shape_text
+from weft_rl.contract.errors import BaseMismatchError, InvalidAdapterError, NotReadyError
+from weft_rl.contract.layout.manifest import layer_of
+from weft_rl.contract.tensors import (
+    LinearModule,
+    Reference,
+    TensorMeta,
+    is_output_layer,
+    shape_text,
+)
 
 _PREFIX = "base_model.model."
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -49,16 +57,74 @@ def check_adapter(
     config = parse_config(config_json)
     check_settings(config)
     check_names(config)
-    ranks = _check_tensors(metas, reference, capabilities)
-    _check_rank(config, ranks, capabilities)
-    _check_experts(ranks, reference, capabilities)
-    _check_complete(config, ranks, reference)
+    pairs = _check_tensors(metas, reference, capabilities)
+    _check_rank(config, pairs, capabilities)
+    _check_experts(pairs, reference, capabilities)
+    _check_complete(config, pairs, reference, capabilities)
+
+
+@dataclass(frozen=True)
+class TrainedBase:
+    """Base model that a trainer has an adapter on."""
+
+    architecture: str
+    shapes: Mapping[str, tuple[int, ...]]
+    """Full shapes of weights that are matrices, by the module's name in the trainer's memory;
+    without those that are packed there."""
+
+    def check(self, reference: Reference) -> None:
+        """Refuse another base than the pool's.
+
+        What is compared is the architecture, the shape of every module that both have, and whether the
+        pool's has every layer. Neither buffers nor how weights are stored matter to an adapter.
+
+        Raises:
+            BaseMismatchError: Names the first difference.
+        """
+        if self.architecture != reference.architecture:
+            raise BaseMismatchError(
+                f"the adapter fits a {self.architecture}, the pool serves a "
+                f"{reference.architecture}",
+                metadata={"pool": reference.architecture, "trained_on": self.architecture},
+            )
+        layers = {layer_of(name) for name in reference.modules_by_name}
+        stacks = {stack for layer in layers if (stack := _stack(layer))}
+        for name, shape in self.shapes.items():
+            served = [module.shape for module in reference.modules_by_name.get(name, ())]
+            layer = layer_of(name)
+            why = ""
+            if served and shape not in served:
+                why = (
+                    f"whose {name!r} has the shape ({shape_text(shape)}), the pool serves one with "
+                    f"({shape_text(served[0])})"
+                )
+            elif layer not in layers and _stack(layer) in stacks:
+                why = f"that has {layer!r}, the pool serves one without"
+            if why:
+                raise BaseMismatchError(
+                    f"the adapter fits a {self.architecture} {why}", metadata={"parameter": name}
+                )
+
+
+def _stack(layer: str) -> str:
+    """Return the name that the numbers of a model's layers follow; empty for a module outside."""
+    stack, _, number = layer.rpartition(".")
+    return stack if number.isdigit() else ""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Sides of one module's LoRA."""
+
+    given: str
+    """Name that the adapter has for the module."""
+    rank: int
 
 
 def _check_tensors(
     metas: Sequence[TensorMeta], reference: Reference, capabilities: Capabilities
-) -> dict[str, int]:
-    """Check each pair against the base; return the rank by module."""
+) -> dict[str, _Pair]:
+    """Check each pair against the base; return them by the module's checkpoint name."""
     sides: dict[str, dict[str, TensorMeta]] = defaultdict(dict)
     for meta in metas:
         match = _LORA_NAME.fullmatch(meta.name.removeprefix(_PREFIX))
@@ -71,33 +137,56 @@ def _check_tensors(
         if not meta.dtype.is_float:
             raise _refused(meta, f"is {meta.dtype.torch_name}; adapters are floating point")
         sides[match["module"]][match["side"]] = meta
-    _check_applied(sides, capabilities)
+    modules = {given: _module_of(given, sides[given], reference) for given in sides}
+    _check_applied(modules, capabilities)
     allowed = set(capabilities.lora_modules)
-    ranks: dict[str, int] = {}
-    for module, pair in sides.items():
+    pairs: dict[str, _Pair] = {}
+    for given, module in modules.items():
+        pair = sides[given]
         first = next(iter(pair.values()))
         if len(pair) != 2:
             other = "B" if "A" in pair else "A"
             raise _refused(first, f"has no lora_{other}: both sides are needed")
-        if module.rsplit(".", 1)[-1] not in allowed and ".experts" not in module:
+        names = (given,) if module is None else module.names
+        if allowed.isdisjoint(n.rpartition(".")[2] for n in names) and ".experts" not in given:
             raise _refused(
                 first,
-                f"is for {module!r}, which cannot carry a LoRA here; "
+                f"is for {given!r}, which cannot carry a LoRA here; "
                 f"vLLM serves {', '.join(sorted(allowed)) or 'none'}",
             )
-        weight = reference.by_name.get(module + ".weight")
-        if weight is None:
-            raise _refused(first, _why_not_there(module, reference))
-        ranks[module] = _check_pair(pair["A"], pair["B"], weight)
-    return ranks
+        if module is None:
+            raise _refused(first, _why_not_there(given, reference))
+        if module.name in pairs:
+            raise _refused(
+                first,
+                f"is for {given!r}, and another is for {pairs[module.name].given!r}: these are "
+                "names of one module",
+            )
+        pairs[module.name] = _Pair(given, _check_pair(pair["A"], pair["B"], module.shape))
+    return pairs
 
 
-def _check_applied(
-    sides: Mapping[str, Mapping[str, TensorMeta]], capabilities: Capabilities
-) -> None:
+def _module_of(
+    given: str, pair: Mapping[str, TensorMeta], reference: Reference
+) -> LinearModule | None:
+    """Return the module that an adapter calls so; None if there is none."""
+    found = reference.modules_by_name.get(given, ())
+    if len(found) > 1:
+        raise _refused(
+            next(iter(pair.values())),
+            f"is for {given!r}, which is a name of {' and of '.join(repr(m.name) for m in found)}: "
+            "give the name in the checkpoint",
+        )
+    return found[0] if found else None
+
+
+def _check_applied(modules: Mapping[str, LinearModule | None], capabilities: Capabilities) -> None:
     """Refuse modules whose LoRA vLLM would ignore, though others of the same name have one."""
-    begins = tuple(f"{prefix}." for prefix in capabilities.lora_unapplied)
-    found = [module for module in sides if f"{module}.".startswith(begins)] if begins else []
+    found = [
+        given
+        for given, module in modules.items()
+        if _is_unapplied(given if module is None else module.name, capabilities)
+    ]
     if not found:
         return
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -110,9 +199,15 @@ def _check_applied(
     )
 
 
+def _is_unapplied(module: str, capabilities: Capabilities) -> bool:
+    return f"{module}.".startswith(tuple(f"{p}." for p in capabilities.lora_unapplied))
+
+
 def _why_not_there(module: str, reference: Reference) -> str:
     """Say why a reference lacks a module; it lists no output layer whose weight is the
     embedding's."""
+    if weight := reference.by_name.get(f"{module}.weight"):
+        return f"is for a weight of shape ({shape_text(weight.shape)}); a 2-D weight is needed"
     if is_output_layer(module):
         return (
             f"is for {module!r}, whose weight is tied to the embedding's in the served "
@@ -121,10 +216,10 @@ def _why_not_there(module: str, reference: Reference) -> str:
     return f"is for {module!r}, which {reference.architecture} does not have"
 
 
-def _check_pair(a: TensorMeta, b: TensorMeta, weight: TensorMeta) -> int:
-    if len(weight.shape) != 2 or len(a.shape) != 2 or len(b.shape) != 2:
+def _check_pair(a: TensorMeta, b: TensorMeta, shape: tuple[int, ...]) -> int:
+    if len(a.shape) != 2 or len(b.shape) != 2:
         raise _refused(a, f"has shape ({shape_text(a.shape)}); a LoRA of a 2-D weight is needed")
-    out_features, in_features = weight.shape
+    out_features, in_features = shape
     rank = a.shape[0]
     if a.shape != (rank, in_features):
         raise _refused(a, f"has shape ({shape_text(a.shape)}), the base needs (rank,{in_features})")
@@ -136,18 +231,18 @@ def _check_pair(a: TensorMeta, b: TensorMeta, weight: TensorMeta) -> int:
 
 
 def _check_rank(
-    config: Mapping[str, Any], ranks: Mapping[str, int], capabilities: Capabilities
+    config: Mapping[str, Any], pairs: Mapping[str, _Pair], capabilities: Capabilities
 ) -> None:
     patterns = config.get("rank_pattern") or {}
-    for module, rank in ranks.items():
-        declared = named_value(patterns, module, config["r"])
-        if rank != declared:
+    for pair in pairs.values():
+        declared = named_value(patterns, pair.given, config["r"])
+        if pair.rank != declared:
             raise InvalidAdapterError(
-                f"{module!r} has rank {rank}, the config says {declared}: "
+                f"{pair.given!r} has rank {pair.rank}, the config says {declared}: "
                 "the scaling would be wrong",
-                metadata={"parameter": module},
+                metadata={"parameter": pair.given},
             )
-    largest = max([int(config["r"]), *ranks.values()])
+    largest = max([int(config["r"]), *(pair.rank for pair in pairs.values())])
     if largest > capabilities.max_lora_rank:
         raise InvalidAdapterError(
             f"rank {largest} is above the replicas' --max-lora-rank {capabilities.max_lora_rank}",
@@ -156,24 +251,21 @@ def _check_rank(
 
 
 def _check_experts(
-    ranks: Mapping[str, int], reference: Reference, capabilities: Capabilities
+    pairs: Mapping[str, _Pair], reference: Reference, capabilities: Capabilities
 ) -> None:
     """Refuse experts that are not given whole: vLLM fills what is absent with zeros or fails
     late."""
-    touched = {m.split(".experts.", 1)[0] for m in ranks if ".experts." in m}
+    touched = {m.split(".experts.", 1)[0] for m in pairs if ".experts." in m}
     if touched and not capabilities.lora_on_experts:
-        first = next(m for m in ranks if ".experts." in m)
+        first = next(m for m in pairs if ".experts." in m)
         raise InvalidAdapterError(
             f"{first!r}: LoRA on experts is not served by these replicas; push it merged",
             metadata={"parameter": first},
         )
     for layer in sorted(touched):
-        expected = [
-            name.removesuffix(".weight")
-            for name in reference.by_name
-            if name.startswith(layer + ".experts.") and name.endswith(".weight")
-        ]
-        lacking = [module for module in expected if module not in ranks]
+        experts = f"{layer}.experts."
+        expected = [m.name for m in reference.modules if m.name.startswith(experts)]
+        lacking = [module for module in expected if module not in pairs]
         if lacking:
             raise InvalidAdapterError(
                 f"{lacking[0]!r} has no LoRA though other experts of {layer!r} have: "
@@ -183,11 +275,14 @@ def _check_experts(
 
 
 def _check_complete(
-    config: Mapping[str, Any], ranks: Mapping[str, int], reference: Reference
+    config: Mapping[str, Any],
+    pairs: Mapping[str, _Pair],
+    reference: Reference,
+    capabilities: Capabilities,
 ) -> None:
     """Refuse an adapter that lacks a module that the config targets: vLLM accepts partial sets."""
     for module in _targeted_modules(config, reference):
-        if module not in ranks:
+        if module not in pairs and not _is_unapplied(module, capabilities):
             raise InvalidAdapterError(
                 f"the config targets {module!r}, but its lora_A and lora_B are not given",
                 metadata={"parameter": module},
@@ -199,11 +294,6 @@ def _targeted_modules(config: Mapping[str, Any], reference: Reference) -> list[s
 
     Source: peft.tuners.tuners_utils.check_target_module_exists.
     """
-    modules = [
-        meta.name.removesuffix(".weight")
-        for meta in reference.tensors
-        if meta.name.endswith(".weight") and len(meta.shape) == 2
-    ]
     if config.get("target_parameters"):
         return []  # parameters, not modules: _check_tensors has refused or matched them
     layers = config.get("layers_to_transform")
@@ -212,12 +302,16 @@ def _targeted_modules(config: Mapping[str, Any], reference: Reference) -> list[s
         {name: True for name in config.get(setting) or () if isinstance(name, str)}
         for setting in ("target_modules", "exclude_modules")
     )
+
+    def is_in(names: Mapping[str, bool], module: LinearModule) -> bool:
+        return any(named_value(names, name, False) for name in module.names)
+
     return [
-        module
-        for module in modules
-        if named_value(targets, module, False)
-        and not named_value(excluded, module, False)
-        and (not wanted or _layer_index(module) in wanted)
+        module.name
+        for module in reference.modules
+        if is_in(targets, module)
+        and not is_in(excluded, module)
+        and (not wanted or _layer_index(module.name) in wanted)
     ]
 
 

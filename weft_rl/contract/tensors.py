@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,6 +110,26 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return ",".join(map(str, shape))
 
 
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearModule:
+    """Module of the served architecture whose weight is a matrix, however that is stored."""
+
+    name: str
+    """Checkpoint name."""
+    shape: tuple[int, ...]
+    """Full shape of its weight (out, in): neither sharded nor packed."""
+    other_names: tuple[str, ...] = ()
+    """Names that it has in a trainer's memory and in the engine."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that an adapter may call it by."""
+        return (self.name, *self.other_names)
+
+
 @dataclass(frozen=True)
 class Reference:
     """Every tensor that a push of the base must hold, by checkpoint name.
@@ -119,11 +139,52 @@ class Reference:
 
     architecture: str
     tensors: tuple[TensorMeta, ...]
+    untold_modules: tuple[LinearModule, ...] = ()
+    """Linear modules that the tensors do not tell: with quantised weights, or with several names.
+    Not in the fingerprint."""
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorMeta]:
         """Tensors by checkpoint name."""
         return {meta.name: meta for meta in self.tensors}
+
+    @cached_property
+    def modules(self) -> tuple[LinearModule, ...]:
+        """Every linear module of the base, in order of the tensors."""
+        untold = {module.name for module in self.untold_modules}
+        told = (
+            LinearModule(name, meta.shape)
+            for meta in self.tensors
+            if len(meta.shape) == 2
+            and meta.name.endswith(_WEIGHT)
+            and (name := meta.name.removesuffix(_WEIGHT)) not in untold
+        )
+        return (*told, *self.untold_modules)
+
+    @cached_property
+    def modules_by_name(self) -> Mapping[str, tuple[LinearModule, ...]]:
+        """Linear modules by each of their names; several where a name fits several."""
+        found: dict[str, tuple[LinearModule, ...]] = {}
+        for module in self.modules:
+            for name in module.names:
+                found[name] = (*found.get(name, ()), module)
+        return found
+
+    @cached_property
+    def quantised_modules(self) -> Mapping[str, tuple[str, ...]]:
+        """Linear modules whose weights were quantised before serving, with the last components of
+        the tensors that stand for a weight (``qweight``, ``qzeros``, ``scales``)."""
+        parts: dict[str, tuple[str, ...]] = {
+            module.name: ()
+            for module in self.modules
+            if (weight := self.by_name.get(module.name + _WEIGHT)) is None
+            or not weight.dtype.is_float
+        }
+        for meta in self.tensors:
+            module, _, last = meta.name.rpartition(".")
+            if module in parts and last not in ("weight", "bias"):
+                parts[module] = (*parts[module], last)
+        return {module: found for module, found in parts.items() if found}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -144,6 +205,22 @@ def is_output_layer(module: str) -> bool:
     """Return whether a module is the layer whose weight may be tied to the embedding's; a reference
     does not list it then."""
     return module.rpartition(".")[2] == "lm_head"
+
+
+def _check_quantised(given: Collection[str], reference: Reference) -> None:
+    """Refuse plain weights for modules that are served with quantised ones.
+
+    Raises:
+        InvalidManifestError: Says so in one sentence.
+    """
+    for module, parts in reference.quantised_modules.items():
+        if module + _WEIGHT in given and not any(f"{module}.{part}" in given for part in parts):
+            raise InvalidManifestError(
+                f"the weights of the served {reference.architecture} are quantised ({module!r} has "
+                f"{', '.join(parts)}), and these are not: push a base in the served format, or "
+                "adapters, which are served over it",
+                metadata={"first": module},
+            )
 
 
 def _why_unknown(name: str, reference: Reference) -> str:
@@ -177,6 +254,8 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
                 f"{ref.dtype.torch_name}"
             )
     given = {meta.name for meta in metas}
+    if wrong or len(given) < len(want):
+        _check_quantised(given, reference)
     wrong += [
         f"{ref.name!r} is missing: the served model expects it"
         for ref in reference.tensors

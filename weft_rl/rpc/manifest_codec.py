@@ -21,11 +21,14 @@ from weft_rl.contract.layout.manifest import (
     check_num_tensors,
     make_manifest,
 )
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
 from weft_rl.rpc.codec import CHUNK_ENTRIES, chunk_ranges, dtype_to_proto
 from weft_rl.v1 import types_pb2
 
 _DTYPES = {int(dtype): dtype for dtype in DataType}
+# With the longest names, 2.3 MiB.
+_CHUNK_MODULES = 512
+_MAX_OTHER_NAMES = 8
 
 
 def manifest_to_chunks(manifest: Manifest) -> Iterator[types_pb2.ManifestChunk]:
@@ -152,7 +155,8 @@ def manifest_from_chunks(chunks: Iterable[types_pb2.ManifestChunk]) -> Manifest:
 
 
 def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChunk]:
-    """Yield chunks of at most 4096 tensors; the first has fingerprint and architecture."""
+    """Yield chunks of at most 4096 tensors, then of at most 512 modules; the first has fingerprint
+    and architecture."""
     first = True
     for part in chunk_ranges(len(reference.tensors)):
         chunk = types_pb2.ReferenceChunk(tensors=map(_reference_tensor, reference.tensors[part]))
@@ -161,6 +165,14 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
             chunk.architecture = reference.architecture
             first = False
         yield chunk
+    modules = reference.untold_modules
+    for i in range(0, len(modules), _CHUNK_MODULES):
+        yield types_pb2.ReferenceChunk(
+            modules=[
+                types_pb2.ReferenceModule(name=m.name, dims=m.shape, other_names=m.other_names)
+                for m in modules[i : i + _CHUNK_MODULES]
+            ]
+        )
 
 
 def _reference_tensor(meta: TensorMeta) -> types_pb2.ReferenceTensor:
@@ -182,11 +194,12 @@ class ReferenceDecoder:
         self._fingerprint = ""
         self._architecture = ""
         self._tensors: list[TensorMeta] = []
+        self._modules: list[LinearModule] = []
         self._num_chars = 0
 
     def add(self, chunk: types_pb2.ReferenceChunk) -> None:
         """Take the next chunk, like ``ManifestDecoder.add``."""
-        _check_chunk(len(chunk.tensors), False)
+        _check_chunk(max(len(chunk.tensors), len(chunk.modules)), False)
         if not self._tensors:
             if max(len(chunk.fingerprint), len(chunk.architecture)) > MAX_NAME_CHARS:
                 raise InvalidManifestError("the fingerprint or the architecture is too long")
@@ -201,11 +214,26 @@ class ReferenceDecoder:
             self._num_chars += len(tensor.name)
             check_names(self._num_chars)
             self._tensors.append(meta)
+        check_num_tensors(max(1, len(self._modules) + len(chunk.modules)))
+        self._modules += map(self._module, chunk.modules)
+
+    def _module(self, given: types_pb2.ReferenceModule) -> LinearModule:
+        if len(given.other_names) > _MAX_OTHER_NAMES or len(given.dims) != 2:
+            raise InvalidManifestError(
+                f"module {given.name[:80]!r} has {len(given.other_names)} other names and "
+                f"{len(given.dims)} dims; at most {_MAX_OTHER_NAMES} and exactly 2 are taken"
+            )
+        module = LinearModule(given.name, tuple(given.dims), tuple(given.other_names))
+        for name in module.names:
+            check_meta(TensorMeta(name, DataType.UINT8, module.shape))
+            self._num_chars += len(name)
+        check_names(self._num_chars)
+        return module
 
     def finish(self) -> Reference:
         """Return the reference, once the stream has ended; O(tensors)."""
         check_metas(self._tensors)
-        reference = Reference(self._architecture, tuple(self._tensors))
+        reference = Reference(self._architecture, tuple(self._tensors), tuple(self._modules))
         if reference.fingerprint != self._fingerprint:
             raise InvalidManifestError("the fingerprint of the reference is not of this content")
         return reference

@@ -31,11 +31,37 @@ _MARK = "_weft_adapter_hook"
 # One worker a process: its store. vLLM gives the hook no way to reach the worker.
 _stores: list[WorkerStore] = []
 _instead: dict[str, Any] = {}
+_renames: dict[str, str] = {}
 
 
 def set_store(store: WorkerStore) -> None:
     """Let this process's loader read from ``store``."""
     _stores[:] = [store]
+
+
+def set_renames(renames: Mapping[str, str]) -> None:
+    """Let this process's loader take further names of modules; see ``ModuleNames.renames``."""
+    _renames.clear()
+    _renames.update(renames)
+
+
+class _NameMapper:
+    """Mapper of an adapter's names that knows more of them than vLLM's own."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def _map_name(self, key: str) -> str | None:
+        """Return the name that vLLM's model has; vLLM calls this."""
+        module, mark, side = key.partition(".lora_")
+        if module in _renames:
+            return _renames[module] + mark + side
+        return self._own._map_name(key) if self._own is not None else key
+
+
+def _name_mapper(model: Any) -> Any:
+    own = bridges.rename_mapper(model)
+    return _NameMapper(own) if _renames else own
 
 
 def adapter_path(version: PolicyVersion) -> str:
@@ -100,7 +126,7 @@ def load_from_store(manager: Any, lora_request: Any) -> Any:
     helper = importlib.import_module("vllm.lora.peft_helper").PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
     _check_ranks(config, manager.lora_config.max_lora_rank)
-    mapper = bridges.rename_mapper(adapters.model)
+    mapper = _name_mapper(adapters.model)
     skip_prefixes = getattr(adapters.model, "lora_skip_prefixes", None)
     names = [slot.meta.name for slot in entry.staged.manifest.tensors]
     _check_modules(names, adapters, mapper, skip_prefixes)
@@ -190,7 +216,7 @@ def lora_targets(adapters: Any, modules: Iterable[str]) -> tuple[list[str], list
     Experts are left out.
     """
     parse = importlib.import_module("vllm.lora.utils").parse_fine_tuned_lora_name
-    mapper = bridges.rename_mapper(adapters.model)
+    mapper = _name_mapper(adapters.model)
     expected, applied = expected_modules(adapters), applied_modules(adapters)
     carry: list[str] = []
     ignored: list[str] = []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rollout_side.vllm_engine.server.architecture import Architecture, MemoryModule
 from weft_rl.checkpoints.files import weight_files
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+
+_log = logging.getLogger(__name__)
 
 # Tensors of old checkpoints that are computed, never trained; loaders skip them.
 _COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
@@ -41,6 +45,16 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
     kept = [meta for meta in metas if not _is_skipped(meta.name, tied=tied)]
     kept.sort(key=lambda meta: meta.name)
     return Reference(architecture, served_dtypes(kept, served_dtype))
+
+
+def memory_modules(hf_config: Any, reference: Reference) -> list[MemoryModule]:
+    """Return the linear modules of the served architecture as a trainer has them in memory; none if
+    transformers does not know it: adapters then have the names of files or of vLLM."""
+    try:
+        return Architecture(hf_config).linear_modules(reference)
+    except UnsupportedError as error:
+        _log.info("adapters are taken by the names in files and vLLM's alone: %s", error.message)
+        return []
 
 
 def served_dtypes(metas: Iterable[TensorMeta], served_dtype: DataType) -> tuple[TensorMeta, ...]:
@@ -84,33 +98,15 @@ def _from_files(model_dir: Path) -> list[TensorMeta]:
 
 
 def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
-    """Return the tensors as transformers would save them, from a model without memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    """Return the tensors as transformers would save them."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
-        tensors = _saved_names(model, dict(model.named_parameters()))
-    except Exception as error:  # any model's own code may run here
+        saved = Architecture(hf_config).saved
+    except UnsupportedError as error:
         raise UnsupportedError(
-            "the served model has no safetensors files, and transformers cannot describe it "
-            f"({type(error).__name__}: {error}); serve it from safetensors files"
+            f"the served model has no safetensors files, and {error.message}; serve it from "
+            "safetensors files"
         ) from error
-    return [
-        TensorMeta(name, DataType[str(t.dtype).removeprefix("torch.").upper()], tuple(t.shape))
-        for name, t in tensors.items()
-    ]
-
-
-def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Undo the renames and merges that transformers makes when it loads."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before 5.0 module names are checkpoint names
-        return tensors
-    reverted: Mapping[str, Any] = revert_weight_conversion(model, dict(tensors))
-    return reverted
+    return [TensorMeta(name, data_type(t.dtype), tuple(t.shape)) for name, t in saved.items()]
 
 
 def data_type(torch_dtype: object) -> DataType:

@@ -9,7 +9,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
+from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleNames, vllm_namer
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import load_in_place
@@ -68,6 +69,8 @@ class OpenConfig:
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""
+    in_memory: Sequence[MemoryModule] = field(default=())
+    """Linear modules of the architecture as a trainer has them in memory."""
     spill: Mapping[str, Any] | None = None
     """``SpillSettings`` of the replica's spill directory, which exists."""
     traced_as: str = ""
@@ -179,16 +182,21 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     backends = list(usable_backends(worker.device, settings.backend))
     if worker.local_rank == RECEIVER_RANK:
         _start_receiving(state, settings, backends)
+    vllm_name = vllm_namer(worker.model_runner.get_model())
+    names = ModuleNames(reference, settings.in_memory, vllm_name)
+    lora_hook.set_renames(names.renames())
     manager = getattr(worker.model_runner, "lora_manager", None)
     expected: set[str] = set()
     unapplied: list[str] = []
     if manager is not None:
-        expected, unapplied = lora_modules(manager._adapter_manager, reference)
+        whole = replace(reference, untold_modules=names.untold)
+        expected, unapplied = lora_modules(manager._adapter_manager, whole)
     return state, {
         "pid": os.getpid(),
         "is_receiver": state.receiver is not None,
         "lora_modules": sorted(expected),
         "lora_unapplied": unapplied,
+        "untold_modules": [(m.name, m.shape, m.other_names) for m in names.untold],
         "base_refusal": state.base_refusal,
         "staging_bytes": staging_bytes,
         "backends": backends,
@@ -199,7 +207,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
 
 def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[str]]:
     """Return ``Capabilities.lora_modules``, as vLLM's loader names them, and ``lora_unapplied``."""
-    names = [m.name.removesuffix(".weight") for m in reference.tensors if len(m.shape) == 2]
+    names = [module.name for module in reference.modules]
     carry, ignored = lora_hook.lora_targets(adapters, names)
     kinds = {name.rpartition(".")[2] for name in carry}
     never = {name.rpartition(".")[2] for name in ignored} - kinds

@@ -215,21 +215,21 @@ def test_a_quantised_base_is_reported(saved, bits):
     assert base_content(models.load_hf(saved), OneRank(), True).remarks == ()
 
 
-def test_a_quantised_bases_adapter_has_its_fingerprint(saved):
+def test_a_quantised_base_has_the_shapes_of_a_plain_one(saved):
     from trainer_side.sources.adapter_source import adapter_of_model
     from trainer_side.sources.source import CastRule
 
-    found = {
+    packed, plain = (
         adapter_of_model(
             open_model(model, OneRank()), "default", CastRule(False), check_base=True
-        ).base_fingerprint
+        ).base
         for model in (
             quantised(saved, 4),
             trained(models.load_hf(saved), target_modules=["q_proj"]),
         )
-    }
-    assert len(found) == 1
-    assert "" not in found
+    )
+    assert packed == plain
+    assert packed.shapes["model.layers.0.self_attn.k_proj"] == (64, 128)
 
 
 def test_a_base_that_is_quantised_and_sharded_is_refused(saved, monkeypatch):

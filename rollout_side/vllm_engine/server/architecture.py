@@ -1,0 +1,80 @@
+"""Tensors of an architecture by transformers' model of its configuration, which has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from weft_rl.contract.errors import UnsupportedError
+from weft_rl.contract.tensors import Reference
+
+_WEIGHT = ".weight"
+
+
+class MemoryModule(NamedTuple):
+    """Linear module as a trainer has it in memory."""
+
+    name: str
+    """Its name in memory; the one in files where it is a part of a larger tensor there."""
+    saved_name: str
+    """Name that transformers saves it by."""
+    shape: tuple[int, ...]
+    """Full shape of its weight, not quantised."""
+
+
+class Architecture:
+    """Tensors of a configuration, without memory.
+
+    Args:
+        hf_config: transformers' config of the model.
+
+    Raises:
+        UnsupportedError: transformers cannot make that model.
+    """
+
+    def __init__(self, hf_config: Any) -> None:
+        try:
+            model = _make_model(hf_config)
+            self.in_memory: Mapping[str, Any] = dict(model.named_parameters())
+            self.saved = _saved_names(model, self.in_memory)
+        except Exception as error:  # any model's own code may run here
+            raise UnsupportedError(
+                f"transformers cannot describe the served model ({type(error).__name__}: {error})"
+            ) from error
+
+    def linear_modules(self, reference: Reference) -> list[MemoryModule]:
+        """Return the linear modules; of those that are parts in memory, as experts are, only those
+        whose weight is not in the reference."""
+        names = {id(tensor): name for name, tensor in self.in_memory.items()}
+        return [
+            MemoryModule(
+                names.get(id(tensor), saved).removesuffix(_WEIGHT),
+                saved.removesuffix(_WEIGHT),
+                tuple(tensor.shape),
+            )
+            for saved, tensor in self.saved.items()
+            if tensor.dim() == 2
+            and saved.endswith(_WEIGHT)
+            and (id(tensor) in names or saved not in reference.by_name)
+        ]
+
+
+def _make_model(hf_config: Any) -> Any:
+    import torch
+    import transformers
+
+    own = getattr(transformers, (hf_config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if own is not None:
+            return own._from_config(hf_config)
+        return transformers.AutoModelForCausalLM.from_config(hf_config)
+
+
+def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Undo the renames and merges that transformers makes when it loads."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before 5.0 module names are checkpoint names
+        return tensors
+    reverted: Mapping[str, Any] = revert_weight_conversion(model, dict(tensors))
+    return reverted
