@@ -6,6 +6,7 @@ Weights are large enough that answers are peaked: a wrong weight is seen at once
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,52 +105,181 @@ def make_vision_model(path: Path, *, seed: int = 0) -> Path:
 
 
 def make_two_towers(kind: str, path: Path, *, seed: int = 0) -> Path:
-    """Save a random model that sees, whose modules files, memory and vLLM name in three ways.
+    """Save a random model that sees, whose modules files, memory and vLLM name in different ways.
 
     It has no processor of images: an engine must be told to take none.
 
     Args:
-        kind: "llava", or "qwen2_5_vl", which vLLM imports only beside torchvision.
+        kind: "paligemma"; or "llava" or "qwen2_5_vl", which vLLM imports only beside torchvision.
         path: Where; returned.
         seed: Of its weights.
     """
+    config, named = _two_towers(kind)
     import transformers
 
-    vision = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "depth": 1}
-    config: Any
-    if kind == "llava":
-        config = transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**_COMMON),
-            vision_config=transformers.CLIPVisionConfig(
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=IMAGE_SIZE,
-                patch_size=14,
-            ),
-            image_token_index=IMAGE_TOKEN,
-            tie_word_embeddings=False,
-        )
-    else:
-        rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
-        text = {**_COMMON, "hidden_size": 128, "rope_parameters": rope}
-        del text["head_dim"]
-        config = transformers.Qwen2_5_VLConfig(
-            text_config=text,
-            vision_config={**vision, "out_hidden_size": 128, "fullatt_block_indexes": [0]},
-            tie_word_embeddings=False,
-            image_token_id=IMAGE_TOKEN,
-            video_token_id=11,
-            vision_start_token_id=12,
-            vision_end_token_id=13,
-        )
-    named = {"llava": "Llava", "qwen2_5_vl": "Qwen2_5_VL"}[kind]
     model = getattr(transformers, f"{named}ForConditionalGeneration")(config).float()
     draw_base(model, seed)
     model.save_pretrained(path)
     make_tokenizer(path, _IMAGE_WORDS)
     return path
+
+
+def _two_towers(kind: str) -> tuple[Any, str]:
+    import transformers
+
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 14,
+    }
+    if kind == "llava":
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**_COMMON),
+            vision_config=transformers.CLIPVisionConfig(**vision),
+            image_token_index=IMAGE_TOKEN,
+            tie_word_embeddings=False,
+        )
+        return config, "Llava"
+    if kind == "paligemma":
+        text = {**_COMMON, "tie_word_embeddings": True}
+        config = transformers.PaliGemmaConfig(
+            text_config=transformers.GemmaConfig(**text),
+            vision_config=transformers.SiglipVisionConfig(**vision),
+            image_token_id=IMAGE_TOKEN,
+            projection_dim=64,
+        )
+        return config, "PaliGemma"
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+    text = {**_COMMON, "hidden_size": 128, "rope_parameters": rope}
+    del text["head_dim"]
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={
+            "depth": 1,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "fullatt_block_indexes": [0],
+        },
+        tie_word_embeddings=False,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=11,
+        vision_start_token_id=12,
+        vision_end_token_id=13,
+    )
+    return config, "Qwen2_5_VL"
+
+
+#: Elements of a row of a quantised weight that have one scale.
+GROUP = 32
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def make_quantised(method: str, path: Path, plain: Path, *, seed: int = 0) -> Path:
+    """Save a random Qwen3 whose linear weights have 4 bits, and the same model with plain ones.
+
+    Args:
+        method: "awq", "gptq" or "compressed-tensors".
+        path: Where; returned.
+        plain: Where the plain one is saved.
+        seed: Of its weights.
+    """
+    from safetensors.torch import load_file, save_file
+
+    make_model("qwen3", plain, seed=seed)
+    tensors = load_file(plain / "model.safetensors")
+    packed: dict[str, torch.Tensor] = {}
+    for name, weight in list(tensors.items()):
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] not in TARGETS:
+            packed[name] = weight
+            continue
+        groups = weight.unflatten(1, (-1, GROUP))
+        scales = (groups.abs().amax(2) / 7).half().float()
+        codes = (groups / scales[..., None]).round().clamp(-8, 7) + 8
+        tensors[name] = ((codes - 8) * scales[..., None]).flatten(1)
+        made = _packed(method, codes.flatten(1).int(), scales)
+        packed.update({f"{module}.{part}": tensor for part, tensor in made.items()})
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    path.mkdir(parents=True)
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer(path)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = _QUANTIZATION[method]
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _packed(method: str, codes: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a format holds in place of a weight (out, in) of these codes, 0 to 15."""
+    out, width = codes.shape
+    if method == "awq":
+        order = torch.arange(out).view(-1, 8)[:, list(_AWQ_ORDER)].flatten()
+        zeros = torch.full((width // GROUP, out), 8)
+        return {
+            "qweight": _words(codes.T[:, order]),
+            "qzeros": _words(zeros),
+            "scales": scales.T.half().contiguous(),
+        }
+    if method == "gptq":  # which stores a zero less one
+        return {
+            "qweight": _words(codes).T.contiguous(),
+            "qzeros": _words(torch.full((width // GROUP, out), 7)),
+            "scales": scales.T.half().contiguous(),
+            "g_idx": (torch.arange(width) // GROUP).int(),
+        }
+    return {
+        "weight_packed": _words(codes),
+        "weight_scale": scales.half(),
+        "weight_shape": torch.tensor([out, width]),
+    }
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Pack eight codes of a row into each word, the first one lowest."""
+    eights = codes.long().unflatten(1, (-1, 8))
+    words = (eights << torch.arange(0, 32, 4)).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).int().contiguous()
+
+
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": True,
+        "desc_act": False,
+        "checkpoint_format": "gptq",
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": GROUP,
+                },
+            }
+        },
+    },
+}
 
 
 def save_config(kind: str, path: Path) -> None:
@@ -362,9 +492,10 @@ class Referee:
 
 def load_hf(model: Path) -> Any:
     """A saved model, by transformers."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(
+    (architecture,) = transformers.AutoConfig.from_pretrained(model).architectures
+    return getattr(transformers, architecture).from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
 

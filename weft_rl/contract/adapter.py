@@ -16,7 +16,6 @@ from typing import Any
 from weft_rl.contract.adapter_config import check_names, check_settings, named_value, parse_config
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import BaseMismatchError, InvalidAdapterError, NotReadyError
-from weft_rl.contract.layout.manifest import layer_of
 from weft_rl.contract.tensors import (
     LinearModule,
     Reference,
@@ -26,6 +25,8 @@ from weft_rl.contract.tensors import (
 )
 
 _PREFIX = "base_model.model."
+#: Name of a layer of a stack, at the begin of a module's.
+_LAYER = re.compile(r"(?P<stack>.+?)\.\d+(?=\.|$)")
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
@@ -75,8 +76,8 @@ class TrainedBase:
     def check(self, reference: Reference) -> None:
         """Refuse another base than the pool's.
 
-        What is compared is the architecture, the shape of every module that both have, and whether the
-        pool's has every layer. Neither buffers nor how weights are stored matter to an adapter.
+        What is compared is the architecture, the shape of every module that both have, and whether
+        the pool has every layer. Neither buffers nor how weights are stored matter to an adapter.
 
         Raises:
             BaseMismatchError: Names the first difference.
@@ -87,33 +88,28 @@ class TrainedBase:
                 f"{reference.architecture}",
                 metadata={"pool": reference.architecture, "trained_on": self.architecture},
             )
-        layers = {layer_of(name) for name in reference.modules_by_name}
-        stacks = {stack for layer in layers if (stack := _stack(layer))}
+        matches = filter(None, map(_LAYER.match, reference.modules_by_name))
+        layers = {match[0]: match["stack"] for match in matches}
+        stacks = set(layers.values())
         for name, shape in self.shapes.items():
             served = [module.shape for module in reference.modules_by_name.get(name, ())]
-            layer = layer_of(name)
+            layer = _LAYER.match(name)
             why = ""
             if served and shape not in served:
                 why = (
                     f"whose {name!r} has the shape ({shape_text(shape)}), the pool serves one with "
                     f"({shape_text(served[0])})"
                 )
-            elif layer not in layers and _stack(layer) in stacks:
-                why = f"that has {layer!r}, the pool serves one without"
+            elif layer and layer[0] not in layers and layer["stack"] in stacks:
+                why = f"that has {layer[0]!r}, the pool serves one without"
             if why:
                 raise BaseMismatchError(
                     f"the adapter fits a {self.architecture} {why}", metadata={"parameter": name}
                 )
 
 
-def _stack(layer: str) -> str:
-    """Return the name that the numbers of a model's layers follow; empty for a module outside."""
-    stack, _, number = layer.rpartition(".")
-    return stack if number.isdigit() else ""
-
-
 @dataclass(frozen=True)
-class _Pair:
+class _LoraEntry:
     """Sides of one module's LoRA."""
 
     given: str
@@ -123,7 +119,7 @@ class _Pair:
 
 def _check_tensors(
     metas: Sequence[TensorMeta], reference: Reference, capabilities: Capabilities
-) -> dict[str, _Pair]:
+) -> dict[str, _LoraEntry]:
     """Check each pair against the base; return them by the module's checkpoint name."""
     sides: dict[str, dict[str, TensorMeta]] = defaultdict(dict)
     for meta in metas:
@@ -140,7 +136,7 @@ def _check_tensors(
     modules = {given: _module_of(given, sides[given], reference) for given in sides}
     _check_applied(modules, capabilities)
     allowed = set(capabilities.lora_modules)
-    pairs: dict[str, _Pair] = {}
+    pairs: dict[str, _LoraEntry] = {}
     for given, module in modules.items():
         pair = sides[given]
         first = next(iter(pair.values()))
@@ -162,7 +158,7 @@ def _check_tensors(
                 f"is for {given!r}, and another is for {pairs[module.name].given!r}: these are "
                 "names of one module",
             )
-        pairs[module.name] = _Pair(given, _check_pair(pair["A"], pair["B"], module.shape))
+        pairs[module.name] = _LoraEntry(given, _check_pair(pair["A"], pair["B"], module.shape))
     return pairs
 
 
@@ -231,7 +227,7 @@ def _check_pair(a: TensorMeta, b: TensorMeta, shape: tuple[int, ...]) -> int:
 
 
 def _check_rank(
-    config: Mapping[str, Any], pairs: Mapping[str, _Pair], capabilities: Capabilities
+    config: Mapping[str, Any], pairs: Mapping[str, _LoraEntry], capabilities: Capabilities
 ) -> None:
     patterns = config.get("rank_pattern") or {}
     for pair in pairs.values():
@@ -251,7 +247,7 @@ def _check_rank(
 
 
 def _check_experts(
-    pairs: Mapping[str, _Pair], reference: Reference, capabilities: Capabilities
+    pairs: Mapping[str, _LoraEntry], reference: Reference, capabilities: Capabilities
 ) -> None:
     """Refuse experts that are not given whole: vLLM fills what is absent with zeros or fails
     late."""
@@ -276,7 +272,7 @@ def _check_experts(
 
 def _check_complete(
     config: Mapping[str, Any],
-    pairs: Mapping[str, _Pair],
+    pairs: Mapping[str, _LoraEntry],
     reference: Reference,
     capabilities: Capabilities,
 ) -> None:

@@ -35,7 +35,7 @@ def vllm_namer(model: Any) -> Callable[[str], str]:
     return name
 
 
-class ModuleNames:
+class ModuleTable:
     """Names of the linear modules of a reference, and their full shapes.
 
     Args:

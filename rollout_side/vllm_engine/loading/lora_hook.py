@@ -40,12 +40,12 @@ def set_store(store: WorkerStore) -> None:
 
 
 def set_renames(renames: Mapping[str, str]) -> None:
-    """Let this process's loader take further names of modules; see ``ModuleNames.renames``."""
+    """Let this process's loader take further names of modules; see ``ModuleTable.renames``."""
     _renames.clear()
     _renames.update(renames)
 
 
-class _NameMapper:
+class _NameMapping:
     """Mapper of an adapter's names that knows more of them than vLLM's own."""
 
     def __init__(self, own: Any) -> None:
@@ -61,7 +61,7 @@ class _NameMapper:
 
 def _name_mapper(model: Any) -> Any:
     own = bridges.rename_mapper(model)
-    return _NameMapper(own) if _renames else own
+    return _NameMapping(own) if _renames else own
 
 
 def adapter_path(version: PolicyVersion) -> str:

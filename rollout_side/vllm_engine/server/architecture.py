@@ -22,7 +22,7 @@ class MemoryModule(NamedTuple):
     """Full shape of its weight, not quantised."""
 
 
-class Architecture:
+class ArchitectureModel:
     """Tensors of a configuration, without memory.
 
     Args:

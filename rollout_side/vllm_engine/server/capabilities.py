@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rollout_side.vllm_engine.server.architecture import Architecture, MemoryModule
+from rollout_side.vllm_engine.server.architecture import ArchitectureModel, MemoryModule
 from weft_rl.checkpoints.files import weight_files
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
 from weft_rl.contract.errors import UnsupportedError
@@ -51,7 +51,7 @@ def memory_modules(hf_config: Any, reference: Reference) -> list[MemoryModule]:
     """Return the linear modules of the served architecture as a trainer has them in memory; none if
     transformers does not know it: adapters then have the names of files or of vLLM."""
     try:
-        return Architecture(hf_config).linear_modules(reference)
+        return ArchitectureModel(hf_config).linear_modules(reference)
     except UnsupportedError as error:
         _log.info("adapters are taken by the names in files and vLLM's alone: %s", error.message)
         return []
@@ -100,7 +100,7 @@ def _from_files(model_dir: Path) -> list[TensorMeta]:
 def _from_meta_model(hf_config: Any) -> list[TensorMeta]:
     """Return the tensors as transformers would save them."""
     try:
-        saved = Architecture(hf_config).saved
+        saved = ArchitectureModel(hf_config).saved
     except UnsupportedError as error:
         raise UnsupportedError(
             f"the served model has no safetensors files, and {error.message}; serve it from "

@@ -30,7 +30,7 @@ from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
-from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleNames, vllm_namer
+from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleTable, vllm_namer
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import load_in_place
@@ -183,7 +183,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     if worker.local_rank == RECEIVER_RANK:
         _start_receiving(state, settings, backends)
     vllm_name = vllm_namer(worker.model_runner.get_model())
-    names = ModuleNames(reference, settings.in_memory, vllm_name)
+    names = ModuleTable(reference, settings.in_memory, vllm_name)
     lora_hook.set_renames(names.renames())
     manager = getattr(worker.model_runner, "lora_manager", None)
     expected: set[str] = set()

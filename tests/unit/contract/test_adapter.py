@@ -1,14 +1,15 @@
 """Preflight of adapters: each trap that vLLM or PEFT sets, refused by name."""
 
+import dataclasses
 import json
 
 import pytest
 
-from weft_rl.contract.adapter import check_adapter
+from weft_rl.contract.adapter import TrainedBase, check_adapter
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, named_value
 from weft_rl.contract.capabilities import Capabilities
-from weft_rl.contract.errors import InvalidAdapterError, NotReadyError
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.errors import BaseMismatchError, InvalidAdapterError, NotReadyError
+from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
 
 F32 = DataType.FLOAT32
 HIDDEN, KV, RANK = 64, 32, 8
@@ -259,3 +260,103 @@ def test_of_two_names_the_first_counts():
     assert named_value(values, "layers.1.q_proj", 0) == 1
     assert named_value({"1.q_proj": 2, **values}, "layers.1.q_proj", 0) == 2
     assert [named_value(values, name, 0) for name in ("x", "y.x", "yx", "")] == [3, 3, 0, 0]
+
+
+# -- modules by their names and full shapes
+
+
+def module(name, *others, shape=(HIDDEN, HIDDEN)):
+    return LinearModule(name, shape, others)
+
+
+MEMORY, ENGINE = "model.language_model.", "language_model.model."
+#: As Qwen2.5-VL's: in files, in a trainer's memory, in vLLM.
+NAMED = dataclasses.replace(
+    REFERENCE,
+    untold_modules=tuple(
+        LinearModule(
+            name,
+            REFERENCE.by_name[f"{name}.weight"].shape,
+            (name.replace("model.", MEMORY), name.replace("model.", ENGINE)),
+        )
+        for name in NAMES
+    ),
+)
+
+
+@pytest.mark.parametrize("prefix", ["model.", MEMORY, ENGINE])
+def test_an_adapter_may_have_any_name_of_a_module(prefix):
+    names = [name.replace("model.", prefix) for name in NAMES]
+    metas = [meta for name in names for meta in pair(name)]
+    check_adapter(config(), metas, NAMED, CAPABILITIES)
+    check_adapter(config(target_modules=names), metas, NAMED, CAPABILITIES)
+    with pytest.raises(InvalidAdapterError, match="config targets"):
+        check_adapter(config(), metas[:-2], NAMED, CAPABILITIES)
+    ignoring = replace(lora_unapplied=("model.layers.1",))
+    with pytest.raises(InvalidAdapterError, match="applies no LoRA") as refused:
+        check_adapter(config(), metas, NAMED, ignoring)
+    assert refused.value.metadata == {"parameter": names[2]}
+    check_adapter(config(), metas[:4], NAMED, ignoring)  # PEFT's targets there are out of reach
+    if prefix != "model.":
+        with pytest.raises(InvalidAdapterError, match="does not have"):
+            check(metas)
+
+
+def test_two_names_of_one_module_are_refused_with_both():
+    metas = [*METAS, *pair(NAMES[0].replace("model.", MEMORY))]
+    with pytest.raises(InvalidAdapterError, match="names of one module") as refused:
+        check_adapter(config(), metas, NAMED, CAPABILITIES)
+    assert NAMES[0] in refused.value.message
+    assert NAMES[0].replace("model.", MEMORY) in refused.value.message
+
+
+def test_a_name_of_two_modules_is_refused_with_both():
+    twice = dataclasses.replace(
+        REFERENCE,
+        untold_modules=(module("text.q_proj", "x.q_proj"), module("visual.q_proj", "x.q_proj")),
+    )
+    with pytest.raises(InvalidAdapterError, match=r"'text\.q_proj' and of 'visual\.q_proj'"):
+        check_adapter(config(), [*METAS, *pair("x.q_proj")], twice, CAPABILITIES)
+
+
+def test_modules_with_quantised_weights_have_their_full_shapes():
+    packed = Reference(
+        "Qwen2ForCausalLM",
+        tuple(
+            TensorMeta(f"{name}.{part}", DataType.INT32, (8, 4))
+            for name in NAMES
+            for part in ("qweight", "qzeros", "scales")
+        ),
+        tuple(module(name, shape=MODULES[name.rsplit(".", 1)[1]]) for name in NAMES),
+    )
+    check_adapter(config(), METAS, packed, CAPABILITIES)
+    wrong = [*METAS[:-2], *pair(NAMES[-1], shape=(KV, 32))]
+    with pytest.raises(InvalidAdapterError, match=r"the base needs \(rank,64\)"):
+        check_adapter(config(), wrong, packed, CAPABILITIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"head": (3, 3), "model.layers.0.scale": (1, 1)}, ""),
+        ({NAMES[0].replace("model.", MEMORY): (HIDDEN, HIDDEN)}, ""),
+        ({NAMES[0].replace("model.", MEMORY): (HIDDEN, 8)}, r"shape \(64,8\), .* with \(64,64\)"),
+        ({"model.embed_tokens": (257, HIDDEN)}, r"'model\.embed_tokens' has the shape \(257,64\)"),
+        ({"model.layers.2.self_attn.q_proj": (HIDDEN, HIDDEN)}, r"that has 'model\.layers\.2'"),
+        ({MEMORY + "layers.2.mlp.up_proj": (4, 4)}, "that has 'model.language_model.layers.2'"),
+    ],
+)
+def test_a_base_is_compared_by_its_modules(changes, words):
+    shapes = {name: MODULES[name.rsplit(".", 1)[1]] for name in NAMES}
+    trained = TrainedBase("Qwen2ForCausalLM", {**shapes, **changes})
+    if not words:
+        trained.check(NAMED)
+        return
+    with pytest.raises(BaseMismatchError, match=words):
+        trained.check(NAMED)
+
+
+def test_another_architecture_is_another_base():
+    with pytest.raises(BaseMismatchError, match="fits a Llama, the pool serves a Qwen2ForCausalLM"):
+        TrainedBase("Llama", {}).check(NAMED)

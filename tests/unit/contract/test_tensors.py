@@ -6,6 +6,7 @@ from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.tensors import (
     DataType,
+    LinearModule,
     Reference,
     TensorMeta,
     base_fingerprint,
@@ -37,6 +38,54 @@ def test_anything_else_is_refused_by_name(metas, words, count):
     with pytest.raises(InvalidManifestError, match=words) as caught:
         check_base(metas, REFERENCE)
     assert caught.value.metadata["num_problems"] == str(count)
+
+
+PLAIN = (TensorMeta("up.weight", BF16, (8, 64)), TensorMeta("up.bias", BF16, (8,)))
+AWQ = tuple(
+    TensorMeta(f"up.{part}", dtype, shape)
+    for part, dtype, shape in (
+        ("qweight", DataType.INT32, (64, 1)),
+        ("qzeros", DataType.INT32, (2, 1)),
+        ("scales", DataType.FLOAT16, (2, 8)),
+        ("bias", DataType.FLOAT16, (8,)),
+    )
+)
+FP8 = (
+    TensorMeta("up.weight", DataType.FLOAT8_E4M3FN, (8, 64)),
+    TensorMeta("up.weight_scale_inv", F32, (1, 1)),
+    TensorMeta("up.bias", BF16, (8,)),
+)
+UP = (LinearModule("up", (8, 64)),)
+
+
+@pytest.mark.parametrize(
+    ("reference", "parts"),
+    [
+        (Reference("Tiny", AWQ, UP), "qweight, qzeros, scales"),
+        (Reference("Tiny", FP8), "weight_scale_inv"),
+    ],
+)
+def test_plain_weights_for_quantised_ones_are_refused_in_one_sentence(reference, parts):
+    # A trainer casts to the served dtype, of FP8, too.
+    cast = TensorMeta("up.weight", DataType.FLOAT8_E4M3FN, (8, 64))
+    for metas in (PLAIN, (cast, PLAIN[1]), PLAIN[:1]):
+        with pytest.raises(InvalidManifestError) as caught:
+            check_base(metas, reference)
+        assert caught.value.message == (
+            f"the weights of the served Tiny are quantised ('up' has {parts}), and these are not: "
+            "push a base in the served format, or adapters, which are served over it"
+        )
+    check_base(reference.tensors, reference)
+    with pytest.raises(InvalidManifestError, match="is missing"):
+        check_base(reference.tensors[:-1], reference)
+
+
+def test_modules_are_told_by_tensors_where_no_other_shape_is_given():
+    assert Reference("Tiny", METAS).modules == (LinearModule("a", (4, 2)),)
+    packed = Reference("Tiny", (TensorMeta("a.weight", DataType.UINT8, (4, 1)), *AWQ), UP)
+    assert [module.name for module in packed.modules] == ["a", "up"]
+    assert Reference("Tiny", METAS).quantised_modules == {}
+    assert packed.quantised_modules == {"up": ("qweight", "qzeros", "scales")}
 
 
 def test_fingerprint_depends_on_names_and_shapes_alone():

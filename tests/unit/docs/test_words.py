@@ -31,9 +31,9 @@ GENERAL = _listed(
     fingerprint flag folder formatter frame gate generation guard handle handoff handshake heartbeat
     history holder id identity image interceptor key kind layout level limit line link list listener
     listing load loader lock log loop manager mapping mark member membership memory message meta
-    method metrics model note operation option order outcome packer page param parity part phase
-    piece pipeline place plan pool port probe process progress prompt proof publisher purpose pusher
-    queue range rank rate reader reason receiver record rectangle ref refusal registration reporter
+    method metrics model module note operation option order outcome packer page param parity part
+    phase piece pipeline place plan pool port probe process progress prompt proof publisher purpose
+    pusher queue range rank rate reader reason receiver record rectangle ref refusal registration reporter
     request requirement reservation response result ring role rollout row rule sample sampler
     sampling security segment selection sender server service servicer session settings signal sink
     size sleeper slice slot snapshot source span spec spiller split state step store stream sum

@@ -13,7 +13,7 @@ from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork, Sleep
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
 from weft_rl.rpc import codec
 from weft_rl.rpc.channel import MAX_MESSAGE_BYTES
 from weft_rl.rpc.codec import report_from_proto, report_to_proto
@@ -51,6 +51,34 @@ def test_references(metas: list[TensorMeta]) -> None:
     assert reference_from_chunks(reference_to_chunks(reference)) == reference
 
 
+def test_modules_of_a_reference_follow_its_tensors() -> None:
+    tensors = tuple(TensorMeta(f"{i}.qweight", DataType.INT32, (1, 2)) for i in range(5000))
+    modules = tuple(LinearModule(f"{i}", (8, 2), (f"m.{i}", "n")[: i % 3]) for i in range(700))
+    reference = Reference("Tiny", tensors, modules)
+    chunks = list(reference_to_chunks(reference))
+    assert [(len(c.tensors), len(c.modules)) for c in chunks] == [
+        (4096, 0), (904, 0), (0, 512), (0, 188),
+    ]  # fmt: skip
+    assert reference_from_chunks(chunks) == reference
+    assert reference.fingerprint == Reference("Tiny", tensors).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (LinearModule("m", (1, 2, 3)), "3 dims"),
+        (LinearModule("m", (1, 0)), "at least 1"),
+        (LinearModule("m", (1, 1), tuple("abcdefghi")), "9 other names"),
+        (LinearModule("m", (1, 1), ("n" * 513,)), "1 to 512 printable"),
+        (LinearModule("", (1, 1)), "1 to 512 printable"),
+    ],
+)
+def test_modules_that_cannot_be_are_refused(module: LinearModule, words: str) -> None:
+    reference = Reference("Tiny", (TensorMeta("t", DataType.INT8, (1,)),), (module,))
+    with pytest.raises(InvalidManifestError, match=words):
+        reference_from_chunks(reference_to_chunks(reference))
+
+
 def test_chunks_of_the_longest_names_fit_a_message() -> None:
     metas = [TensorMeta(f"{i:0512}", DataType.INT8, (1,) * 8) for i in range(10_000)]
     chunks = list(manifest_to_chunks(plan_buckets(metas, 256)))
@@ -59,6 +87,9 @@ def test_chunks_of_the_longest_names_fit_a_message() -> None:
     parts = list(reference_to_chunks(Reference("Tiny", tuple(metas))))
     assert [len(part.tensors) for part in parts] == [4096, 4096, 1808]
     assert [bool(part.fingerprint) for part in parts] == [True, False, False]
+    modules = [LinearModule("n" * 512, (1, 1), ("n" * 512,) * 8)] * 600
+    parts = list(reference_to_chunks(Reference("Tiny", tuple(metas[:1]), tuple(modules))))
+    assert max(part.ByteSize() for part in parts) < MAX_MESSAGE_BYTES * 0.6
 
 
 def test_more_buckets_than_tensors_are_refused_at_the_header() -> None:
