@@ -33,13 +33,13 @@ GENERAL = _listed(
     listing load loader lock log loop manager mapping mark member membership memory message meta
     method metrics model module note operation option order outcome packer page param parity part
     phase piece pipeline place plan pool port probe process progress prompt proof publisher purpose
-    pusher queue range rank rate reader reason receiver record rectangle ref refusal registration reporter
-    request requirement reservation response result ring role rollout row rule sample sampler
-    sampling security segment selection sender server service servicer session settings signal sink
-    size sleeper slice slot snapshot source span spec spiller split state step store stream sum
-    switch table tensor text thread ticket time tls token trace tracer tracker trainer transaction
-    trial type usage vector verdict view wait waker walk watcher watermark window word work worker
-    writer
+    pusher queue range rank rate reader reason receiver record rectangle ref refusal registration
+    reporter request requirement reservation response result ring role rollout row rule sample
+    sampler sampling security segment selection sender server service servicer session settings
+    signal sink size sleeper slice slot snapshot source span spec spiller split state step store
+    stream sum switch table tensor text thread ticket time tls token trace tracer tracker trainer
+    transaction trial type usage vector verdict view wait waker walk watcher watermark window word
+    work worker writer
     """
 )
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.
