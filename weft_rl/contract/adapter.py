@@ -25,8 +25,7 @@ from weft_rl.contract.tensors import (
 )
 
 _PREFIX = "base_model.model."
-#: Name of a layer of a stack, at the begin of a module's.
-_LAYER = re.compile(r"(?P<stack>.+?)\.\d+(?=\.|$)")
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
@@ -88,24 +87,30 @@ class TrainedBase:
                 f"{reference.architecture}",
                 metadata={"pool": reference.architecture, "trained_on": self.architecture},
             )
-        matches = filter(None, map(_LAYER.match, reference.modules_by_name))
-        layers = {match[0]: match["stack"] for match in matches}
-        stacks = set(layers.values())
+        layers = {_layer(name) for name in reference.modules_by_name}
+        stacks = {stack for stack, _ in layers}
         for name, shape in self.shapes.items():
             served = [module.shape for module in reference.modules_by_name.get(name, ())]
-            layer = _LAYER.match(name)
+            stack, layer = _layer(name)
             why = ""
             if served and shape not in served:
                 why = (
                     f"whose {name!r} has the shape ({shape_text(shape)}), the pool serves one with "
                     f"({shape_text(served[0])})"
                 )
-            elif layer and layer[0] not in layers and layer["stack"] in stacks:
-                why = f"that has {layer[0]!r}, the pool serves one without"
+            elif stack in stacks and (stack, layer) not in layers:
+                why = f"that has {layer!r}, the pool serves one without"
             if why:
                 raise BaseMismatchError(
                     f"the adapter fits a {self.architecture} {why}", metadata={"parameter": name}
                 )
+
+
+def _layer(module: str) -> tuple[str, str]:
+    """Return the names of the stack of layers and of the layer that hold a module; empty if none
+    do."""
+    number = _NUMBER.search(module)
+    return (module[: number.start()], module[: number.end()]) if number else ("", "")
 
 
 @dataclass(frozen=True)
