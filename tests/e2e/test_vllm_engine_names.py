@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from trainer_side.sources.adapter_source import adapter_of_model
 from trainer_side.sources.file_source import adapter_of_dir
 from trainer_side.sources.source import CastRule
 from weft_rl.contract.adapter import check_adapter
-from weft_rl.contract.errors import InvalidManifestError
+from weft_rl.contract.errors import InvalidAdapterError, InvalidManifestError
 from weft_rl.contract.tensors import DataType, TensorMeta, check_base
 
 KEEP = CastRule(enabled=False)
@@ -130,6 +132,21 @@ def test_an_adapter_has_the_names_of_memory_files_or_vllm(towers: Case, tmp_path
         off = assert_served(towers, f"math@{number}", renamed)
         print(f"{towers.kind} by the names of {name}: {off:.1e} nats")
         assert off <= 1e-4
+
+
+def test_a_module_that_sees_is_refused_by_any_of_its_names(towers: Case) -> None:
+    """vLLM applies a LoRA to the language model alone."""
+    reference, capabilities = (towers.engine.facts[fact] for fact in ("reference", "capabilities"))
+    module = next(m for m in reference.modules if m.name.startswith("vis"))
+    rows, columns = module.shape
+    for name in module.names:
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [name]}
+        metas = [
+            TensorMeta(f"base_model.model.{name}.lora_A.weight", DataType.FLOAT32, (4, columns)),
+            TensorMeta(f"base_model.model.{name}.lora_B.weight", DataType.FLOAT32, (rows, 4)),
+        ]
+        with pytest.raises(InvalidAdapterError, match=re.escape(name)):
+            check_adapter(json.dumps(config), metas, reference, capabilities)
 
 
 def test_an_adapter_is_served_over_quantised_weights(quantised: Case) -> None:
