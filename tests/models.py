@@ -51,7 +51,8 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     """Save a random model with a tokenizer.
 
     Args:
-        kind: "qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2" or "gpt_oss".
+        kind: "qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3" or
+            "gpt_oss".
         path: Where; returned.
         seed: Of its weights.
         tied: Whether lm_head shares the embedding's weight.
@@ -300,6 +301,9 @@ def draw_base(model: Any, seed: int) -> None:
             parameter.normal_(0.0, 0.1, generator=generator)
         else:
             parameter.uniform_(0.8, 1.2, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3, generator=generator)
 
 
 @torch.no_grad()
@@ -335,18 +339,8 @@ def _config(kind: str, tied: bool) -> Any:
         return transformers.MixtralConfig(
             **common, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
         )
-    if kind == "deepseek_v2":  # latent keys and values; no layer has experts
-        return transformers.DeepseekV2Config(
-            **{**common, "num_key_value_heads": 4, "head_dim": 32},
-            kv_lora_rank=512,  # as large as in the real ones: vLLM has kernels for that
-            q_lora_rank=None,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=64,
-            v_head_dim=32,
-            n_routed_experts=4,
-            first_k_dense_replace=LAYERS,
-            moe_intermediate_size=64,
-        )
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        return _deepseek_config(kind, common)
     if kind == "gpt_oss":
         return transformers.GptOssConfig(
             **common,
@@ -356,6 +350,50 @@ def _config(kind: str, tied: bool) -> Any:
             layer_types=["sliding_attention", "full_attention"],
         )
     raise ValueError(f"no tiny model of kind {kind!r}")
+
+
+def _deepseek_config(kind: str, common: dict[str, Any]) -> Any:
+    """Latent keys and values, a dense layer and one of experts, as in the real ones."""
+    import transformers
+
+    latent = {
+        **{key: value for key, value in common.items() if key != "head_dim"},
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,  # as large as in the real ones: vLLM has kernels for that
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 64,
+        # With default RoPE vLLM's CPU kernel is nats off: it takes heads for tokens.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    }
+    if kind == "deepseek_v2":
+        return transformers.DeepseekV2Config(
+            **latent, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False
+        )
+    return transformers.DeepseekV3Config(
+        **latent,
+        q_lora_rank=64,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        topk_method="noaux_tc",  # as in real files: the router has a bias ...
+        scoring_func="sigmoid",  # ... and this; transformers assumes both, vLLM neither
+        num_nextn_predict_layers=0,
+    )
 
 
 def make_tokenizer(path: Path, special: Mapping[int, str] | None = None) -> None:

@@ -1,10 +1,12 @@
-"""A replica learns at its start whether vLLM's reload would give every parameter a value."""
+"""A replica learns at its start how its model is reloaded, and whether each parameter gets a value.
+
+Models of a few tensors, over vLLM's own reload; real ones are in ``test_vllm_past_loaders.py``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +15,19 @@ import torch
 from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading.layerwise import Learnt, learnt_of
 from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
-from tests.e2e.engine_process import EngineProcess
-from tests.e2e.logprobs import PROMPT, check
-from tests.models import Referee, make_model
+from rollout_side.vllm_engine.loading.reload import reload_layers
 from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+
+AttentionLayerBase = pytest.importorskip(
+    "vllm.model_executor.layers.attention_layer_base"
+).AttentionLayerBase
 
 # vLLM's and torch's own, at import
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-_NOT_RELOADED = ("deepseek_v2", "gpt_oss")
 
 
 class Layer(nn.Module):
@@ -45,6 +48,19 @@ def by_loader(parameter: Any, weight: torch.Tensor) -> None:
 def past_loader(parameter: Any, weight: torch.Tensor) -> None:
     """As gpt-oss does with its experts."""
     parameter.data.copy_(weight)
+
+
+def past_loader_in_parts(parameter: Any, weight: torch.Tensor) -> None:
+    """As it does with what several ranks hold, through views."""
+    parameter.data.zero_()
+    parameter.view(2, 2)[0].copy_(weight[:2])
+    parameter.narrow(0, 2, 2).copy_(weight[2:])
+
+
+def overwriting(parameter: Any, weight: torch.Tensor) -> None:
+    """As it does at ranks that are to add nothing."""
+    past_loader(parameter, weight.clone())
+    weight.zero_()
 
 
 class Model(nn.Module):
@@ -70,14 +86,28 @@ class Model(nn.Module):
 NAMES = ("up.weight", "up.bias", "down.weight")
 
 
+def worker_of(model: Model, quantization: str | None = None) -> Any:
+    return SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model),
+        model_config=SimpleNamespace(quantization=quantization, dtype=torch.float32),
+        vllm_config=None,
+        device=torch.device("cpu"),
+    )
+
+
 def rehearse(model: Model, *, quantization: str | None = None) -> str:
     metas = tuple(TensorMeta(name, DataType.FLOAT32, (4,)) for name in NAMES)
-    worker = SimpleNamespace(
-        model_runner=SimpleNamespace(get_model=lambda: model),
-        model_config=SimpleNamespace(quantization=quantization),
-        vllm_config=None,
-    )
-    return why_not_reloaded(worker, Reference("Model", metas))
+    return why_not_reloaded(worker_of(model, quantization), Reference("Model", metas))
+
+
+@torch.no_grad()
+def reload(model: Model) -> dict[str, torch.Tensor]:
+    """Load other values; returns these by name."""
+    tensors = {name: torch.rand(4) for name in NAMES}
+    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    reload_layers(worker_of(model), PolicyVersion("base", 1), given.items(), len(given))
+    assert all(torch.equal(given[name], tensor) for name, tensor in tensors.items())
+    return tensors
 
 
 @pytest.fixture
@@ -91,13 +121,44 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 
 def derive(model: Model) -> None:
-    """As MLA does once its weights are loaded."""
+    """Of a layer that loads weights: nothing computes it anew."""
     model.down.register_parameter("W_UV", nn.Parameter(torch.ones(2), requires_grad=False))
 
 
-def load_down_past_it(model: Model) -> None:
-    down = model.down
-    model.load = lambda p, w: (past_loader if p is down.weight else by_loader)(p, w)
+class Attention(AttentionLayerBase, nn.Module):
+    """Derives a parameter from those of another layer, as MLA does."""
+
+    def __init__(self, source: Layer, *, derives: bool = True) -> None:
+        super().__init__()
+        self.source, self.derives, self.kv_cache = source, derives, None
+        self.W_UV = nn.Parameter(source.weight.data * 2, requires_grad=False)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        if self.derives:
+            self.W_UV.copy_(self.source.weight * 2)
+
+    def get_attn_backend(self) -> Any:
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        raise NotImplementedError
+
+
+def attend(model: Model, *, derives: bool = True) -> None:
+    model.attn = Attention(model.down, derives=derives)
+
+
+def write_to_attention(model: Model) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model.down.kv_cache = None
+    record_metadata_for_reloading(model)
+    model.load = past_loader
+
+
+def write_twice(model: Model) -> None:
+    """What comes after a layer was built is lost."""
+    model.load = lambda p, w: (past_loader(p, w), past_loader(p, w))
 
 
 def grow_a_part(model: Model) -> None:
@@ -116,16 +177,29 @@ def fail(model: Model) -> None:
 
 CANNOT: dict[str, tuple[Callable[[Model], object], str]] = {
     "derives a parameter": (derive, "'down.W_UV' and 0 more get no value"),
-    "is loaded past its loaders": (
-        lambda m: setattr(m, "load", past_loader), "'up' and 1 more get no weights"
+    "does not derive a parameter again": (
+        lambda m: attend(m, derives=False), "'attn.W_UV' and 0 more get no value"
     ),
-    "is loaded past its loaders in part": (load_down_past_it, "'down' and 0 more get no weights"),
+    "writes to its attention itself": (
+        write_to_attention, "'weight' of a Layer is loaded past its weight loader"
+    ),
+    "writes to a layer that is whole": (
+        write_twice, "'weight' of a Layer is written to once its layer has all its weights"
+    ),
     "has a part that nothing comes for": (grow_a_part, "'up.sinks' and 0 more"),
     "does not report a parameter": (
         lambda m: setattr(m, "unreported", frozenset({"down.weight"})), "'down.weight'"
     ),
     "fails": (lambda m: setattr(m, "does", fail), "KeyError: 'layers.0.mlp.experts'"),
 }  # fmt: skip
+
+
+DIRECTLY: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "whole": past_loader,
+    "in parts": past_loader_in_parts,
+    "one layer alone": lambda p, w: (past_loader if hasattr(p, "is_down") else by_loader)(p, w),
+    "overwriting": overwriting,
+}
 
 
 def state(model: Model) -> list[Any]:
@@ -181,31 +255,53 @@ def test_quantised_models_report_what_they_like(model: Model) -> None:
     assert rehearse(model, quantization="fp8") == ""
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.matrix) for kind in _NOT_RELOADED])
-def served(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[tuple[EngineProcess, Path, Path]]:
-    """An engine whose model vLLM 0.32 cannot reload, that model, and another one."""
-    base = make_model(request.param, tmp_path / "base", seed=0)
-    other = make_model(request.param, tmp_path / "other", seed=1)
-    # Of itself vLLM takes AMX where the processor has it, which knows no float32.
-    args = ("--attention-backend", "CPU_MLA") if request.param == "deepseek_v2" else ()
-    engine = EngineProcess(base, args).start()
-    yield engine, base, other
-    engine.stop()
+@pytest.mark.parametrize("how", DIRECTLY)
+def test_what_is_written_past_the_loaders_is_loaded(model: Model, how: str) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model.down.weight.is_down = True
+    record_metadata_for_reloading(model)
+    model.load = DIRECTLY[how]
+    before = state(model)
+    for _ in range(2):
+        assert rehearse(model) == ""
+        assert state(model) == before
+        assert learnt_of(model).writes_directly
+        for name, tensor in reload(model).items():
+            assert torch.equal(model.get_parameter(name), tensor)
+        places = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+        assert [x[:3] for x in before[: len(places)]] == places
+        before = state(model)
 
 
-def test_an_engine_that_cannot_reload_says_so_and_serves_on(
-    served: tuple[EngineProcess, Path, Path], referee: Referee
-) -> None:
-    engine, base, other = served
-    why = engine.facts["capabilities"].base_refusal
-    assert "get no" in why
-    # Of one token: with more, vLLM's DeepSeek-V2 is 0.5 nats from transformers', rehearsed or not.
-    check(referee, engine.complete("tiny", PROMPT[:1], 1), base, prompt=PROMPT[:1])
-    before = engine.complete("tiny", PROMPT)
-    with pytest.raises(LoadFailedError, match="can load no base") as refused:
-        engine.push_base("base@1", other)
-    assert "dirty" not in refused.value.metadata
-    assert not engine.call("dirty_reason")
-    assert engine.complete("tiny", PROMPT) == before
+def test_a_model_that_was_not_rehearsed_is_watched_too(model: Model) -> None:
+    model.load = past_loader
+    for name, tensor in reload(model).items():
+        assert torch.equal(model.get_parameter(name), tensor)
+
+
+def test_one_that_uses_its_loaders_alone_is_not_watched(model: Model) -> None:
+    assert rehearse(model) == ""
+    assert learnt_of(model) == Learnt(writes_directly=False)
+    model.load = past_loader  # which it did not do then
+    with pytest.raises(LoadFailedError, match="got no weights"):
+        reload(model)
+
+
+def test_what_attention_derives_is_derived_again(model: Model) -> None:
+    attend(model)
+    before = state(model)
+    assert rehearse(model) == ""
+    assert state(model) == before
+    assert learnt_of(model).derived == {"attn.W_UV"}
+    tensors = reload(model)
+    assert torch.equal(model.attn.W_UV, tensors["down.weight"] * 2)
+
+
+def test_a_weight_that_was_released_after_its_use_is_loaded(model: Model) -> None:
+    """As MLA's AMX backend does with ``kv_b_proj``."""
+    model.down._cpu_skip_gemm_dispatch = True
+    model.down.weight.data = torch.empty(0)
+    assert rehearse(model) == ""
+    assert not model.down.weight.numel()
+    assert torch.equal(model.down.weight, reload(model)["down.weight"])

@@ -82,6 +82,27 @@ def rebuild_moe_kernels(model: torch.nn.Module) -> int:
     return num_reset
 
 
+def refill_released(model: torch.nn.Module) -> int:
+    """Give weights that MLA's AMX backend has released memory again; call it before the reload.
+
+    The layer is built with its whole weight, which vLLM then copies to that of no elements: the
+    reload fails midway. The backend packs and releases it again (read in 0.32, not run).
+
+    Returns:
+        Number of weights that were refilled.
+    """
+    reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
+    num_refilled = 0
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.numel() or not hasattr(layer, "_cpu_skip_gemm_dispatch"):
+            continue
+        recorded = reload.layerwise.get_layerwise_info(layer).restore_metadata[0]["weight"]
+        weight.data = torch.empty_like(recorded, device=weight.device)
+        num_refilled += 1
+    return num_refilled
+
+
 def repack_tied(layers: Iterable[torch.nn.Module]) -> None:
     """Prepack again layers that share their weight with one that was reloaded.
 

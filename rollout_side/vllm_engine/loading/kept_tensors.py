@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout_side.vllm_engine.loading.reload import is_attention
+from rollout_side.vllm_engine.loading.layerwise import is_attention
 
 _log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import importlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import reload
 from rollout_side.vllm_engine.loading.copy_plan import storage_of
+from rollout_side.vllm_engine.loading.layerwise import (
+    LAYERWISE,
+    DirectWrites,
+    Learnt,
+    followed,
+    is_attention,
+    note,
+)
 from weft_rl.contract.tensors import Reference, TensorMeta
 
 _log = logging.getLogger(__name__)
 
-_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 #: Of what a replica declares, at most: ``Capabilities.base_refusal``.
 _MAX_CHARS = 480
 
@@ -36,16 +44,21 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     """Return why no base can be loaded into a worker's running model; empty if one can.
 
     The reason is a sentence without its full stop. Never raises; nothing that the model computes
-    with changes. Blocks for one pass over the model's tensors, on the thread of the engine.
+    with changes. Notes how the model loads, for its reloads. Blocks for one pass over the model's
+    tensors, on the thread of the engine.
     """
     begin = time.perf_counter()
     model = worker.model_runner.get_model()
     quantised = worker.model_config.quantization is not None
     try:
-        with bridges.vllm_config_context(worker.vllm_config), torch.no_grad(), unchanged(model):
-            loaded, why = _rehearse(model, reference, quantised=quantised)
-        # Of the parameters that it computes with: what was derived from others is among them.
-        why = why or reload.why_incomplete(model, loaded, quantised=quantised)
+        with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
+            derived = _derived(model, worker.model_config)
+            with unchanged(model):
+                loaded, learnt, why = _rehearse(model, reference, quantised=quantised)
+        learnt = replace(learnt, derived=derived)
+        # Of the parameters that it computes with.
+        why = why or reload.why_incomplete(model, loaded, learnt, quantised=quantised)
+        note(model, learnt)
     except Exception as error:  # noqa: BLE001 - of any kind, from the model's own code
         why = f"{type(error).__name__}: {error}"
     _log.debug("rehearsed a reload in %.3f s", time.perf_counter() - begin)
@@ -56,32 +69,66 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     return named[:_MAX_CHARS]
 
 
+def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
+    """Return the parameters that attention layers compute once all weights are loaded.
+
+    MLA's, say, from those of another layer. A reload ends with that, too.
+    """
+    found: set[str] = set()
+    blocker = WriteBlocker(_tensors_of(model))
+    for name, layer in model.named_modules():
+        own = {key: value for key, value in layer._parameters.items() if value is not None}
+        process = getattr(layer, "process_weights_after_loading", None)
+        if not own or process is None or not is_attention(layer):
+            continue
+        with unchanged(layer), blocker:
+            process(config.dtype)
+            found |= {
+                f"{name}.{key}"
+                for key, value in own.items()
+                if storage_of(value) in blocker.blocked or layer._parameters.get(key) is not value
+            }
+    return frozenset(found)
+
+
 def _rehearse(
     model: torch.nn.Module, reference: Reference, *, quantised: bool
-) -> tuple[object, str]:
-    """Run ``load_weights`` without effect; return what it reports as loaded, and what got nothing.
+) -> tuple[object, Learnt, str]:
+    """Run ``load_weights`` without effect.
 
-    The second value is a sentence for error messages; empty if every layer got weights.
+    Returns:
+        What it reports as loaded; how it loads; and what got nothing, as a sentence for error
+        messages: empty if every layer got weights.
     """
-    layerwise = importlib.import_module(_LAYERWISE)
+    layerwise = importlib.import_module(LAYERWISE)
     rename = bridges.base_names(model)
+    overwritten: set[str] = set()
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        for meta in reference.tensors:
+            zeros = _zeros(meta)
+            version = zeros._version
+            yield rename(meta.name), zeros
+            if zeros._version != version:
+                overwritten.add(meta.name)
+
     try:
         layerwise.initialize_layerwise_reload(model)
-        with _unprocessed(layerwise), WriteBlocker(_tensors_of(model)):
-            loaded = model.load_weights(  # type: ignore[operator]
-                (rename(meta.name), _zeros(meta)) for meta in reference.tensors
-            )
+        blocker = WriteBlocker(_tensors_of(model))
+        with blocker, followed(model) as writes, _unprocessed(layerwise, writes):
+            loaded = model.load_weights(given())  # type: ignore[operator]
         idle, _ = reload.layers_without_weights(model)
         if not idle and not quantised:
-            idle = _filled_in_part(model, layerwise)
+            idle = _filled_in_part(model, layerwise, writes)
     finally:
         for layer in model.modules():
             layerwise.get_layerwise_info(layer).reset()
         layerwise.LOADING_LAYERS.clear()
-    return loaded, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
+    learnt = Learnt(overwritten=frozenset(overwritten), writes_directly=bool(writes.by_layer))
+    return loaded, learnt, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
 
 
-def _filled_in_part(model: torch.nn.Module, layerwise: Any) -> list[str]:
+def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWrites) -> list[str]:
     """Return the parameters that got no value, of layers that got some weights.
 
     vLLM would make memory for them, and leave it as it is.
@@ -90,8 +137,8 @@ def _filled_in_part(model: torch.nn.Module, layerwise: Any) -> list[str]:
     found = []
     for name, layer in model.named_modules():
         info = layerwise.get_layerwise_info(layer)
-        given = {parameter for parameter, _ in info.loaded_weights}
-        if given and not reload.is_attention(layer):
+        given = {parameter for parameter, _ in info.loaded_weights} | writes.names(layer)
+        if given and not is_attention(layer):
             own = {key for key, value in layer._parameters.items() if value is not None}
             found += [f"{name}.{key}" for key in sorted(own - given - skipped)]
     return found
@@ -104,14 +151,15 @@ def _zeros(meta: TensorMeta) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _unprocessed(layerwise: Any) -> Iterator[None]:
+def _unprocessed(layerwise: Any, writes: DirectWrites) -> Iterator[None]:
     """Leave out what vLLM does with a layer once it is complete.
 
     What vLLM has kept of the layer's weights until then is dropped.
     """
 
-    def drop_weights(_: torch.nn.Module, info: Any) -> None:
+    def drop_weights(layer: torch.nn.Module, info: Any) -> None:
         info.loaded_weights[:] = [(name, None) for name, _ in info.loaded_weights]
+        writes.drop(layer)
 
     process = layerwise._layerwise_process
     layerwise._layerwise_process = drop_weights
@@ -128,7 +176,7 @@ def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     for layer in model.modules():
-        info = importlib.import_module(_LAYERWISE).get_layerwise_info(layer)
+        info = importlib.import_module(LAYERWISE).get_layerwise_info(layer)
         kept: list[Any] = [*layer._parameters.values(), *layer._buffers.values()]
         for tensors in info.kernel_tensors or ():
             kept += tensors.values()
@@ -144,6 +192,8 @@ class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = list(tensors)  # which keeps what names their storages
         self._held = {storage_of(tensor) for tensor in self._tensors}
+        self.blocked: set[int] = set()
+        """Storages that something would have been written to."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -156,7 +206,9 @@ class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 info = argument.alias_info
                 if info is None or not info.is_write or not isinstance(value, torch.Tensor):
                     continue
-                if storage_of(value) in self._held:
+                storage = storage_of(value)
+                if storage in self._held:
+                    self.blocked.add(storage)
                     return value
         return func(*args, **kwargs)
 

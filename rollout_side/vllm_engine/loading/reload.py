@@ -29,6 +29,13 @@ from rollout_side.vllm_engine.loading.copy_plan import (
     learn,
     wait_for_copies,
 )
+from rollout_side.vllm_engine.loading.layerwise import (
+    LAYERWISE,
+    Learnt,
+    followed,
+    is_attention,
+    learnt_of,
+)
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
@@ -154,27 +161,30 @@ def _reload(
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     if worker.device.type == "cpu":
         cpu_fixes.rebuild_moe_kernels(model)
+        cpu_fixes.refill_released(model)
     reload.initialize_layerwise_reload(model)
-    rename = bridges.base_names(model)
+    rename, learnt = bridges.base_names(model), learnt_of(model)
     num_given = 0
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_given
         for name, tensor in tensors:
             num_given += 1
-            yield rename(name), tensor
+            yield rename(name), tensor.clone() if name in learnt.overwritten else tensor
 
-    loaded = model.load_weights(given())  # type: ignore[operator]
-    if num_tensors is not None and num_given != num_tensors:
-        raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
-    idle, tied = layers_without_weights(model)
-    if idle:
-        raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
-    with quiet_about_idle_layers():
-        reload.finalize_layerwise_reload(model, worker.model_config)
+    with followed(model) if learnt.writes_directly else contextlib.nullcontext():
+        loaded = model.load_weights(given())  # type: ignore[operator]
+        if num_tensors is not None and num_given != num_tensors:
+            raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
+        idle, tied = layers_without_weights(model)
+        if idle:
+            raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
+        with quiet_about_idle_layers():
+            reload.finalize_layerwise_reload(model, worker.model_config)
     if worker.device.type == "cpu":
         cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
-    if why := why_incomplete(model, loaded, quantised=worker.model_config.quantization is not None):
+    quantised = worker.model_config.quantization is not None
+    if why := why_incomplete(model, loaded, learnt, quantised=quantised):
         raise LoadFailedError(why)
 
 
@@ -189,7 +199,7 @@ def quiet_about_idle_layers() -> Iterator[None]:
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).endswith("Failed to load weights")
 
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger = logging.getLogger(LAYERWISE)
     logger.addFilter(is_other)
     try:
         yield
@@ -206,7 +216,7 @@ def layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]
         Names of the layers that should have got weights; and of those that share every parameter
         with a layer that did (a tied lm_head).
     """
-    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    layerwise = importlib.import_module(LAYERWISE)
     waiting: dict[str, set[int]] = {}
     loaded: set[int] = set()
     for name, layer in model.named_modules():
@@ -226,21 +236,19 @@ def layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]
     return idle_names, tied
 
 
-def is_attention(layer: torch.nn.Module) -> bool:
-    """Return whether a layer's parameters are scales that a checkpoint need not hold."""
-    return hasattr(layer, "kv_cache") or hasattr(layer, "kv_cache_dtype")
+def why_incomplete(
+    model: torch.nn.Module, loaded: object, learnt: Learnt, *, quantised: bool
+) -> str:
+    """Return the parameters that have got no value; empty if all have.
 
-
-def why_incomplete(model: torch.nn.Module, loaded: object, *, quantised: bool) -> str:
-    """Return the parameters that were not reported as loaded, or stayed on meta; empty if none.
-
-    Like vLLM's own loader: models that report nothing, and quantised ones (whose processing adds
-    parameters), are only checked for meta.
+    These stayed on meta, or were neither reported as loaded nor are derived. Like vLLM's own
+    loader: models that report nothing, and quantised ones (whose processing adds parameters), are
+    only checked for meta.
     """
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if not missing and isinstance(loaded, set | frozenset | list | tuple) and not quantised:
         names = {_reported_name(str(name)) for name in loaded}
-        every = (name for name, _ in model.named_parameters())
+        every = (name for name, _ in model.named_parameters() if name not in learnt.derived)
         missing = [name for name in every if _reported_name(name) not in names]
     return f"parameter {missing[0]!r} and {len(missing) - 1} more get no value" if missing else ""
 
@@ -258,7 +266,7 @@ def _close(worker: Any, model: torch.nn.Module) -> None:
     reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     with contextlib.suppress(Exception):
         reload.finalize_layerwise_reload(model, worker.model_config)
-    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    layerwise = importlib.import_module(LAYERWISE)
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load():
