@@ -51,8 +51,8 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     """Save a random model with a tokenizer.
 
     Args:
-        kind: "qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3" or
-            "gpt_oss".
+        kind: "qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2",
+            "deepseek_v3" or "gpt_oss".
         path: Where; returned.
         seed: Of its weights.
         tied: Whether lm_head shares the embedding's weight.
@@ -341,6 +341,18 @@ def _config(kind: str, tied: bool) -> Any:
         )
     if kind in ("deepseek_v2", "deepseek_v3"):
         return _deepseek_config(kind, common)
+    if kind == "glm4_moe":  # a dense layer, and one whose router has a bias that is a buffer
+        return transformers.Glm4MoeConfig(
+            **common,
+            moe_intermediate_size=64,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            use_qk_norm=True,
+        )
     if kind == "gpt_oss":
         return transformers.GptOssConfig(
             **common,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.loading.layerwise import Learnt, learnt_of
+from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
 from weft_rl.contract.errors import LoadFailedError
@@ -266,7 +266,7 @@ def test_what_is_written_past_the_loaders_is_loaded(model: Model, how: str) -> N
     for _ in range(2):
         assert rehearse(model) == ""
         assert state(model) == before
-        assert learnt_of(model).writes_directly
+        assert facts_of(model).writes_directly
         for name, tensor in reload(model).items():
             assert torch.equal(model.get_parameter(name), tensor)
         places = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
@@ -282,7 +282,7 @@ def test_a_model_that_was_not_rehearsed_is_watched_too(model: Model) -> None:
 
 def test_one_that_uses_its_loaders_alone_is_not_watched(model: Model) -> None:
     assert rehearse(model) == ""
-    assert learnt_of(model) == Learnt(writes_directly=False)
+    assert facts_of(model) == ReloadFacts(writes_directly=False)
     model.load = past_loader  # which it did not do then
     with pytest.raises(LoadFailedError, match="got no weights"):
         reload(model)
@@ -293,7 +293,7 @@ def test_what_attention_derives_is_derived_again(model: Model) -> None:
     before = state(model)
     assert rehearse(model) == ""
     assert state(model) == before
-    assert learnt_of(model).derived == {"attn.W_UV"}
+    assert facts_of(model).derived == {"attn.W_UV"}
     tensors = reload(model)
     assert torch.equal(model.attn.W_UV, tensors["down.weight"] * 2)
 

@@ -213,6 +213,31 @@ def test_dora_is_gathered_and_merged_with_a_remark(targets, remark, engine, trai
         assert is_merge_of(reference, engine, torch.load(tmp_path / "whole.pt"))
 
 
+def test_persistent_buffers_are_sent_where_the_checkpoint_has_them(tmp_path):
+    """They are no parameters, and no framework shards them."""
+    seen = {"layers.1.seen": torch.zeros(3)}
+    with running_pool(tmp_path / "weft.db", lost_after_seconds=60) as pool:
+        engine = EngineDouble({**weights(Model(9)), **seen})
+        pool.add_replica("replica-0", engine)
+        with running_ranks(tmp_path, pool.target, 2) as trainer:
+            for kind in KINDS:
+                trainer.do("make", kind=kind, counting=True)
+                trainer.do("train", steps=2)
+                trainer.push("base")
+                trainer.do("save", path=str(tmp_path / "whole.pt"))
+                whole = torch.load(tmp_path / "whole.pt")
+                assert engine.base.pop("layers.1.seen").tolist() == [0, 2, 4], kind
+                assert same(engine.base, {name: t.float() for name, t in whole.items()}), kind
+            for kind in ("ddp", "fsdp2", "zero3"):
+                trainer.do("make", kind=kind, counting=True, peft={"seed": 1, "use_rslora": True})
+                trainer.do("train", steps=3)
+                trainer.push("merged")
+                assert engine.base.pop("layers.1.seen").tolist() == [0, 3, 6], kind
+                trainer.do("save", path=str(tmp_path / "whole.pt"))
+                assert is_merged(engine, torch.load(tmp_path / "whole.pt")), kind
+                trainer.push("adapter", policy=f"math-{kind}")
+
+
 def test_replicated_shards_and_uneven_rows(pool, engine, trainer, tmp_path):
     """HSDP of 2 x 2 ranks, and rows that do not divide by the ranks."""
     trainer.do("close")  # gives its lease of the base back

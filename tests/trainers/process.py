@@ -62,13 +62,23 @@ class _Layer(torch.nn.Module):
 
 
 class Model(models.Model):
-    """The double's model, with a forward: shape (n,) of ids to (n, HIDDEN)."""
+    """The double's model, with a forward: shape (n,) of ids to (n, HIDDEN).
 
-    def __init__(self, seed: int) -> None:
+    If it is ``counting``, it counts its forwards in a buffer that its checkpoints hold, as routers
+    keep their bias.
+    """
+
+    def __init__(self, seed: int, *, counting: bool = False) -> None:
         super().__init__(seed)
         self.layers = torch.nn.ModuleList(map(_Layer, self.layers))
+        self._counting = counting
+        if counting:
+            self.layers[1].register_buffer("seen", torch.zeros(3))
+            self.layers[1].register_buffer("passing", torch.zeros(3), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._counting:
+            self.layers[1].seen += torch.arange(3.0)
         hidden = self.embed(ids)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -119,10 +129,11 @@ class Rank:
         peft: dict[str, Any] | None = None,
         second: bool = False,
         adapter: str = "",
+        counting: bool = False,
     ) -> None:
         """Make a trainer around the double's model, or a saved one at path ``model``; with a saved
-        ``adapter``, or a ``second`` one, whose dtype is not that of the base. On a GPU it is
-        bfloat16."""
+        ``adapter``, or a ``second`` one, whose dtype is not that of the base; ``counting`` in a
+        persistent buffer. On a GPU it is bfloat16."""
         if model:
             from tests.models import load_hf
 
@@ -132,7 +143,7 @@ class Rank:
             layers = list(module.model.layers)
             loss = _causal_loss
         else:
-            module = Model(0)
+            module = Model(0, counting=counting)
             layers = list(module.layers)
             loss = _tiny_loss
         if adapter:

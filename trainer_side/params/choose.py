@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
@@ -36,7 +36,9 @@ class OpenedModel:
     module: torch.nn.Module
     """The user's own module: a PreTrainedModel, a PEFT model, any other."""
     params: Params
-    """Parameters by ``unwrapped_name``, tied ones once."""
+    """Parameters by ``unwrapped_name``, tied ones once, and persistent buffers."""
+    buffers: frozenset[str] = frozenset()
+    """Names of the buffers among them; a checkpoint may hold them."""
     sources: LruMapping[object, Any] = field(init=False, repr=False, compare=False,
                                       default_factory=lambda: LruMapping(_MAX_SOURCES))  # fmt: skip
     """Sources made of these parameters, kept for later pushes while the parameters stay the
@@ -66,21 +68,24 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> OpenedModel:
     module, wrapper = unwrap(model)
     rank_of = _rank_of(ranks)
     found = walk(module)
+    buffers = frozenset(map(unwrapped_name, found.buffers))
     if wrapper == "FSDP1" or _has_fsdp1(found.modules):
-        return OpenedModel(module, ShardedParams(_fsdp1(model, rank_of), _SHARDED["fsdp1"], ranks))
+        placed = _fsdp1(model, found.buffers, rank_of)
+        return OpenedModel(module, ShardedParams(placed, _SHARDED["fsdp1"], ranks), buffers)
     state = None
     if _has_fsdp2(found.modules):
         from trainer_side.params.dtensor import reshard
 
         reshard(found.modules)
         found = walk(module)
-        state = _state(found.named.values())
+        state = _state([*found.named.values(), *found.buffers.values()])
     else:
-        state = _whole_state(found.named.values())
+        state = _whole_state([*found.named.values(), *found.buffers.values()])
     kept, key = found.kept, (wrapper, ranks, state)
     if state is not None and isinstance(kept, _KeptModel) and kept.key == key:
         return kept.opened
-    opened = _opened(module, found.named, ranks, wrapper, rank_of)
+    held = {**found.named, **found.buffers}
+    opened = replace(_opened(module, held, ranks, wrapper, rank_of), buffers=buffers)
     found.kept = None if state is None else _KeptModel(opened, key)
     return opened
 
@@ -95,16 +100,16 @@ class _KeptModel:
     key: tuple[str, Ranks, list[object] | None]
 
 
-def _whole_state(parameters: Collection[torch.nn.Parameter]) -> list[object] | None:
+def _whole_state(parameters: Collection[torch.Tensor]) -> list[object] | None:
     """Return shapes, dtypes and devices of parameters that are whole here and packed by no library.
     Return None where there are others."""
     has_zero3 = _is_loaded("deepspeed") and any(map(is_zero3, parameters))
-    if has_zero3 or {*map(type, parameters)} - {torch.nn.Parameter}:
+    if has_zero3 or {*map(type, parameters)} - {torch.nn.Parameter, torch.Tensor}:
         return None
     return [*chain.from_iterable(map(attrgetter("shape", "dtype", "device"), parameters))]
 
 
-def _state(parameters: Iterable[torch.nn.Parameter]) -> list[object] | None:
+def _state(parameters: Iterable[torch.Tensor]) -> list[object] | None:
     """Return a fingerprint of where parameters' elements are; None if only their framework
     knows."""
     state: list[object] = []
@@ -119,7 +124,7 @@ def _state(parameters: Iterable[torch.nn.Parameter]) -> list[object] | None:
 
 def _opened(
     module: torch.nn.Module,
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     ranks: Ranks,
     wrapper: str,
     rank_of: Mapping[int, int],
@@ -153,13 +158,13 @@ class _ParamPlaces:
         self._rank_of = rank_of
         self._dtensors: Any = None  # made for the first
 
-    def kind(self, param: torch.nn.Parameter) -> str:
+    def kind(self, param: torch.Tensor) -> str:
         """Return the framework that shards a parameter; empty if it is whole here."""
         if is_zero3(param):
             return _SHARDED["zero3"]
         return _SHARDED["fsdp2"] if _is_dtensor(param) else ""
 
-    def of(self, param: torch.nn.Parameter) -> Sharded | GatheredParam:
+    def of(self, param: torch.Tensor) -> Sharded | GatheredParam:
         """Return the location of a parameter's elements."""
         if is_zero3(param):
             return of_zero3(param, self._rank_of)
@@ -173,7 +178,7 @@ class _ParamPlaces:
         return Sharded(param.shape, param.dtype, (HeldRun(SENDER, 0, param.numel()),), param)
 
 
-def _is_dtensor(param: torch.nn.Parameter) -> bool:
+def _is_dtensor(param: torch.Tensor) -> bool:
     if not _is_loaded("torch.distributed.tensor"):
         return False
     from torch.distributed.tensor import DTensor
@@ -204,7 +209,7 @@ def _has(modules: Iterable[torch.nn.Module], kind: type) -> bool:
 
 
 def _fsdp1(
-    model: torch.nn.Module, rank_of: Mapping[int, int]
+    model: torch.nn.Module, buffers: Mapping[str, torch.Tensor], rank_of: Mapping[int, int]
 ) -> dict[str, Sharded | GatheredParam]:
     from torch.distributed.fsdp import FlatParameter
 
@@ -217,6 +222,8 @@ def _fsdp1(
         name = unwrapped_name(raw)
         if name not in placed and not isinstance(param, FlatParameter):
             placed[name] = _ParamPlaces(rank_of).of(param)
+    for raw, buffer in buffers.items():  # which FSDP does not shard
+        placed[unwrapped_name(raw)] = _ParamPlaces(rank_of).of(buffer)
     return placed
 
 

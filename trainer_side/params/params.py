@@ -48,12 +48,12 @@ class Params(Protocol):
         """Yield name and elements of what this rank holds, in whatever shape; not collective."""
 
 
-def is_quantised(param: torch.nn.Parameter) -> bool:
+def is_quantised(param: torch.Tensor) -> bool:
     """Return whether bitsandbytes packs a parameter."""
     return type(param).__name__ in ("Params4bit", "Int8Params")
 
 
-def is_zero3(param: torch.nn.Parameter) -> bool:
+def is_zero3(param: torch.Tensor) -> bool:
     """Return whether ZeRO-3 manages a parameter; its shape does not tell (small ones stay)."""
     return hasattr(param, "ds_id")
 
@@ -138,11 +138,11 @@ _KEPT = "_weft_walk"
 
 
 class ModelWalk:
-    """Modules and parameters of a model, kept in the model itself, so that they live as long. A
-    copy or a pickle of the model is without them."""
+    """Modules, parameters and persistent buffers of a model, kept in the model itself, so that they
+    live as long. A copy or a pickle of the model is without them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.modules, self.named, self._tables = _walk(module)
+        self.modules, self.named, self.buffers, self._tables = _walk(module)
         self._sizes, self._keys, self._entries = _state(self._tables)
         #: What was found out about these parameters, by whoever did.
         self.kept: object = None
@@ -159,8 +159,8 @@ class ModelWalk:
 
 
 def walk(module: torch.nn.Module) -> ModelWalk:
-    """Return all modules, each once, and all parameters as ``named_parameters`` names and orders
-    them.
+    """Return all modules, each once; all parameters as ``named_parameters`` names and orders them;
+    and the buffers that a checkpoint holds.
 
     A PEFT model has thousands of modules: to walk it takes longer than to send its adapter; to
     check that it is unchanged takes a fifth of that.
@@ -178,10 +178,13 @@ def walk(module: torch.nn.Module) -> ModelWalk:
 
 def _walk(
     module: torch.nn.Module,
-) -> tuple[list[torch.nn.Module], dict[str, torch.nn.Parameter], list[Table]]:
+) -> tuple[
+    list[torch.nn.Module], dict[str, torch.nn.Parameter], dict[str, torch.Tensor], list[Table]
+]:
     """Walk a module in one pass; torch's own generators would walk it thrice."""
     modules: list[torch.nn.Module] = []
     named: dict[str, torch.nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
     tables: list[Table] = []
     seen: set[int] = set()
     waiting = [("", module)]
@@ -196,9 +199,18 @@ def _walk(
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 named[prefix + name] = param
+        if held := _persistent(part):
+            tables.append(cast(Table, part._buffers))
+            buffers.update({prefix + name: buffer for name, buffer in held.items()})
         children = [(f"{prefix}{name}.", c) for name, c in part._modules.items() if c is not None]
         waiting.extend(reversed(children))
-    return modules, named, tables
+    return modules, named, buffers, tables
+
+
+def _persistent(part: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own buffers that its state dict has."""
+    passing = part._non_persistent_buffers_set
+    return {k: v for k, v in part._buffers.items() if v is not None and k not in passing}
 
 
 def _state(tables: Sequence[Table]) -> tuple[list[int], list[str], list[object]]:

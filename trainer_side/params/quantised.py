@@ -29,7 +29,7 @@ class DequantisedParams:
     is_collective = False
 
     def __init__(
-        self, module: torch.nn.Module, tensors: Mapping[str, torch.nn.Parameter], kind: str
+        self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], kind: str
     ) -> None:
         self._tensors = dict(tensors)
         self._owners = {
@@ -73,7 +73,7 @@ class DequantisedParams:
                 yield name, param.detach()
 
 
-def _bits(param: torch.nn.Parameter) -> int:
+def _bits(param: torch.Tensor) -> int:
     return 4 if type(param).__name__ == "Params4bit" else 8
 
 

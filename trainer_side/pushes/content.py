@@ -13,6 +13,7 @@ import torch
 from trainer_side.params.choose import Kind, OpenedModel, open_model
 from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import adapter_tensor_name, base_name_in_peft, unwrapped_name
+from trainer_side.params.params import Params
 from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
 from trainer_side.pushes.rank_push import FollowedPush, RankPush, RankPushFactory
@@ -29,7 +30,7 @@ from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSourc
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, Source
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
-from weft_rl.contract.tensors import Reference
+from weft_rl.contract.tensors import Reference, base_fingerprint
 from weft_rl.rpc.codec import dtype_from_proto
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -147,15 +148,35 @@ class ModelBase(PushContent):
             )
         rule = _base_rule(target, self.cast)
         settings = None if self.merged is None else merge_settings(module, self.merged)
-        key = self.merged, settings, rule.key
+        served = target.base_fingerprint if self.opened.buffers else ""
+        key = self.merged, settings, rule.key, served
         source: ModuleSource | None = self.opened.sources.get(key)
         if source is None:
             if self.merged is not None:
                 params = MergedParams(module, params, self.merged)
                 module = module.get_base_model()
-            source = ModuleSource(module, params, rule)
+            source = self._expected(module, params, rule, target)
             self.opened.sources.put(key, source)
         return source, None
+
+    def _expected(
+        self,
+        module: torch.nn.Module,
+        params: Params,
+        rule: CastRule,
+        target: pb.DescribeTargetResponse,
+    ) -> ModuleSource:
+        """Return the source of what the pool's base consists of: parameters, and persistent buffers
+        where its checkpoint holds them."""
+        buffers = self.opened.buffers
+        if self.merged is not None:
+            buffers = frozenset(base_name_in_peft(name, self.merged) or "" for name in buffers)
+        source = ModuleSource(module, params, rule, without=buffers)
+        if buffers and not _is_base(source, target):
+            whole = ModuleSource(module, params, rule)
+            if _is_base(whole, target):
+                return whole
+        return source
 
     def kept(self, memory: SnapshotMemory) -> ModelBase:
         """See ``Content.kept``; of a PEFT model, copy only what is trained and what could not be
@@ -173,6 +194,7 @@ class ModelBase(PushContent):
                 if base_name_in_peft(name) is not None
                 or base_name_in_peft(name, self.merged) is not None
             }
+            names |= self.opened.buffers
         params = snapshot(self.opened.params, names, memory)
         return replace(self, opened=replace(self.opened, params=params))
 
@@ -188,6 +210,10 @@ class ModelBase(PushContent):
     def base(self) -> AdapterBase:
         """See ``Content.base``."""
         return _base_of(self.opened)
+
+
+def _is_base(source: Source, target: pb.DescribeTargetResponse) -> bool:
+    return base_fingerprint(target.architecture, source.metas) == target.base_fingerprint
 
 
 @dataclass(frozen=True)

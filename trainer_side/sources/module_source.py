@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +23,13 @@ from weft_rl.contract.errors import InvalidManifestError
 
 
 class ModuleSource:
-    """Parameters of a model, tied ones once, without buffers.
+    """Parameters of a model, tied ones once, and those of its buffers that belong to the base.
 
     Args:
         model: The module itself, without wrappers, which knows its checkpoint names.
-        params: Its parameters; they must not change while a push reads them.
+        params: Its parameters and buffers; they must not change while a push reads them.
         cast: Rule for the dtype that each of them travels in.
+        without: Names among ``params`` to leave out.
 
     Parameters that transformers holds in another form are converted one group at a
     time: extra memory at the sender is that of the largest such group.
@@ -37,7 +38,13 @@ class ModuleSource:
         InvalidManifestError: A parameter's values are not here (offloaded, on meta).
     """
 
-    def __init__(self, model: torch.nn.Module, params: Params, cast: CastRule) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        params: Params,
+        cast: CastRule,
+        without: Collection[str] = (),
+    ) -> None:
         for name, tensor in params.local():
             if tensor.is_meta:
                 raise InvalidManifestError(
@@ -47,8 +54,9 @@ class ModuleSource:
         self._params = params
         self.shards: Any = None
         self._revert = reverter(model)
-        self._groups, outputs = cached_conversions(model, params.metas, self._revert)
-        self.description = f"{params.kind} {type(model).__name__}, {len(params.metas)} parameters"
+        own = {name: meta for name, meta in params.metas.items() if name not in without}
+        self._groups, outputs = cached_conversions(model, own, self._revert)
+        self.description = f"{params.kind} {type(model).__name__}, {len(own)} parameters"
         self.is_collective = params.is_collective
         self.metas = make_metas(
             [(name, outputs[name]) for group in self._groups for name in group.targets], cast

@@ -26,8 +26,8 @@ _Write = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """Ways of one model to load weights, as its rehearsal has shown them."""
+class ReloadFacts:
+    """Facts of how one model loads weights, as its rehearsal has shown."""
 
     derived: frozenset[str] = frozenset()
     """Parameters that post-processing computes from what was loaded; no checkpoint has them."""
@@ -38,17 +38,17 @@ class Learnt:
 
 
 #: What is known of each model; of one that was not rehearsed, the safe thing is assumed.
-_LEARNT: WeakKeyDictionary[torch.nn.Module, Learnt] = WeakKeyDictionary()
+_FACTS: WeakKeyDictionary[torch.nn.Module, ReloadFacts] = WeakKeyDictionary()
 
 
-def learnt_of(model: torch.nn.Module) -> Learnt:
+def facts_of(model: torch.nn.Module) -> ReloadFacts:
     """Return what was noted of a model."""
-    return _LEARNT.get(model, Learnt())
+    return _FACTS.get(model, ReloadFacts())
 
 
-def note(model: torch.nn.Module, learnt: Learnt) -> None:
+def note(model: torch.nn.Module, facts: ReloadFacts) -> None:
     """Note what the rehearsal of a model has shown."""
-    _LEARNT[model] = learnt
+    _FACTS[model] = facts
 
 
 def is_attention(layer: torch.nn.Module) -> bool:
@@ -57,8 +57,8 @@ def is_attention(layer: torch.nn.Module) -> bool:
 
 
 @dataclass
-class DirectWrites:
-    """Writes that one reload has made past the weight loaders."""
+class DirectWriteRecord:
+    """Record of what one reload has written past the weight loaders."""
 
     by_layer: dict[torch.nn.Module, list[tuple[str, _Write]]] = field(default_factory=dict)
     """Parameter and write, in order, by layer; until the layer is built."""
@@ -83,13 +83,13 @@ def _no_write(tensor: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def followed(model: torch.nn.Module) -> Iterator[DirectWrites]:
+def followed(model: torch.nn.Module) -> Iterator[DirectWriteRecord]:
     """Let vLLM's layerwise reload count and repeat what the calling thread writes directly.
 
     Call it after ``initialize_layerwise_reload``, around both loading and finalising.
     """
     layerwise: Any = importlib.import_module(LAYERWISE)
-    writes = DirectWrites()
+    writes = DirectWriteRecord()
     watcher = _Watcher(model, layerwise, writes)
     count, materialise = layerwise.get_numel_loaded, layerwise.materialize_layer
 
@@ -112,7 +112,7 @@ def followed(model: torch.nn.Module) -> Iterator[DirectWrites]:
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that holds back direct writes to tensors of layers on the meta device."""
 
-    def __init__(self, model: torch.nn.Module, layerwise: Any, writes: DirectWrites) -> None:
+    def __init__(self, model: torch.nn.Module, layerwise: Any, writes: DirectWriteRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._layerwise, self._writes = layerwise, writes
         self._is_paused = False

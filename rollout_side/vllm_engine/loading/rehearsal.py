@@ -26,8 +26,8 @@ from rollout_side.vllm_engine.loading import reload
 from rollout_side.vllm_engine.loading.copy_plan import storage_of
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
-    DirectWrites,
-    Learnt,
+    DirectWriteRecord,
+    ReloadFacts,
     followed,
     is_attention,
     note,
@@ -54,11 +54,11 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
         with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
             derived = _derived(model, worker.model_config)
             with unchanged(model):
-                loaded, learnt, why = _rehearse(model, reference, quantised=quantised)
-        learnt = replace(learnt, derived=derived)
+                loaded, facts, why = _rehearse(model, reference, quantised=quantised)
+        facts = replace(facts, derived=derived)
         # Of the parameters that it computes with.
-        why = why or reload.why_incomplete(model, loaded, learnt, quantised=quantised)
-        note(model, learnt)
+        why = why or reload.why_incomplete(model, loaded, facts, quantised=quantised)
+        note(model, facts)
     except Exception as error:  # noqa: BLE001 - of any kind, from the model's own code
         why = f"{type(error).__name__}: {error}"
     _log.debug("rehearsed a reload in %.3f s", time.perf_counter() - begin)
@@ -93,7 +93,7 @@ def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
 
 def _rehearse(
     model: torch.nn.Module, reference: Reference, *, quantised: bool
-) -> tuple[object, Learnt, str]:
+) -> tuple[object, ReloadFacts, str]:
     """Run ``load_weights`` without effect.
 
     Returns:
@@ -124,11 +124,11 @@ def _rehearse(
         for layer in model.modules():
             layerwise.get_layerwise_info(layer).reset()
         layerwise.LOADING_LAYERS.clear()
-    learnt = Learnt(overwritten=frozenset(overwritten), writes_directly=bool(writes.by_layer))
-    return loaded, learnt, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
+    facts = ReloadFacts(overwritten=frozenset(overwritten), writes_directly=bool(writes.by_layer))
+    return loaded, facts, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
 
 
-def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWrites) -> list[str]:
+def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWriteRecord) -> list[str]:
     """Return the parameters that got no value, of layers that got some weights.
 
     vLLM would make memory for them, and leave it as it is.
@@ -151,7 +151,7 @@ def _zeros(meta: TensorMeta) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _unprocessed(layerwise: Any, writes: DirectWrites) -> Iterator[None]:
+def _unprocessed(layerwise: Any, writes: DirectWriteRecord) -> Iterator[None]:
     """Leave out what vLLM does with a layer once it is complete.
 
     What vLLM has kept of the layer's weights until then is dropped.

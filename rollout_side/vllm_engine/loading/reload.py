@@ -31,10 +31,10 @@ from rollout_side.vllm_engine.loading.copy_plan import (
 )
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
-    Learnt,
+    ReloadFacts,
+    facts_of,
     followed,
     is_attention,
-    learnt_of,
 )
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.layout.manifest import Manifest
@@ -163,16 +163,16 @@ def _reload(
         cpu_fixes.rebuild_moe_kernels(model)
         cpu_fixes.refill_released(model)
     reload.initialize_layerwise_reload(model)
-    rename, learnt = bridges.base_names(model), learnt_of(model)
+    rename, facts = bridges.base_names(model), facts_of(model)
     num_given = 0
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_given
         for name, tensor in tensors:
             num_given += 1
-            yield rename(name), tensor.clone() if name in learnt.overwritten else tensor
+            yield rename(name), tensor.clone() if name in facts.overwritten else tensor
 
-    with followed(model) if learnt.writes_directly else contextlib.nullcontext():
+    with followed(model) if facts.writes_directly else contextlib.nullcontext():
         loaded = model.load_weights(given())  # type: ignore[operator]
         if num_tensors is not None and num_given != num_tensors:
             raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
@@ -184,7 +184,7 @@ def _reload(
     if worker.device.type == "cpu":
         cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
     quantised = worker.model_config.quantization is not None
-    if why := why_incomplete(model, loaded, learnt, quantised=quantised):
+    if why := why_incomplete(model, loaded, facts, quantised=quantised):
         raise LoadFailedError(why)
 
 
@@ -237,7 +237,7 @@ def layers_without_weights(model: torch.nn.Module) -> tuple[list[str], list[str]
 
 
 def why_incomplete(
-    model: torch.nn.Module, loaded: object, learnt: Learnt, *, quantised: bool
+    model: torch.nn.Module, loaded: object, facts: ReloadFacts, *, quantised: bool
 ) -> str:
     """Return the parameters that have got no value; empty if all have.
 
@@ -248,7 +248,7 @@ def why_incomplete(
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if not missing and isinstance(loaded, set | frozenset | list | tuple) and not quantised:
         names = {_reported_name(str(name)) for name in loaded}
-        every = (name for name, _ in model.named_parameters() if name not in learnt.derived)
+        every = (name for name, _ in model.named_parameters() if name not in facts.derived)
         missing = [name for name in every if _reported_name(name) not in names]
     return f"parameter {missing[0]!r} and {len(missing) - 1} more get no value" if missing else ""
 

@@ -73,6 +73,19 @@ def test_what_has_changed_is_found_anew(change: Callable[[Tied], object]) -> Non
     assert list(_found(model).items()) == list(_expected(model).items())
 
 
+def test_buffers_that_a_checkpoint_holds() -> None:
+    model = Tied()
+    model.first.register_buffer("bias_of_router", torch.zeros(2))
+    model.first.register_buffer("passing", torch.zeros(2), persistent=False)
+    model.second.register_buffer("inv_freq", torch.zeros(2), persistent=False)
+    found = walk(model)
+    assert [*found.buffers] == ["first.bias_of_router"]
+    model.second.inv_freq = torch.ones(2)  # which transformers does in a forward
+    assert walk(model) is found
+    model.first.bias_of_router = torch.ones(2)
+    assert walk(model).buffers["first.bias_of_router"].tolist() == [1, 1]
+
+
 def test_copies_and_pickles_are_without_it() -> None:
     model = Tied()
     assert walk(model).named
