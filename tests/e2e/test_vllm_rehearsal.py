@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading import rehearsal
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
@@ -305,3 +306,22 @@ def test_a_weight_that_was_released_after_its_use_is_loaded(model: Model) -> Non
     assert rehearse(model) == ""
     assert not model.down.weight.numel()
     assert torch.equal(model.down.weight, reload(model)["down.weight"])
+
+
+@pytest.mark.parametrize("large_bytes", [1, 2**16])
+def test_loaders_may_look_at_values(
+    model: Model, large_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_LARGE_BYTES", large_bytes)
+    seen: list[str] = []
+
+    def look(parameter: Any, weight: torch.Tensor) -> None:
+        seen.append(weight.device.type)
+        assert not weight.sum().item()
+        past_loader(parameter, weight)
+
+    model.load = look
+    before = state(model)
+    assert rehearse(model) == ""
+    assert state(model) == before
+    assert seen == ["meta"] * (large_bytes == 1) + ["cpu"] * 3

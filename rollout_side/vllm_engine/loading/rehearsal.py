@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 #: Of what a replica declares, at most: ``Capabilities.base_refusal``.
 _MAX_CHARS = 480
+#: Of tensors whose values no loader looks at, as it may at those of scales.
+_LARGE_BYTES = 2**16
 
 
 def why_not_reloaded(worker: Any, reference: Reference) -> str:
@@ -53,8 +55,10 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     try:
         with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
             derived = _derived(model, worker.model_config)
-            with unchanged(model):
-                loaded, facts, why = _rehearse(model, reference, quantised=quantised)
+            try:
+                loaded, facts, why = _rehearse(model, reference, "meta", quantised=quantised)
+            except Exception:  # noqa: BLE001 - a loader may look at values, of large tensors, too
+                loaded, facts, why = _rehearse(model, reference, "cpu", quantised=quantised)
         facts = replace(facts, derived=derived)
         # Of the parameters that it computes with.
         why = why or reload.why_incomplete(model, loaded, facts, quantised=quantised)
@@ -92,9 +96,13 @@ def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
 
 
 def _rehearse(
-    model: torch.nn.Module, reference: Reference, *, quantised: bool
+    model: torch.nn.Module, reference: Reference, device: str, *, quantised: bool
 ) -> tuple[object, ReloadFacts, str]:
     """Run ``load_weights`` without effect.
+
+    Args:
+        device: Where large tensors are that it is given. On "meta" it takes no time to compute with
+            them: gpt-oss transposes its experts.
 
     Returns:
         What it reports as loaded; how it loads; and what got nothing, as a sentence for error
@@ -106,24 +114,25 @@ def _rehearse(
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
         for meta in reference.tensors:
-            zeros = _zeros(meta)
+            zeros = _zeros(meta, device)
             version = zeros._version
             yield rename(meta.name), zeros
             if zeros._version != version:
                 overwritten.add(meta.name)
 
-    try:
-        layerwise.initialize_layerwise_reload(model)
-        blocker = WriteBlocker(_tensors_of(model))
-        with blocker, followed(model) as writes, _unprocessed(layerwise, writes):
-            loaded = model.load_weights(given())  # type: ignore[operator]
-        idle, _ = reload.layers_without_weights(model)
-        if not idle and not quantised:
-            idle = _filled_in_part(model, layerwise, writes)
-    finally:
-        for layer in model.modules():
-            layerwise.get_layerwise_info(layer).reset()
-        layerwise.LOADING_LAYERS.clear()
+    with unchanged(model):
+        try:
+            layerwise.initialize_layerwise_reload(model)
+            blocker = WriteBlocker(_tensors_of(model))
+            with blocker, followed(model) as writes, _unprocessed(layerwise, writes):
+                loaded = model.load_weights(given())  # type: ignore[operator]
+            idle, _ = reload.layers_without_weights(model)
+            if not idle and not quantised:
+                idle = _filled_in_part(model, layerwise, writes)
+        finally:
+            for layer in model.modules():
+                layerwise.get_layerwise_info(layer).reset()
+            layerwise.LOADING_LAYERS.clear()
     facts = ReloadFacts(overwritten=frozenset(overwritten), writes_directly=bool(writes.by_layer))
     return loaded, facts, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
 
@@ -144,8 +153,10 @@ def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWriteR
     return found
 
 
-def _zeros(meta: TensorMeta) -> torch.Tensor:
-    """Return zeros that take no memory until they are read."""
+def _zeros(meta: TensorMeta, device: str) -> torch.Tensor:
+    """Return zeros that take no memory until they are read; no values at all if large on "meta"."""
+    if device == "meta" and meta.num_bytes >= _LARGE_BYTES:
+        return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype.torch_name), device="meta")
     data = torch.from_numpy(np.zeros(meta.num_bytes, np.uint8))
     return data.view(getattr(torch, meta.dtype.torch_name)).reshape(meta.shape)
 
