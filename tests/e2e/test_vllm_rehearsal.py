@@ -1,6 +1,6 @@
 """A replica learns at its start how its model is reloaded, and whether each parameter gets a value.
 
-Models of a few tensors, over vLLM's own reload; real ones are in ``test_vllm_past_loaders.py``.
+Models of a few tensors, over vLLM's own reload; real ones are in ``test_models.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from rollout_side.vllm_engine.loading import rehearsal
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
+from tests.e2e.conftest import TinyModels
+from tests.e2e.engine_process import EngineProcess, run_child
+from tests.e2e.logprobs import PROMPT
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
@@ -325,3 +328,29 @@ def test_loaders_may_look_at_values(
     assert rehearse(model) == ""
     assert state(model) == before
     assert seen == ["meta"] * (large_bytes == 1) + ["cpu"] * 3
+
+
+WHY = "vLLM's reload of a model would leave mixed weights: 'up.sinks' and 0 more get no weights"
+
+
+def run_without_reload(pipe: Any, *args: Any) -> None:
+    """Serve a model that this vLLM cannot reload; workers are forks of this process."""
+    from rollout_side.vllm_engine.worker import state as worker_state
+
+    worker_state.why_not_reloaded = lambda worker, reference: WHY
+    run_child(pipe, *args)
+
+
+@pytest.mark.matrix
+def test_an_engine_that_cannot_reload_says_so_and_serves_on(qwen2: TinyModels) -> None:
+    engine = EngineProcess(qwen2.base, child=run_without_reload).start()
+    try:
+        assert engine.facts["capabilities"].base_refusal == WHY
+        before = engine.complete("tiny", PROMPT)
+        with pytest.raises(LoadFailedError, match="can load no base: vLLM's reload") as refused:
+            engine.push_base("base@1", qwen2.other)
+        assert "dirty" not in refused.value.metadata
+        assert not engine.call("dirty_reason")
+        assert engine.complete("tiny", PROMPT) == before
+    finally:
+        engine.stop()

@@ -459,6 +459,9 @@ def why_not_plain(model: torch.nn.Module) -> str:
             return f"{name} is held by {type(method).__name__}"
         if "MLA" in type(layer).__name__:
             return f"{name} derives matrices from its weights"
+        # A backend may hold them as float32: FlashInfer copies them anew after a reload.
+        if getattr(getattr(layer, "impl", None), "sinks", None) is not None:
+            return f"{name} attends to sinks, which its backend may convert"
     return ""
 
 

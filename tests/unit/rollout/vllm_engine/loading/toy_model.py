@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -171,6 +172,10 @@ def _grow(model: Model) -> None:
     model.more = Layer(F32, 2)
 
 
+def _attend_to_sinks(model: Model) -> None:
+    model.norm.impl = SimpleNamespace(sinks=model.norm.weight)
+
+
 CHANGES: dict[str, Change] = {
     "computes": _loader(lambda p, w: p.data.copy_(w * 2)),
     "computes, and copies the same": _loader(lambda p, w: p.data.copy_(w.clone())),
@@ -185,4 +190,5 @@ CHANGES: dict[str, Change] = {
     "is filled twice": _loader(load_twice),
     "is quantised": _quantise,
     "derives matrices": _derive,
+    "attends to sinks": _attend_to_sinks,
 }
