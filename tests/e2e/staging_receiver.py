@@ -13,6 +13,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,23 @@ class StagingReceiver:
 
 def break_next_load(after: int) -> None:
     """Make this worker's next base load fail once ``after`` tensors were taken."""
-    native = bridges.base_names
+    native = bridges.without_lora
 
-    def base_names(model: Any) -> Any:
-        bridges.base_names = native
-        rename, count = native(model), 0
+    @contextlib.contextmanager
+    def without_lora(model: Any) -> Iterator[None]:
+        bridges.without_lora, load = native, model.load_weights
+        model.load_weights = lambda weights: load(_breaking(weights, after))
+        try:
+            with native(model):
+                yield
+        finally:
+            del model.load_weights
 
-        def fail(name: str) -> str:
-            nonlocal count
-            count += 1
-            if count > after:
-                raise OSError("the disk of the test is broken")
-            return str(rename(name))
+    bridges.without_lora = without_lora
 
-        return fail
 
-    bridges.base_names = base_names
+def _breaking(weights: Iterable[Any], after: int) -> Iterator[Any]:
+    for index, named in enumerate(weights):
+        if index == after:
+            raise OSError("the disk of the test is broken")
+        yield named

@@ -302,6 +302,21 @@ def test_what_attention_derives_is_derived_again(model: Model) -> None:
     assert torch.equal(model.attn.W_UV, tensors["down.weight"] * 2)
 
 
+def test_layers_that_lora_wraps_are_loaded_by_their_own_names(model: Model) -> None:
+    """The loader looks them up by name, as DeepSeek's does."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapper = BaseLayerWithLoRA()
+    wrapper.base_layer = model.down
+    model.down = wrapper
+    before = state(model)
+    assert rehearse(model) == ""
+    assert state(model) == before
+    tensors = reload(model)
+    assert model.down is wrapper
+    assert torch.equal(wrapper.base_layer.weight, tensors["down.weight"])
+
+
 def test_a_weight_that_was_released_after_its_use_is_loaded(model: Model) -> None:
     """As MLA's AMX backend does with ``kv_b_proj``."""
     model.down._cpu_skip_gemm_dispatch = True

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,8 +35,6 @@ SUPPORTED_RANGE = ">=0.26,<0.33"
 # Of a package: "0.32.0+cpu", "0.26rc1.dev3". `packaging` is no dependency of the coordinator's
 # install, where `weft doctor` asks, too.
 _VERSION = re.compile(r"v?(?:\d+!)?(?P<release>\d+(?:\.\d+)*)(?:[-_.]?[a-zA-Z+-].*)?")
-# A parameter of one expert: "...experts.3.gate_proj.weight".
-_EXPERT = re.compile(r"(?:^|.*\.)(?P<group>[^.]+)\.\d+\.[^.]+$")
 
 
 def check_version(version: str) -> None:
@@ -271,52 +270,27 @@ def vllm_config_context(config: Any) -> AbstractContextManager[Any]:
     return context
 
 
-def base_names(model: Any) -> Callable[[str], str]:
-    """Return a function from checkpoint names to those that ``load_weights`` takes.
+@contextlib.contextmanager
+def without_lora(model: Any) -> Iterator[None]:
+    """Show a model to its ``load_weights`` as it was built: without the layers that LoRA wraps.
 
-    Before 0.28 a layer wrapped for LoRA has no ``load_weights`` of its own, so the
-    name must lead into it: ``embed_tokens.base_layer.weight``. Packed layers are
-    wrapped as one (``q_proj`` within ``qkv_proj``), experts as ``experts``.
+    Loaders that look parameters up by name do not know ``down_proj.base_layer.weight``. vLLM's
+    wrappers load by themselves from 0.28 on, but only where the loader asks modules to.
     """
+    layers = sys.modules.get("vllm.lora.layers")  # imported, if anything is wrapped
+    wrapped = [
+        (parent._modules, name, child)
+        for parent in (model.modules() if layers is not None else ())
+        for name, child in parent._modules.items()
+        if isinstance(child, layers.BaseLayerWithLoRA)  # type: ignore[union-attr]
+    ]
+    for children, name, child in wrapped:
+        children[name] = child.base_layer
     try:
-        wrapper = importlib.import_module("vllm.lora.layers").BaseLayerWithLoRA
-    except ModuleNotFoundError:
-        return _same
-    if hasattr(wrapper, "load_weights"):
-        return _same
-    wrapped = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, wrapper)
-    }
-    packed = getattr(model, "packed_modules_mapping", None) or {}
-    return lead_into_wrapped(wrapped, packed)
-
-
-def lead_into_wrapped(wrapped: set[str], packed: Mapping[str, list[str]]) -> Callable[[str], str]:
-    """Return the function of ``base_names``, given the last name components of wrapped modules."""
-    if not wrapped:
-        return _same
-    packs: dict[str, set[str]] = {}
-    for pack, parts in packed.items():
-        for part in parts:
-            packs.setdefault(part.rpartition(".")[2], set()).add(pack)
-
-    def rename(name: str) -> str:
-        module, _, parameter = name.rpartition(".")
-        child = module.rpartition(".")[2]
-        expert = _EXPERT.fullmatch(module)
-        if expert is not None:
-            inside = expert["group"] in wrapped
-        else:
-            inside = child in wrapped or bool(packs.get(child, set()) & wrapped)
-        return f"{module}.base_layer.{parameter}" if inside else name
-
-    return rename
-
-
-def _same(name: str) -> str:
-    return name
+        yield
+    finally:
+        for children, name, child in wrapped:
+            children[name] = child
 
 
 def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:

@@ -71,22 +71,19 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 
 
 def trace_copies(
-    model: torch.nn.Module, manifest: Manifest, data: torch.Tensor, rename: Callable[[str], str]
+    model: torch.nn.Module, manifest: Manifest, data: torch.Tensor
 ) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
 
     Args:
         data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
-        rename: Maps the manifest's names to those that ``load_weights`` knows.
 
     Raises:
         ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
     """
     watcher = _CopyTracer(manifest, data, model.parameters())
-    with torch.no_grad(), watcher:
-        model.load_weights(  # type: ignore[operator]
-            (rename(name), tensor) for name, tensor in tensors_in(manifest, data)
-        )
+    with torch.no_grad(), bridges.without_lora(model), watcher:
+        model.load_weights(tensors_in(manifest, data))  # type: ignore[operator]
     watcher.check_covered()
     return watcher.pieces
 
@@ -400,9 +397,7 @@ def wait_for_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def learn(
-    model: torch.nn.Module, staged: StagedVersion, rename: Callable[[str], str]
-) -> CopyPlan | None:
+def learn(model: torch.nn.Module, staged: StagedVersion) -> CopyPlan | None:
     """Return the plan of a version that the model has just loaded; None if copies do not suffice.
 
     Nothing that the model computes with changes.
@@ -410,9 +405,8 @@ def learn(
     Args:
         model: vLLM's model, as it serves.
         staged: Copy of the base that the model serves now.
-        rename: Maps the manifest's names to those that the model's ``load_weights`` knows.
     """
-    plan, why = make_plan(model, staged.manifest, staged.segment.data, rename)
+    plan, why = make_plan(model, staged.manifest, staged.segment.data)
     if plan is not None and not plan.holds(staged.segment.data):
         why = "a parameter does not hold what was loaded into it"
     return accepted(plan, why)
@@ -422,7 +416,6 @@ def make_plan(
     model: torch.nn.Module,
     manifest: Manifest,
     segment: torch.Tensor,
-    rename: Callable[[str], str],
 ) -> tuple[CopyPlan | None, str]:
     """Make a plan that is not proven yet, or return the reason why there is none.
 
@@ -432,7 +425,7 @@ def make_plan(
     if why := why_not_plain(model):
         return None, why
     try:
-        return CopyPlan(manifest, trace_copies(model, manifest, segment, rename)), ""
+        return CopyPlan(manifest, trace_copies(model, manifest, segment)), ""
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         return None, f"{type(error).__name__}: {error}"
 
@@ -471,16 +464,13 @@ class PlanProof:
     Args:
         model: vLLM's model, as it serves before the reload.
         manifest: Layout of what is reloaded.
-        rename: Maps the manifest's names to those that the model's ``load_weights`` knows.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, manifest: Manifest, rename: Callable[[str], str]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
         self._model, self._manifest = model, manifest
         # No memory stands for the wire: a host may have less of it than a GPU.
         stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
-        self._plan, self._why = make_plan(model, manifest, stand_in, rename)
+        self._plan, self._why = make_plan(model, manifest, stand_in)
         self._places = _places(model)
         self._passed: list[list[int]] = []
 
@@ -528,14 +518,13 @@ def learn_from(
         return None
     model = worker.model_runner.get_model()
     with bridges.vllm_config_context(worker.vllm_config):
-        return learn_from_files(model, reference, stored, bridges.base_names(model))
+        return learn_from_files(model, reference, stored)
 
 
 def learn_from_files(
     model: torch.nn.Module,
     reference: Reference,
     stored: Iterable[StoredTensor],
-    rename: Callable[[str], str],
 ) -> CopyPlan | None:
     """Return the plan of a model that holds what it was started with; None if that fails the proof.
 
@@ -546,7 +535,6 @@ def learn_from_files(
         model: vLLM's model, as it serves.
         reference: Tensors that the model consists of.
         stored: The tensors of its files, those that it does not consist of included.
-        rename: Maps the reference's names to those that the model's ``load_weights`` knows.
     """
     why: str
     try:
@@ -555,7 +543,7 @@ def learn_from_files(
             # A tensor a bucket: one layout is as good as any other.
             manifest = plan_buckets(reference.tensors, 1)
             stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
-            plan, why = make_plan(model, manifest, stand_in, rename)
+            plan, why = make_plan(model, manifest, stand_in)
             if plan is not None:
                 unlike = plan.first_unlike(digests)
                 if not unlike:

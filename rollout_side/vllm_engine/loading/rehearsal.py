@@ -109,18 +109,17 @@ def _rehearse(
         messages: empty if every layer got weights.
     """
     layerwise = importlib.import_module(LAYERWISE)
-    rename = bridges.base_names(model)
     overwritten: set[str] = set()
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
         for meta in reference.tensors:
             zeros = _zeros(meta, device)
             version = zeros._version
-            yield rename(meta.name), zeros
+            yield meta.name, zeros
             if zeros._version != version:
                 overwritten.add(meta.name)
 
-    with unchanged(model):
+    with unchanged(model), bridges.without_lora(model):
         try:
             layerwise.initialize_layerwise_reload(model)
             blocker = WriteBlocker(_tensors_of(model))

@@ -83,7 +83,7 @@ def apply_base(
         reload_layers(worker, staged.version, tensors, len(staged.manifest.tensors))
         if not can_learn(worker):
             return None
-        return learn(model, staged, bridges.base_names(model))
+        return learn(model, staged)
 
 
 def reload_files(worker: Any, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -162,27 +162,27 @@ def _reload(
     if worker.device.type == "cpu":
         cpu_fixes.rebuild_moe_kernels(model)
         cpu_fixes.refill_released(model)
-    reload.initialize_layerwise_reload(model)
-    rename, facts = bridges.base_names(model), facts_of(model)
-    num_given = 0
+    facts, num_given = facts_of(model), 0
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal num_given
         for name, tensor in tensors:
             num_given += 1
-            yield rename(name), tensor.clone() if name in facts.overwritten else tensor
+            yield name, tensor.clone() if name in facts.overwritten else tensor
 
-    with followed(model) if facts.writes_directly else contextlib.nullcontext():
-        loaded = model.load_weights(given())  # type: ignore[operator]
-        if num_tensors is not None and num_given != num_tensors:
-            raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
-        idle, tied = layers_without_weights(model)
-        if idle:
-            raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
-        with quiet_about_idle_layers():
-            reload.finalize_layerwise_reload(model, worker.model_config)
-    if worker.device.type == "cpu":
-        cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
+    with bridges.without_lora(model):
+        reload.initialize_layerwise_reload(model)
+        with followed(model) if facts.writes_directly else contextlib.nullcontext():
+            loaded = model.load_weights(given())  # type: ignore[operator]
+            if num_tensors is not None and num_given != num_tensors:
+                raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")
+            idle, tied = layers_without_weights(model)
+            if idle:
+                raise LoadFailedError(f"{idle[0]!r} and {len(idle) - 1} more layers got no weights")
+            with quiet_about_idle_layers():
+                reload.finalize_layerwise_reload(model, worker.model_config)
+        if worker.device.type == "cpu":
+            cpu_fixes.repack_tied([model.get_submodule(name) for name in tied])
     quantised = worker.model_config.quantization is not None
     if why := why_incomplete(model, loaded, facts, quantised=quantised):
         raise LoadFailedError(why)
@@ -346,7 +346,7 @@ def load_in_place(
             proof: PlanProof | None = None
             if can_learn(worker):
                 model = worker.model_runner.get_model()
-                proof = PlanProof(model, manifest, bridges.base_names(model))
+                proof = PlanProof(model, manifest)
                 arrived = _passing(proof, arrived)
             tensors = _tensors(manifest, arrived, arriving.report_progress, worker.device)
             reload_layers(worker, arriving.version, tensors, len(manifest.tensors))

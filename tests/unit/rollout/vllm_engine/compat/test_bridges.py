@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
 from weft_rl.contract.errors import UnsupportedError
@@ -26,26 +28,30 @@ def test_versions_that_are_refused(version: str) -> None:
     assert ">=0.26,<0.33" in str(refused.value)
 
 
-def test_names_lead_into_wrapped_layers() -> None:
-    """As vLLM before 0.28 needs them."""
-    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    rename = bridges.lead_into_wrapped({"qkv_proj", "o_proj", "embed_tokens"}, packed)
-    assert rename("model.embed_tokens.weight") == "model.embed_tokens.base_layer.weight"
-    layer = "model.layers.0"
-    assert rename(f"{layer}.self_attn.q_proj.bias") == f"{layer}.self_attn.q_proj.base_layer.bias"
-    assert rename(f"{layer}.self_attn.o_proj.weight").endswith("o_proj.base_layer.weight")
-    assert rename(f"{layer}.mlp.up_proj.weight") == f"{layer}.mlp.up_proj.weight"
-    assert rename("model.norm.weight") == "model.norm.weight"
-    assert rename("lm_head.weight") == "lm_head.weight"
+class _Wrapper(nn.Module):
+    """As vLLM's ``BaseLayerWithLoRA``."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
 
 
-def test_names_lead_into_wrapped_experts_only_where_these_are_wrapped() -> None:
-    packed = {"gate_up_proj": ["gate_proj", "up_proj"]}
-    name = "model.layers.1.mlp.experts.3.gate_proj.weight"
-    inside = "model.layers.1.mlp.experts.3.gate_proj.base_layer.weight"
-    assert bridges.lead_into_wrapped({"experts"}, packed)(name) == inside
-    assert bridges.lead_into_wrapped({"gate_up_proj"}, packed)(name) == name
-    assert bridges.lead_into_wrapped(set(), packed)(name) == name
+def test_loaders_see_no_layers_that_lora_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(2, 2), "deep": nn.ModuleDict({"down": nn.Linear(2, 2)})})
+    built = [name for name, _ in model.named_parameters()]
+    model["up"] = _Wrapper(model["up"])
+    model["deep"]["down"] = _Wrapper(model["deep"]["down"])
+    wrapped = [name for name, _ in model.named_parameters()]
+    assert "deep.down.base_layer.weight" in wrapped
+    monkeypatch.delitem(sys.modules, "vllm.lora.layers", raising=False)
+    with bridges.without_lora(model):  # nothing can be wrapped
+        assert [name for name, _ in model.named_parameters()] == wrapped
+    layers = SimpleNamespace(BaseLayerWithLoRA=_Wrapper)
+    monkeypatch.setitem(sys.modules, "vllm.lora.layers", layers)  # type: ignore[arg-type]
+    with contextlib.suppress(KeyError), bridges.without_lora(model):
+        assert [name for name, _ in model.named_parameters()] == built
+        raise KeyError("no such name")  # as a loader may
+    assert [name for name, _ in model.named_parameters()] == wrapped
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     learnt,
     load_own_way,
     refuse,
-    rename,
     staged,
 )
 from weft_rl.contract.checkpoint import StoredTensor
@@ -73,7 +72,7 @@ def test_every_write_is_held_back_while_learning() -> None:
     with torch.no_grad():
         model.embed.weight[VOCAB:] = 3  # a leaked fill would show
     before = model.digests()
-    assert learn(model, staged(2), rename) is None  # it holds other values than these
+    assert learn(model, staged(2)) is None  # it holds other values than these
     assert model.digests() == before
 
 
@@ -93,7 +92,7 @@ def test_one_bit_of_any_parameter_disproves_it(layer: str) -> None:
     plan = learnt(model, version)
     model.get_parameter(f"{layer}.weight").data.view(-1)[0:1].view(torch.uint8)[0] ^= 1
     assert not plan.holds(version.segment.data)
-    assert learn(model, version, rename) is None
+    assert learn(model, version) is None
 
 
 def test_a_plan_is_of_the_layout_and_not_of_the_place() -> None:
@@ -111,7 +110,7 @@ def test_no_plan_where_loading_is_more_than_copying(change: Change) -> None:
     model = Model()
     change(model)
     before = load_own_way(model, version).digests()
-    assert learn(model, version, rename) is None
+    assert learn(model, version) is None
     assert model.digests() == before
 
 
@@ -120,10 +119,10 @@ def test_no_plan_where_the_loader_refuses() -> None:
     model = load_own_way(Model(), version)
     model.loaders["norm"] = refuse
     before = model.digests()
-    assert learn(model, version, rename) is None
+    assert learn(model, version) is None
     assert model.digests() == before
     del model.loaders["norm"]
-    assert learn(model, version, rename) is not None
+    assert learn(model, version) is not None
 
 
 def _fill_in(model: Model) -> None:
@@ -143,7 +142,7 @@ def test_nothing_that_is_loaded_is_left_out(change: Change) -> None:
     for model in (ours, theirs):
         change(model)
         load_own_way(model, first)
-    plan = learn(ours, first, rename)
+    plan = learn(ours, first)
     if plan is not None:
         plan.load(second.segment.data)
         assert ours.digests() == load_own_way(theirs, second).digests()
@@ -176,7 +175,7 @@ def started(version: StagedVersion, change: Change = lambda model: None) -> Mode
 
 
 def learnt_from_files(model: Model, stored: list[StoredTensor]) -> CopyPlan | None:
-    return learn_from_files(model, REFERENCE, stored, rename)
+    return learn_from_files(model, REFERENCE, stored)
 
 
 def in_other_layout(version: StagedVersion) -> StagedVersion:
@@ -297,4 +296,4 @@ def test_whatever_goes_wrong_is_no_plan(caplog: pytest.LogCaptureFixture) -> Non
         assert learnt_from_files(model, files(staged(1))) is None
     assert "vLLM's own reload" in caplog.text
     reference = Reference("Toy", (SimpleNamespace(name="x"),))  # type: ignore[arg-type]
-    assert learn_from_files(model, reference, [], rename) is None
+    assert learn_from_files(model, reference, []) is None

@@ -24,7 +24,6 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
     learnt,
     load_own_way,
     load_vocab,
-    rename,
     staged,
 )
 from weft_rl.contract.errors import InvalidManifestError, LoadFailedError, PeerUnavailableError
@@ -80,7 +79,7 @@ def learnt_in_place(
     model: Model, source: StagedVersion, then: Change = lambda model: None
 ) -> CopyPlan | None:
     """As the model loads a version by itself, bucket by bucket; ``then`` something happens."""
-    proof = PlanProof(model, source.manifest, rename)
+    proof = PlanProof(model, source.manifest)
     for index, wire in enumerate(wires(source)):
         proof.pass_bucket(index, wire)
     load_own_way(model, source)
@@ -206,7 +205,7 @@ def test_what_a_rank_holds_in_part_cannot_be_read_back() -> None:
 def test_no_plan_from_some_of_the_buckets() -> None:
     version = staged(1)
     model = load_own_way(Model(), version)
-    proof = PlanProof(model, MANIFEST, rename)
+    proof = PlanProof(model, MANIFEST)
     for index, wire in enumerate(wires(version)[:-1]):
         proof.pass_bucket(index, wire)
     assert proof.plan() is None
@@ -225,7 +224,7 @@ def test_no_plan_where_a_reload_moves_parameters() -> None:
 def test_a_bucket_that_cannot_be_digested_costs_the_plan_alone() -> None:
     version = staged(1)
     model = load_own_way(Model(), version)
-    proof = PlanProof(model, MANIFEST, rename)
+    proof = PlanProof(model, MANIFEST)
     proof.pass_bucket(0, wires(version)[0][:8])
     proof.pass_bucket(1, wires(version)[1])
     assert proof.plan() is None

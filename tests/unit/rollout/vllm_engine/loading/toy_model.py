@@ -132,18 +132,14 @@ def staged(seed: int, *, any_bits: bool = False) -> StagedVersion:
     return copy
 
 
-def rename(name: str) -> str:
-    return "model." + name.removeprefix("wire.")
-
-
 def load_own_way(model: Model, version: StagedVersion) -> Model:
     with torch.no_grad():
-        model.load_weights((rename(name), tensor) for name, tensor in version.tensors())
+        model.load_weights(version.tensors())
     return model
 
 
 def learnt(model: Model, version: StagedVersion) -> CopyPlan:
-    plan = learn(model, version, rename)
+    plan = learn(model, version)
     assert plan is not None
     return plan
 
