@@ -235,6 +235,8 @@ def test_persistent_buffers_are_sent_where_the_checkpoint_has_them(tmp_path):
                 assert engine.base.pop("layers.1.seen").tolist() == [0, 3, 6], kind
                 trainer.do("save", path=str(tmp_path / "whole.pt"))
                 assert is_merged(engine, torch.load(tmp_path / "whole.pt")), kind
+                trainer.do("push_beside", what="merged", steps=2)  # which count further
+                assert engine.base["layers.1.seen"].tolist() == [0, 3, 6], kind
                 trainer.push("adapter", policy=f"math-{kind}")
 
 
