@@ -36,7 +36,9 @@ class ArchitectureModel:
         try:
             model = _make_model(hf_config)
             self.in_memory: Mapping[str, Any] = dict(model.named_parameters())
-            self.saved = _saved_names(model, self.in_memory)
+            kept = model.state_dict()
+            buffers = {name: each for name, each in model.named_buffers() if name in kept}
+            self.saved = _saved_names(model, {**self.in_memory, **buffers})
         except Exception as error:  # any model's own code may run here
             raise UnsupportedError(
                 f"transformers cannot describe the served model ({type(error).__name__}: {error})"

@@ -94,6 +94,23 @@ def test_without_files_the_names_are_those_transformers_saves() -> None:
     assert expert == TensorMeta(expert.name, DataType.BFLOAT16, (8, 16))
 
 
+def test_without_files_buffers_that_transformers_saves_are_among_them() -> None:
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        first_k_dense_replace=0,
+        n_routed_experts=8,
+        architectures=["DeepseekV3ForCausalLM"],
+    )
+    names = build_reference(None, config, DataType.BFLOAT16).by_name
+    assert "model.layers.0.mlp.gate.e_score_correction_bias" in names
+    assert "model.rotary_emb.inv_freq" not in names
+
+
 def test_floats_wider_than_most_keep_their_width() -> None:
     metas = [
         TensorMeta(n, d, (1,))
