@@ -31,7 +31,7 @@ OTHERS = {
     "--enforce-eager", "--gpu-memory-utilization", "--headless", "--load-format", "--lora-modules",
     "--max-lora-rank", "--no-build-isolation", "--nproc-per-node", "--pipeline-parallel-size",
     "--calculate-kv-scales", "--enable-tower-connector-lora", "--ec-transfer-config",
-    "--kv-offloading-size",
+    "--kv-offloading-size", "--speculative-config",
     "--kv-transfer-config", "--quantization", "--served-model-name", "--standalone",
     "--tensor-parallel-size",
     "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
