@@ -84,8 +84,7 @@ class TrainedBase:
         if self.architecture != reference.architecture:
             raise BaseMismatchError(
                 f"the adapter fits a {self.architecture}, the pool serves a "
-                f"{reference.architecture}",
-                metadata={"pool": reference.architecture, "trained_on": self.architecture},
+                f"{reference.architecture}"
             )
         layers = {_layer(name) for name in reference.modules_by_name}
         stacks = {stack for stack, _ in layers}
