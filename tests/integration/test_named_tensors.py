@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_tensors_may_come_in_any_order(
         assert served(engines, number)
     assert report.source == "named tensors"
     assert report.num_replicas == 2
+
+
+@pytest.mark.parametrize("metadata", [False, True])
+def test_layers_for_drafts_are_left_out_where_the_pool_has_no_place_for_them(
+    pool: Pool, metadata: bool
+) -> None:
+    engine = EngineDouble(weights(Model()))
+    engine.reference = replace(engine.reference, draft_prefixes=("mtp.",))
+    pool.add_replica("replica-0", engine)
+    first, *rest = pairs_of(3)
+    pairs = [first, ("mtp.fc.weight", torch.ones(3, 5)), *rest, ("mtp.norm", torch.ones(2))]
+    known = {"metadata": pairs} if metadata else {}
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+        publisher.push_tensors(iter(pairs), **known)
+        assert same(engine.base, weights(Model(3)))
+        more = [*pairs, ("other.weight", torch.ones(3, 5))]
+        known = {"metadata": more} if metadata else {}
+        with pytest.raises(InvalidManifestError, match=r"other\.weight"):
+            publisher.push_tensors(iter(more), **known)
 
 
 def test_what_is_staged_and_its_digest_do_not_depend_on_the_order(

@@ -14,6 +14,7 @@ from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft_rl.checkpoints.files import read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
+from weft_rl.contract.draft_layers import draft_prefixes, is_draft
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.tensors import DataType
 
@@ -118,14 +119,19 @@ class CheckpointSource:
             raise InvalidRequestError(f"{path} holds no .safetensors file")
         self._files = [_opened(file) for file in files]
         by_name: dict[str, Any] = {}
-        tied = _tied_head(path)
+        tied, num_layers = _tied_head(path), _num_layers(path)
         for file in self._files:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 if name in by_name:
                     raise InvalidManifestError(f"two files of {path} hold a tensor {name!r}")
                 if name != tied:
                     by_name[name] = file
-        self.description = f"checkpoint {path}, {len(by_name)} tensors"
+        drafts = draft_prefixes(by_name, num_layers)
+        left_out = [name for name in by_name if is_draft(name, drafts)]
+        for name in left_out:  # the engine has no place for them
+            del by_name[name]
+        more = f", without {len(left_out)} of layers for drafts" if left_out else ""
+        self.description = f"checkpoint {path}, {len(by_name)} tensors{more}"
         self._by_name = by_name
         self._names = sorted(by_name, key=_natural_key)
         # Slices tell shape and dtype without reading; meta tensors carry both.
@@ -168,6 +174,20 @@ def _tied_head(path: Path) -> str | None:
         if settings.get("tie_word_embeddings"):
             return "lm_head.weight"
     return None
+
+
+def _num_layers(path: Path) -> int:
+    """Return how many layers the config says that the model has; 0 where there is none."""
+    config = path / "config.json"
+    if not path.is_dir() or not config.is_file():
+        return 0
+    settings = read_json(config)
+    text = settings.get("text_config")
+    for found in (settings, text if isinstance(text, dict) else {}):
+        number = found.get("num_hidden_layers")
+        if isinstance(number, int) and number > 0:
+            return number
+    return 0
 
 
 def _safe_open() -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import CastRule, make_metas
+from weft_rl.contract.draft_layers import is_draft
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
 from weft_rl.contract.layout.runs import Run
@@ -340,7 +341,8 @@ class RunSource:
             name, tensor = pair
             found = self._slots.get(name)
             if found is None:
-                self._tied.drop(name, tensor)
+                if not is_draft(name, self._reference.draft_prefixes):
+                    self._tied.drop(name, tensor)
                 continue
             index, slot = found
             if name in self._seen:
@@ -382,10 +384,13 @@ class OrderedSource:
     ) -> None:
         self._steps, self._cast = steps, cast
         pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
+        self._drafts = reference.draft_prefixes
         known, by_shape = reference.by_name, TiedTensors(reference.tensors)
         metas: list[TensorMeta] = []
         tied_to: set[str] = set()
         for name, said in pairs:
+            if is_draft(name, self._drafts):
+                continue
             want = known.get(name)
             candidates = by_shape.candidates(tuple(said.shape)) if want is None else []
             tied_to.update(candidates)
@@ -436,7 +441,8 @@ class OrderedSource:
                 )
             if name == wanted:
                 return tensor
-            self._tied.drop(name, tensor)
+            if not is_draft(name, self._drafts):
+                self._tied.drop(name, tensor)
         if wanted is not None or self._steps.num_tensors < len(self._order):
             raise InvalidManifestError(
                 f"{self._order[self._steps.num_tensors]!r} is missing: the iterator ended after "

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from weft_rl.contract.draft_layers import is_draft
 from weft_rl.contract.errors import InvalidManifestError
 
 
@@ -142,6 +143,9 @@ class Reference:
     untold_modules: tuple[LinearModule, ...] = ()
     """Linear modules that the tensors do not tell: with quantised weights, or with several names.
     Not in the fingerprint."""
+    draft_prefixes: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that the checkpoint holds and the engine has no place for:
+    layers for multi-token prediction. A push leaves them out. Not in the fingerprint."""
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorMeta]:
@@ -226,6 +230,8 @@ def _check_quantised(given: Collection[str], reference: Reference) -> None:
 def _why_unknown(name: str, reference: Reference) -> str:
     if is_output_layer(name.removesuffix(".weight")):
         return f"is tied to the embedding in the served {reference.architecture}: leave it out"
+    if is_draft(name, reference.draft_prefixes):
+        return "is of a layer for drafts, which the served model has no place for: leave it out"
     return f"is not a tensor of {reference.architecture}"
 
 

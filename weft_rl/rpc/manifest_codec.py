@@ -29,6 +29,7 @@ _DTYPES = {int(dtype): dtype for dtype in DataType}
 # With the longest names, 2.3 MiB.
 _CHUNK_MODULES = 512
 _MAX_OTHER_NAMES = 8
+_MAX_DRAFT_PREFIXES = 64
 
 
 def manifest_to_chunks(manifest: Manifest) -> Iterator[types_pb2.ManifestChunk]:
@@ -163,6 +164,7 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
         if first:
             chunk.fingerprint = reference.fingerprint
             chunk.architecture = reference.architecture
+            chunk.draft_prefixes.extend(reference.draft_prefixes)
             first = False
         yield chunk
     modules = reference.untold_modules
@@ -195,6 +197,7 @@ class ReferenceDecoder:
         self._architecture = ""
         self._tensors: list[TensorMeta] = []
         self._modules: list[LinearModule] = []
+        self._draft_prefixes: tuple[str, ...] = ()
         self._num_chars = 0
 
     def add(self, chunk: types_pb2.ReferenceChunk) -> None:
@@ -204,6 +207,12 @@ class ReferenceDecoder:
             if max(len(chunk.fingerprint), len(chunk.architecture)) > MAX_NAME_CHARS:
                 raise InvalidManifestError("the fingerprint or the architecture is too long")
             self._fingerprint, self._architecture = chunk.fingerprint, chunk.architecture
+            self._draft_prefixes = tuple(chunk.draft_prefixes)
+            lengths = [0, *map(len, self._draft_prefixes)]
+            if len(lengths) > _MAX_DRAFT_PREFIXES + 1 or max(lengths) > MAX_NAME_CHARS:
+                raise InvalidManifestError("the prefixes of drafts are too many or too long")
+            if not all(self._draft_prefixes):
+                raise InvalidManifestError("a prefix of drafts is empty: every tensor has it")
         check_num_tensors(max(1, len(self._tensors) + len(chunk.tensors)))
         for tensor in chunk.tensors:
             dtype = _DTYPES.get(tensor.dtype)
@@ -233,7 +242,9 @@ class ReferenceDecoder:
     def finish(self) -> Reference:
         """Return the reference, once the stream has ended; O(tensors)."""
         check_metas(self._tensors)
-        reference = Reference(self._architecture, tuple(self._tensors), tuple(self._modules))
+        reference = Reference(
+            self._architecture, tuple(self._tensors), tuple(self._modules), self._draft_prefixes
+        )
         if reference.fingerprint != self._fingerprint:
             raise InvalidManifestError("the fingerprint of the reference is not of this content")
         return reference

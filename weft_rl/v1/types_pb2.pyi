@@ -723,6 +723,7 @@ class ReferenceChunk(_message.Message):
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    DRAFT_PREFIXES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256, hex, of "architecture\\n" and one line "name d0,d1,...\\n" a tensor,
     these lines sorted. Two replicas of one pool must have the same.
@@ -739,6 +740,13 @@ class ReferenceChunk(_message.Message):
         tensor `NAME.weight` with two dims is a module NAME beside these.
         """
 
+    @_builtins.property
+    def draft_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the first chunk: what the names begin with of tensors that the checkpoint holds and the
+        engine has no place for ("model.layers.61.", "mtp."), layers for multi-token prediction. Not
+        in the fingerprint; a push leaves them out. At most 64.
+        """
+
     def __init__(
         self,
         *,
@@ -746,10 +754,11 @@ class ReferenceChunk(_message.Message):
         architecture: _builtins.str = ...,
         tensors: _abc.Iterable[Global___ReferenceTensor] | None = ...,
         modules: _abc.Iterable[Global___ReferenceModule] | None = ...,
+        draft_prefixes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "fingerprint", b"fingerprint", "modules", b"modules", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "draft_prefixes", b"draft_prefixes", "fingerprint", b"fingerprint", "modules", b"modules", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from typing import Any
 from rollout_side.vllm_engine.server.architecture import ArchitectureModel, MemoryModule
 from weft_rl.checkpoints.files import weight_files
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
+from weft_rl.contract.draft_layers import draft_prefixes, is_draft
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
@@ -41,10 +42,17 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
     architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
     metas = _from_files(model_dir) if model_dir is not None else []
     metas = metas or _from_meta_model(hf_config)
-    tied = bool(getattr(hf_config.get_text_config(), "tie_word_embeddings", False))
-    kept = [meta for meta in metas if not _is_skipped(meta.name, tied=tied)]
+    text_config = hf_config.get_text_config()
+    tied = bool(getattr(text_config, "tie_word_embeddings", False))
+    num_layers = int(getattr(text_config, "num_hidden_layers", 0) or 0)
+    drafts = draft_prefixes((meta.name for meta in metas), num_layers)
+    kept = [
+        meta
+        for meta in metas
+        if not _is_skipped(meta.name, tied=tied) and not is_draft(meta.name, drafts)
+    ]
     kept.sort(key=lambda meta: meta.name)
-    return Reference(architecture, served_dtypes(kept, served_dtype))
+    return Reference(architecture, served_dtypes(kept, served_dtype), draft_prefixes=drafts)
 
 
 def memory_modules(hf_config: Any, reference: Reference) -> list[MemoryModule]:

@@ -47,8 +47,17 @@ def test_manifests(metas: list[TensorMeta], capacity: int) -> None:
 
 @given(_metas)
 def test_references(metas: list[TensorMeta]) -> None:
-    reference = Reference("Tiny", tuple(metas))
+    reference = Reference("Tiny", tuple(metas), draft_prefixes=("model.layers.2.", "mtp."))
     assert reference_from_chunks(reference_to_chunks(reference)) == reference
+
+
+@pytest.mark.parametrize("prefixes", [[""], ["mtp.", ""], ["a."] * 65, ["a" * 2000]])
+def test_prefixes_that_cannot_be_are_refused(prefixes: list[str]) -> None:
+    own = (TensorMeta("a", DataType.FLOAT32, (1,)),)
+    (chunk,) = reference_to_chunks(Reference("Tiny", own))
+    chunk.draft_prefixes.extend(prefixes)
+    with pytest.raises(InvalidManifestError, match="prefix"):
+        reference_from_chunks([chunk])
 
 
 def test_modules_of_a_reference_follow_its_tensors() -> None:

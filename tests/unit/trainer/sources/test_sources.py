@@ -48,6 +48,17 @@ def packed(source, bucket_bytes):
     return out
 
 
+def test_a_checkpoint_leaves_out_layers_for_drafts(tmp_path):
+    names = ["model.layers.0.up.weight", "model.layers.1.up.weight", "mtp.fc.weight", "a.weight"]
+    safetensors.torch.save_file(
+        {name: torch.ones(2) for name in names}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text('{"text_config": {"num_hidden_layers": 1}}')
+    source = CheckpointSource(tmp_path, KEEP)
+    assert [meta.name for meta in source.metas] == ["a.weight", "model.layers.0.up.weight"]
+    assert source.description.endswith("2 tensors, without 2 of layers for drafts")
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("bucket_bytes", [20_000, 2**25])
 def test_a_module_travels_as_its_checkpoint(kind, bucket_bytes, tmp_path):

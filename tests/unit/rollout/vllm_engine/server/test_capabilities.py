@@ -67,6 +67,15 @@ def test_the_reference_is_read_from_headers(tmp_path: Path) -> None:
     assert "lm_head.weight" in untied.by_name
 
 
+def test_layers_for_drafts_are_no_part_of_the_reference(tmp_path: Path) -> None:
+    names = ["model.layers.0.up.weight", "model.layers.1.up.weight", "mtp.fc.weight"]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    config = _config(num_hidden_layers=1)
+    reference = build_reference(tmp_path, config, DataType.FLOAT32)
+    assert [meta.name for meta in reference.tensors] == names[:1]
+    assert reference.draft_prefixes == ("model.layers.1.", "mtp.")
+
+
 def test_only_the_files_of_an_index_count(tmp_path: Path) -> None:
     for name in ("x", "y"):
         save_file({f"{name}.weight": torch.zeros(1)}, tmp_path / f"{name}.safetensors")

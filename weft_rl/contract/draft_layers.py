@@ -1,0 +1,38 @@
+"""Layers for multi-token prediction, which a checkpoint holds beside those of the model itself.
+
+A model that serves without drafts has no place for them, and transformers' models have none either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+#: Layer of the language model's own stack, not of an encoder's: ``model.layers.61``.
+_LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d+)\.")
+#: Modules beside the stack: ``mtp``, ``model.mtp_block``, ``model.mtp_layers``.
+_NAMED = re.compile(r"(?:model\.)?mtp[^.]*\.")
+
+
+def draft_prefixes(names: Iterable[str], num_layers: int) -> tuple[str, ...]:
+    """Return what the names of such tensors begin with, "." included, in order.
+
+    Source: config.json's ``num_hidden_layers`` counts the layers of the model itself; DeepSeek-V3
+    and GLM-4.5 number the others behind these, Qwen3-Next, MiMo and ERNIE name them ``mtp``.
+
+    Args:
+        names: Names of a checkpoint's tensors.
+        num_layers: Layers of the model itself; 0 where that is not known.
+    """
+    found = set()
+    for name in names:
+        if (named := _NAMED.match(name)) is not None:
+            found.add(named.group())
+        elif (layer := _LAYER.match(name)) is not None and 0 < num_layers <= int(layer[1]):
+            found.add(layer.group())
+    return tuple(sorted(found))
+
+
+def is_draft(name: str, prefixes: Collection[str]) -> bool:
+    """Return whether a tensor's name begins with one of these prefixes."""
+    return bool(prefixes) and name.startswith(tuple(prefixes))
