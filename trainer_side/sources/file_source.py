@@ -14,7 +14,7 @@ from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
 from weft_rl.checkpoints.files import read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
-from weft_rl.contract.draft_layers import draft_prefixes, is_draft
+from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 from weft_rl.contract.tensors import DataType
 
@@ -177,17 +177,8 @@ def _tied_head(path: Path) -> str | None:
 
 
 def _num_layers(path: Path) -> int:
-    """Return how many layers the config says that the model has; 0 where there is none."""
     config = path / "config.json"
-    if not path.is_dir() or not config.is_file():
-        return 0
-    settings = read_json(config)
-    text = settings.get("text_config")
-    for found in (settings, text if isinstance(text, dict) else {}):
-        number = found.get("num_hidden_layers")
-        if isinstance(number, int) and number > 0:
-            return number
-    return 0
+    return num_layers_of(read_json(config)) if path.is_dir() and config.is_file() else 0
 
 
 def _safe_open() -> Any:

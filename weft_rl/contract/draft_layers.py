@@ -6,7 +6,7 @@ A model that serves without drafts has no place for them, and transformers' mode
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 #: Layer of the language model's own stack, not of an encoder's: ``model.layers.61``.
 _LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d+)\.")
@@ -31,6 +31,17 @@ def draft_prefixes(names: Iterable[str], num_layers: int) -> tuple[str, ...]:
         elif (layer := _LAYER.match(name)) is not None and 0 < num_layers <= int(layer[1]):
             found.add(layer.group())
     return tuple(sorted(found))
+
+
+def num_layers_of(config: Mapping[str, object]) -> int:
+    """Return how many layers a config.json says that the model has, without those for drafts; 0 if
+    it does not."""
+    text = config.get("text_config")
+    for settings in (config, text if isinstance(text, Mapping) else {}):
+        number = settings.get("num_hidden_layers")
+        if isinstance(number, int) and number > 0:
+            return number
+    return 0
 
 
 def is_draft(name: str, prefixes: Collection[str]) -> bool:

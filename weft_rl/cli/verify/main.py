@@ -183,7 +183,7 @@ def _compare_part(
         for row, served, config_json in threads.map(lambda of: pool.digests(*of), asked):
             part.rows.append(row)
             if row.digest and row.digest not in verdicts:
-                found = compare(served, local.tensors, local.cast_digest, local.tied)
+                found = compare(served, local.tensors, local.cast_digest, local.optional(served))
                 verdicts[row.digest] = counts(found)
                 part.differences[row.digest] = [c for c in found if c.verdict not in FINE]
             row.tensors = verdicts.get(row.digest, {})

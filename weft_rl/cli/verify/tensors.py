@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from weft_rl.checkpoints.files import local_model_dir, read_json, read_text, wei
 from weft_rl.checkpoints.reader import read_tensors
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType, shape_text
 from weft_rl.transport.digests.wsum64 import tensor_digest
@@ -39,9 +40,18 @@ class LocalTensors:
     tensors: tuple[StoredTensor, ...]
     tied: frozenset[str] = frozenset()
     """Name of the output head, if the config ties it to the embedding."""
+    num_layers: int = 0
+    """Layers that the config says that the model has; 0 where that is not known."""
     config: dict[str, Any] = field(default_factory=dict)
     """PEFT's config of an adapter, its patterns replaced by module names."""
     _files: dict[str, Path] = field(default_factory=dict)
+
+    def optional(self, served: Iterable[StoredTensor]) -> frozenset[str]:
+        """Return the names that one side may lack: a head that is a copy, and layers for drafts."""
+        ours, theirs = [t.name for t in self.tensors], [t.name for t in served]
+        # Served layers above the config's may be those of another model.
+        drafts = draft_prefixes(ours, self.num_layers) + draft_prefixes(theirs, 0)
+        return self.tied | {name for name in (*ours, *theirs) if is_draft(name, drafts)}
 
     def cast_digest(self, name: str, dtype: DataType) -> int:
         """Digest a tensor after the cast that a push would do."""
@@ -64,7 +74,8 @@ def read_checkpoint(path: Path) -> LocalTensors:
     config = path / "config.json"
     settings = read_json(config) if path.is_dir() and config.is_file() else {}
     tied = frozenset({_HEAD} if settings.get("tie_word_embeddings") else ())
-    return _read(path, weight_files(path) if path.is_dir() else [path], tied=tied)
+    read = _read(path, weight_files(path) if path.is_dir() else [path])
+    return replace(read, tied=tied, num_layers=num_layers_of(settings))
 
 
 def read_adapter(path: Path) -> LocalTensors:
@@ -90,7 +101,7 @@ def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
     )
 
 
-def _read(path: Path, files: list[Path], *, tied: frozenset[str] = frozenset()) -> LocalTensors:
+def _read(path: Path, files: list[Path]) -> LocalTensors:
     if not files or not all(file.is_file() for file in files):
         missing = next((file.name for file in files if not file.is_file()), "*.safetensors")
         raise InvalidRequestError(f"{path} holds no {missing}")
@@ -106,7 +117,7 @@ def _read(path: Path, files: list[Path], *, tied: frozenset[str] = frozenset()) 
     if is_adapter_dir(path):
         text = read_text(path / "adapter_config.json", MAX_CONFIG_BYTES)
         config = json.loads(config_in_names(text, tensors, None))
-    return LocalTensors(path, tuple(tensors.values()), tied, config, places)
+    return LocalTensors(path, tuple(tensors.values()), config=config, _files=places)
 
 
 def differing_settings(served_json: str, local: LocalTensors) -> list[str]:
@@ -155,7 +166,7 @@ def compare(
     served: Iterable[StoredTensor],
     local: Iterable[StoredTensor],
     cast: Cast,
-    tied: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> list[ComparedTensor]:
     """Compare every tensor of either side, by name.
 
@@ -163,12 +174,12 @@ def compare(
         served: Tensors that a replica holds.
         local: Tensors of the local files.
         cast: Called where only the types of floats differ.
-        tied: Names of tensors that are copies of others: one side may lack them.
+        optional: Names of tensors that one side may lack.
     """
     theirs, ours = ({t.name: t for t in tensors} for tensors in (served, local))
     found = []
     for name in sorted(theirs.keys() | ours.keys()):
-        if name in tied and (name not in theirs or name not in ours):
+        if name in optional and (name not in theirs or name not in ours):
             continue
         if name not in theirs:
             found.append(ComparedTensor(name, Verdict.MISSING, f"here {_text(ours[name])}"))

@@ -71,7 +71,23 @@ def test_a_cast_is_that_of_a_push(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_a_copy_where_the_config_says_so(tmp_path: Path, tied: bool) -> None:
     path = checkpoint(tmp_path / "model", tie_word_embeddings=tied)
-    assert read_checkpoint(path).tied == ({"lm_head.weight"} if tied else set())
+    assert read_checkpoint(path).optional([]) == ({"lm_head.weight"} if tied else set())
+
+
+def test_layers_for_drafts_may_lack_on_either_side(tmp_path: Path) -> None:
+    names = ["model.layers.0.up.weight", "model.layers.1.up.weight", "mtp.fc.weight"]
+    path = checkpoint(tmp_path / "model", num_hidden_layers=1)
+    save_file({name: torch.ones(2) for name in names}, path / "model.safetensors")
+    optional = read_checkpoint(path).optional([])
+    assert optional == set(names[1:])
+    drafts = [tensor(name, 1) for name in names[1:]]
+    assert compare(drafts, [], no_cast, optional) == compare([], drafts, no_cast, optional) == []
+
+
+def test_served_layers_above_the_configs_are_no_drafts(tmp_path: Path) -> None:
+    local = read_checkpoint(checkpoint(tmp_path / "model", num_hidden_layers=1))
+    assert local.optional([tensor("model.layers.1.up.weight", 1)]) == set()
+    assert local.optional([tensor("mtp.fc.weight", 1)]) == {"mtp.fc.weight"}
 
 
 def test_a_single_file_is_a_checkpoint(tmp_path: Path) -> None:
