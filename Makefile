@@ -26,7 +26,7 @@ PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart chart-run images page observe demo grpo test test-fast sim fuzz matrix fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -66,6 +66,9 @@ test-fast: install  ## Tests without an engine (about a minute).
 
 sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take 18 minutes on 2 cores).
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --processes 2
+
+models: install  ## Many architectures, tiny, against transformers; writes docs/models.md (25 minutes).
+	$(BIN)/python -m tests.architectures $(MODELS)
 
 matrix: install  ## Every kind of model and rank, and every example, with real vLLM (6 minutes).
 	$(BIN)/python -m pytest tests/e2e/test_models.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_layerwise_reload.py tests/e2e/test_examples.py -m 'matrix or not matrix'

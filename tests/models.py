@@ -57,7 +57,7 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
         seed: Of its weights.
         tied: Whether lm_head shares the embedding's weight.
     """
-    config = _config(kind, tied)
+    config = make_config(kind, tied)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -285,7 +285,7 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
 
 def save_config(kind: str, path: Path) -> None:
     """Save what a model of ``make_model`` says of itself, without its weights."""
-    config = _config(kind, False)
+    config = make_config(kind, False)
     config.save_pretrained(path)
 
 
@@ -315,7 +315,7 @@ def draw_adapter(model: Any, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.08)
 
 
-def _config(kind: str, tied: bool) -> Any:
+def make_config(kind: str, tied: bool) -> Any:
     import transformers
 
     common = {**_COMMON, "tie_word_embeddings": tied}

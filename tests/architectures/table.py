@@ -1,0 +1,55 @@
+"""Results of all architectures, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.architectures.run import STEPS, is_fine
+from tests.architectures.specs import ARCHITECTURES
+
+_RESULTS = Path(__file__).with_name("results.json")
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_BEGIN, _END = "<!-- made by make models -->", "<!-- end -->"
+
+Results = dict[str, dict[str, str]]
+
+
+def load() -> Results:
+    """Return the stored results, by architecture."""
+    return json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+
+
+def save(results: Results) -> None:
+    """Store the results."""
+    order = [a.name for a in ARCHITECTURES if a.name in results]
+    _RESULTS.write_text(json.dumps({name: results[name] for name in order}, indent=1) + "\n")
+
+
+def render(results: Results) -> str:
+    """Return the rows of the page's table."""
+    rows = ["| architecture | " + " | ".join(STEPS) + " | vLLM |", "|---" * (len(STEPS) + 2) + "|"]
+    for architecture in ARCHITECTURES:
+        found = results.get(architecture.name)
+        if found is not None:
+            cells = [_cell(found.get(step, "")) for step in STEPS]
+            rows.append(f"| {architecture.name} | {' | '.join(cells)} | {found['vllm']} |")
+    return "\n".join(rows)
+
+
+def _cell(result: str) -> str:
+    if not result:
+        return "-"
+    return result if is_fine(result) else f"**{result.splitlines()[0][:300]}**".replace("|", "/")
+
+
+def page(text: str, results: Results) -> str:
+    """Return the page with its table made anew."""
+    before, rest = text.split(_BEGIN)
+    after = rest.split(_END)[1]
+    return f"{before}{_BEGIN}\n\n{render(results)}\n\n{_END}{after}"
+
+
+def write_page(results: Results) -> None:
+    """Make the table of the page anew."""
+    PAGE.write_text(page(PAGE.read_text(), results))
