@@ -79,7 +79,7 @@ async def test_text_is_told_as_tokens(served: Served) -> None:
 
 
 async def test_images_come_with_a_prompt(served: Served) -> None:
-    """As files and as pixels, in their order; the prompt is told with what stands for them."""
+    """Files and pixels keep their order; the prompt is told with the tokens that stand for them."""
     request = _request("base", max_tokens=2)
     request.images.add(file=b"PNG")
     request.images.add(pixels=pb.Pixels(height=2, width=1, rgb=bytes(6)))

@@ -45,7 +45,7 @@ class Case:
 
     engine: EngineProcess
     base: Path
-    """What PEFT computes with."""
+    """Return the model that PEFT computes with."""
     adapter: Path
     kind: str
 

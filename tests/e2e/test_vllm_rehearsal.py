@@ -55,14 +55,14 @@ def past_loader(parameter: Any, weight: torch.Tensor) -> None:
 
 
 def past_loader_in_parts(parameter: Any, weight: torch.Tensor) -> None:
-    """As it does with what several ranks hold, through views."""
+    """Writes go through views, as where several ranks hold parts."""
     parameter.data.zero_()
     parameter.view(2, 2)[0].copy_(weight[:2])
     parameter.narrow(0, 2, 2).copy_(weight[2:])
 
 
 def overwriting(parameter: Any, weight: torch.Tensor) -> None:
-    """As it does at ranks that are to add nothing."""
+    """Tensors are zeroed, as at ranks that are to add nothing."""
     past_loader(parameter, weight.clone())
     weight.zero_()
 
@@ -125,7 +125,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 
 def derive(model: Model) -> None:
-    """Of a layer that loads weights: nothing computes it anew."""
+    """Nothing computes the parameter of a layer that loads weights anew."""
     model.down.register_parameter("W_UV", nn.Parameter(torch.ones(2), requires_grad=False))
 
 
@@ -161,7 +161,7 @@ def write_to_attention(model: Model) -> None:
 
 
 def write_twice(model: Model) -> None:
-    """What comes after a layer was built is lost."""
+    """A write after its layer was built is lost."""
     model.load = lambda p, w: (past_loader(p, w), past_loader(p, w))
 
 

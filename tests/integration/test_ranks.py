@@ -1,6 +1,7 @@
 """Trainers of several ranks, with their real frameworks, push what they hold.
 
 The engine is a double; the same with real vLLM is in tests/e2e/test_trainers.py.
+One file: every case is a push of such a trainer's processes, which take seconds to start.
 """
 
 import os

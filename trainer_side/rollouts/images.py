@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,10 @@ def _message(image: Any, number: int) -> pb.Image:
         rgb = ctypes.string_at(rows.data_ptr(), rows.numel())
         return pb.Image(pixels=pb.Pixels(height=rows.shape[0], width=rows.shape[1], rgb=rgb))
     if hasattr(image, "convert") and hasattr(image, "tobytes"):  # PIL.Image, which is not imported
+        if getattr(image, "has_transparency_data", False):  # a replica puts it on white
+            file = io.BytesIO()
+            image.convert("RGBA").save(file, "PNG", compress_level=1)
+            return pb.Image(file=file.getvalue())
         width, height = image.size
         rgb = image.convert("RGB").tobytes()
         return pb.Image(pixels=pb.Pixels(height=height, width=width, rgb=rgb))

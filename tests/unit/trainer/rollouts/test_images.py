@@ -8,6 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from rollout_side.engine import PromptImage
+from rollout_side.vllm_engine.server.images import decode_images
 from trainer_side import ImagePrompt, InvalidRequestError, Sampling
 from trainer_side.rollouts.images import MAX_BYTES
 from trainer_side.rollouts.requests import PromptRequest, WantedVersions, checked_prompts
@@ -31,6 +33,15 @@ def test_pixels_are_sent_row_by_row(given: Any) -> None:
     ((prompt, images),) = checked_prompts([ImagePrompt("a <image>", [given, b"PNG"])])
     assert prompt == "a <image>"
     assert images == (SENT, pb.Image(file=b"PNG"))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_a_transparent_image_is_what_its_file_would_be(mode: str) -> None:
+    """A replica puts files on white; colours behind full transparency are seen by nobody."""
+    given = Image.new(mode, (2, 2))
+    ((_, images),) = checked_prompts([ImagePrompt("a", [given])])
+    (decoded,) = decode_images([PromptImage(file=images[0].file)])
+    assert decoded.getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_a_request_carries_them_and_leaves_the_prompt_to_be_told() -> None:
