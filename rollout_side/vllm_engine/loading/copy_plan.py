@@ -15,7 +15,9 @@ holds its source's bits after vLLM's own load. Three proofs exist:
 - ``learn_from_files`` compares the parameters with digests of the files that the engine was started
   with, so that even the first push needs no reload.
 
-There is no plan for a model whose layers post-process their weights after loading.
+A linear layer that processes its weights after loading is filled in its loading form and
+processed (``processed_layers``). There is no plan for experts that are processed, nor for attention
+that derives matrices.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -34,6 +37,11 @@ from torch.utils._pytree import tree_leaves
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading.processed_layers import (
+    ProcessedLayer,
+    in_loading_form,
+    storage_of,
+)
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot, plan_buckets
 from weft_rl.contract.tensors import DataType, Reference
@@ -45,6 +53,7 @@ class PlannedCopy:
     """A copy: part of a bucket's bytes to part of a parameter."""
 
     target: torch.Tensor
+    """The part of the parameter; on the meta device if it is one of a loading form."""
     offset: int
     """Start of the source in its bucket, in elements of its dtype."""
     shape: tuple[int, ...]
@@ -58,7 +67,12 @@ class PlannedCopy:
     def is_all_of(self, shape: Sequence[int]) -> bool:
         """Return whether the source is a whole tensor of that shape, its elements in order."""
         is_first = self.offset == 0 and prod(self.shape) == prod(shape)
-        return is_first and self.stride == tuple(_row_major(self.shape))
+        return is_first and self.is_row_major
+
+    @property
+    def is_row_major(self) -> bool:
+        """True if the source's elements lie one behind the other, in order."""
+        return self.stride == tuple(_row_major(self.shape))
 
     @property
     def is_expanded(self) -> bool:
@@ -71,19 +85,24 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 
 
 def trace_copies(
-    model: torch.nn.Module, manifest: Manifest, data: torch.Tensor
+    model: torch.nn.Module,
+    manifest: Manifest,
+    data: torch.Tensor,
+    processed: Sequence[ProcessedLayer] = (),
 ) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
 
     Args:
+        processed: Layers that are filled in their loading forms.
         data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
 
     Raises:
         ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
     """
-    watcher = _CopyTracer(manifest, data, model.parameters())
-    with torch.no_grad(), bridges.without_lora(model), watcher:
-        model.load_weights(tensors_in(manifest, data))  # type: ignore[operator]
+    with torch.no_grad(), bridges.without_lora(model), in_loading_form(processed):
+        watcher = _CopyTracer(manifest, data, model.parameters())
+        with watcher:
+            model.load_weights(tensors_in(manifest, data))  # type: ignore[operator]
     watcher.check_covered()
     return watcher.pieces
 
@@ -162,14 +181,6 @@ def _is_zeroing(name: str, args: tuple[Any, ...]) -> bool:
     return name == "zero_" or (name == "fill_" and float(args[1]) == 0)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's storage, valid while that lives; views share it.
-
-    It is not the address: storages of the meta device have none.
-    """
-    return int(tensor.untyped_storage()._cdata)
-
-
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor's elements as integers of their size: a NaN equals itself there."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
@@ -196,17 +207,27 @@ class CopyPlan:
     Args:
         manifest: The layout.
         pieces: Copies of each bucket.
+        processed: Layers whose loading forms some of these fill.
     """
 
-    def __init__(self, manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        pieces: Sequence[Sequence[PlannedCopy]],
+        processed: Sequence[ProcessedLayer] = (),
+    ) -> None:
         self.layout_digest = manifest.layout_digest
         self._manifest = manifest
         self.num_copies = sum(map(len, pieces))
-        self.is_readable = _is_whole(manifest, pieces)
+        self.num_processed = len(processed)
+        self.is_readable = not processed and _is_whole(manifest, pieces)
         """True if ``read_bucket`` can be called: every element has a place of its own here."""
         self._pieces = pieces
+        self._plain = [[p for p in part if not p.target.is_meta] for part in pieces]
+        self._processed = processed
+        self._forms = _LoadingForms(pieces, processed)
         self._starts = bucket_starts(manifest)
-        self.device = next(piece.target.device for part in pieces for piece in part)
+        self.device = next(piece.target.device for part in self._plain for piece in part)
 
     def for_layout(self, manifest: Manifest) -> CopyPlan | None:
         """Return the same copies for another layout of the tensors; None if a dtype differs.
@@ -226,7 +247,7 @@ class CopyPlan:
                 return None
             first = slot.offset_bytes // meta.dtype.itemsize_bytes
             pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
-        return CopyPlan(manifest, pieces)
+        return CopyPlan(manifest, pieces, self._processed)
 
     def load(self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
@@ -237,6 +258,8 @@ class CopyPlan:
         """
         with torch.no_grad():
             _launch(self._segment_pairs(data, on_progress))
+            for layer, made in self._segment_made(data, on_progress):
+                layer.write(made)
         wait_for_copies(self.device)
 
     def load_bucket(self, index: int, wire: torch.Tensor) -> None:
@@ -250,7 +273,10 @@ class CopyPlan:
                 of the largest element's size.
         """
         with torch.no_grad():
-            _launch(self._pairs(index, self._payload(index, wire)))
+            payload = self._payload(index, wire)
+            _launch(self._pairs(index, payload))
+            for layer, made in self._forms.fill(index, payload):
+                layer.write(made)
         wait_for_copies(self.device)
 
     def read_bucket(self, index: int, out: torch.Tensor) -> torch.Tensor:
@@ -281,16 +307,32 @@ class CopyPlan:
 
     def holds(self, data: torch.Tensor) -> bool:
         """Return whether the model's parameters are, bit for bit, what ``load`` would make them."""
-        return self._equal(self._segment_pairs(data))
+        with torch.no_grad():
+            made = (
+                (layer.served[name], tensor)
+                for layer, tensors in self._segment_made(data)
+                for name, tensor in tensors.items()
+            )
+            return self._equal(chain(self._segment_pairs(data), made))
 
     def source_digests(self, index: int, wire: torch.Tensor) -> list[int]:
-        """Return the digests of what ``load_bucket`` would copy, by piece; blocks for them."""
-        pairs = self._pairs(index, self._payload(index, wire))
-        return [self._digest(source) for _, source in pairs]
+        """Return the digests of what ``load_bucket`` would write, by piece; blocks for them.
+
+        Call it for every bucket, in order.
+        """
+        payload = self._payload(index, wire)
+        found = [self._digest(source) for _, source in self._pairs(index, payload)]
+        with torch.no_grad():
+            for layer, made in self._forms.fill(index, payload):
+                found += [self._digest(made[name]) for name in layer.served]
+        return found
 
     def target_digests(self, index: int) -> list[int]:
         """Return the digests of what the parameters hold where ``load_bucket`` writes."""
-        return [self._digest(piece.target) for piece in self._pieces[index]]
+        found = [self._digest(piece.target) for piece in self._plain[index]]
+        for layer in self._forms.complete_with(index):
+            found += [self._digest(tensor) for tensor in layer.served.values()]
+        return found
 
     def first_unlike(self, digests: Sequence[int]) -> str:
         """Return the name of a tensor whose digest the parameters do not have; empty if none.
@@ -348,7 +390,7 @@ class CopyPlan:
         return wire[:num_bytes]
 
     def _pairs(self, index: int, wire: torch.Tensor) -> Iterator[_Pair]:
-        return ((piece.target, piece.source(wire)) for piece in self._pieces[index])
+        return ((piece.target, piece.source(wire)) for piece in self._plain[index])
 
     def _segment_pairs(
         self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
@@ -357,11 +399,109 @@ class CopyPlan:
             on_progress()
             yield from self._pairs(index, self._payload(index, data[start:]))
 
+    def _segment_made(
+        self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[ProcessedLayer, dict[str, torch.Tensor]]]:
+        for index, start in enumerate(self._starts):
+            on_progress()
+            yield from self._forms.fill(index, self._payload(index, data[start:]))
+
     def _equal(self, pairs: Iterable[_Pair]) -> bool:
         differs = torch.zeros((), dtype=torch.bool, device=self.device)
         for target, source in pairs:
             differs |= (bits(target) != bits(source.to(self.device))).any()
         return not bool(differs)
+
+
+class _LoadingForms:
+    """Loading forms of processed layers, filled bucket by bucket.
+
+    Args:
+        pieces: Copies of each bucket, those to plain parameters included.
+        processed: The layers.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Sequence[PlannedCopy]], processed: Sequence[ProcessedLayer]
+    ) -> None:
+        owners = {
+            storage_of(meta): (layer, name)
+            for layer in processed
+            for name, meta in layer.form.items()
+        }
+        self._pieces: list[dict[ProcessedLayer, list[_FormPiece]]] = []
+        self._buckets: dict[ProcessedLayer, list[int]] = {}
+        for index, part in enumerate(pieces):
+            own: dict[ProcessedLayer, list[_FormPiece]] = {}
+            for piece in part:
+                if piece.target.is_meta:
+                    layer, name = owners[storage_of(piece.target)]
+                    # In the order in which they are complete, as in vLLM's reload: methods may
+                    # agree on a scale with the other ranks.
+                    own[layer] = [*own.pop(layer, []), (name, piece)]
+            self._pieces.append(own)
+            for layer in own:
+                self._buckets.setdefault(layer, []).append(index)
+        self._begun: dict[ProcessedLayer, dict[str, torch.Tensor]] = {}
+
+    def complete_with(self, index: int) -> list[ProcessedLayer]:
+        """Return the layers whose last piece lies in a bucket."""
+        return [layer for layer in self._pieces[index] if self._buckets[layer][-1] == index]
+
+    def fill(
+        self, index: int, wire: torch.Tensor
+    ) -> Iterator[tuple[ProcessedLayer, dict[str, torch.Tensor]]]:
+        """Fill loading forms from a bucket; yield each layer that is complete, and what it makes.
+
+        Buckets come in order; the first one forgets what an ended load has left.
+        """
+        if index == 0:
+            self._begun.clear()
+        for layer, pieces in self._pieces[index].items():
+            buckets = self._buckets[layer]
+            loaded = self._begun.pop(layer, None)
+            lying: dict[str, torch.Tensor] = {}
+            if loaded is None:
+                lying = _lying_whole(layer, pieces, wire) if len(buckets) == 1 else {}
+                loaded = {name: layer.allocate(name) for name in layer.form if name not in lying}
+            _launch(
+                (_same_part(loaded[name], piece.target), piece.source(wire))
+                for name, piece in pieces
+                if name not in lying
+            )
+            if index == buckets[-1]:
+                yield layer, layer.process(loaded | lying)
+            else:
+                self._begun[layer] = loaded
+
+
+#: A parameter of a loading form, and a copy that fills some of it.
+_FormPiece = tuple[str, PlannedCopy]
+
+
+def _lying_whole(
+    layer: ProcessedLayer, pieces: Sequence[_FormPiece], wire: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that lie whole and in order in a bucket, as views of it."""
+    found = {}
+    for name, form in layer.form.items() if layer.only_reads else ():
+        own = [piece for other, piece in pieces if other == name]
+        own.sort(key=lambda piece: piece.target.storage_offset())
+        begin = own[0].offset
+        if form.is_contiguous() and all(
+            piece.is_row_major
+            and piece.target.is_contiguous()
+            and piece.offset - begin == piece.target.storage_offset()
+            for piece in own
+        ):
+            typed = wire.view(form.dtype)
+            at = typed.storage_offset() + begin
+            found[name] = typed.as_strided(form.shape, form.stride(), at)
+    return found
+
+
+def _same_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> bool:
@@ -407,8 +547,11 @@ def learn(model: torch.nn.Module, staged: StagedVersion) -> CopyPlan | None:
         staged: Copy of the base that the model serves now.
     """
     plan, why = make_plan(model, staged.manifest, staged.segment.data)
-    if plan is not None and not plan.holds(staged.segment.data):
-        why = "a parameter does not hold what was loaded into it"
+    try:
+        if plan is not None and not plan.holds(staged.segment.data):
+            why = "a parameter does not hold what was loaded into it"
+    except Exception as error:  # noqa: BLE001 (as in make_plan)
+        why = f"{type(error).__name__}: {error}"
     return accepted(plan, why)
 
 
@@ -422,10 +565,10 @@ def make_plan(
     Args:
         segment: Stands for the wire; see ``trace_copies``.
     """
-    if why := why_not_plain(model):
-        return None, why
     try:
-        return CopyPlan(manifest, trace_copies(model, manifest, segment)), ""
+        processed = processed_layers(model)
+        pieces = trace_copies(model, manifest, segment, processed)
+        return CopyPlan(manifest, pieces, processed), ""
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         return None, f"{type(error).__name__}: {error}"
 
@@ -435,7 +578,8 @@ def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
     if plan is None or why:
         _log.info("bases are loaded by vLLM's own reload, not by copies: %s", why)
         return None
-    _log.debug("bases are loaded by %d plain copies", plan.num_copies)
+    processed = f", and {plan.num_processed} layers processed" if plan.num_processed else ""
+    _log.debug("bases are loaded by %d plain copies%s", plan.num_copies, processed)
     return plan
 
 
@@ -444,18 +588,24 @@ def can_learn(worker: Any) -> bool:
     return bool(worker.device.type == "cuda")
 
 
-def why_not_plain(model: torch.nn.Module) -> str:
-    """Return why a layer does not keep its weights as they were loaded; empty if all do."""
+def processed_layers(model: torch.nn.Module) -> list[ProcessedLayer]:
+    """Return the layers that do not keep their weights as they were loaded.
+
+    Raises:
+        ValueError: One of them is not filled by copies.
+    """
+    found = []
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-            return f"{name} is held by {type(method).__name__}"
-        if "MLA" in type(layer).__name__:
-            return f"{name} derives matrices from its weights"
+            if any(True for _ in layer.parameters(recurse=False)):
+                found.append(ProcessedLayer(name, layer))
+        elif "MLA" in type(layer).__name__:
+            raise ValueError(f"{name} derives matrices from its weights")
         # A backend may hold them as float32: FlashInfer copies them anew after a reload.
-        if getattr(getattr(layer, "impl", None), "sinks", None) is not None:
-            return f"{name} attends to sinks, which its backend may convert"
-    return ""
+        elif getattr(getattr(layer, "impl", None), "sinks", None) is not None:
+            raise ValueError(f"{name} attends to sinks, which its backend may convert")
+    return found
 
 
 class PlanProof:
@@ -544,7 +694,9 @@ def learn_from_files(
             manifest = plan_buckets(reference.tensors, 1)
             stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
             plan, why = make_plan(model, manifest, stand_in)
-            if plan is not None:
+            if plan is not None and plan.num_processed:
+                why = f"{plan.num_processed} layers hold what they make of the files"
+            elif plan is not None:
                 unlike = plan.first_unlike(digests)
                 if not unlike:
                     return accepted(plan, "")

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.copy_plan import bits, storage_of
+from rollout_side.vllm_engine.loading.copy_plan import bits
+from rollout_side.vllm_engine.loading.processed_layers import storage_of
 from weft_rl.containers.lru import LruMapping
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import reload
-from rollout_side.vllm_engine.loading.copy_plan import storage_of
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
     DirectWriteRecord,
@@ -32,6 +31,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     is_attention,
     note,
 )
+from rollout_side.vllm_engine.loading.processed_layers import storage_of
 from weft_rl.contract.tensors import Reference, TensorMeta
 
 _log = logging.getLogger(__name__)

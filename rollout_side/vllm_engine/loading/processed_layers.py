@@ -1,0 +1,153 @@
+"""Layers that hold their weights otherwise than they are loaded: quantised as they are loaded, say.
+
+vLLM loads such a layer in its *loading form*, parameters as a checkpoint has them, and the layer's
+method then makes from these what the layer computes with. A copy plan does the same a layer at a
+time: it fills the loading form with copies, calls the same method, and writes what that has made to
+where the layer's tensors lie, so that captured graphs stay valid. The bits are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_LAYERWISE = f"{_RELOAD}.layerwise"
+#: Set by vLLM's methods, which do nothing where it is.
+_IS_PROCESSED = "_already_called_process_weights_after_loading"
+#: Methods that leave what was loaded as it is: they need no copy of it.
+_ONLY_READ = frozenset(
+    {
+        "Fp8PerTensorOnlineLinearMethod",
+        "Fp8PerBlockOnlineLinearMethod",
+        "Fp8PtpcOnlineLinearMethod",
+        "Int8PerChannelOnlineLinearMethod",
+    }
+)
+_Tensors = dict[str, torch.Tensor]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an identifier of a tensor's storage, valid while that lives; views share it.
+
+    It is not the address: storages of the meta device have none.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+class ProcessedLayer:
+    """A linear layer whose method processes what was loaded, and its loading form.
+
+    Args:
+        name: Name of the layer, for error messages.
+        layer: The layer, as it serves.
+
+    Raises:
+        ValueError: Its method keeps tensors beside the layer's own, or more than parameters are
+            loaded, or none.
+    """
+
+    def __init__(self, name: str, layer: torch.nn.Module) -> None:
+        self.name, self.layer = name, layer
+        self._method: Any = layer.quant_method
+        kind = type(self._method).__name__
+        linear = sys.modules.get("vllm.model_executor.layers.linear")  # imported, if there are any
+        if linear is None or not isinstance(layer, linear.LinearBase):
+            raise ValueError(f"{name} is held by {kind}")
+        layerwise = importlib.import_module(_LAYERWISE)
+        parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+        if not parameters or buffers:
+            raise ValueError(f"{name} is not loaded as parameters alone")
+        self.form: Mapping[str, torch.Tensor] = parameters
+        """Parameters of the loading form, on the meta device, by name."""
+        held = list(vars(self._method).values())
+        held += [value for each in held for value in getattr(each, "__dict__", {}).values()]
+        if any(isinstance(value, torch.Tensor) for value in held):
+            raise ValueError(f"{kind} of {name} keeps tensors of its own")
+        self.only_reads = kind in _ONLY_READ
+        """True if the method certainly leaves the loading form as it is."""
+        self.served: _Tensors = _served_tensors(layer)
+        """Tensors that the layer computes with, by name; written to by ``write``."""
+
+    def allocate(self, name: str) -> torch.Tensor:
+        """Return memory for one tensor of the loading form, without values."""
+        meta, device = self.form[name], next(iter(self.served.values())).device
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+    def process(self, loaded: Mapping[str, torch.Tensor]) -> _Tensors:
+        """Return what the layer's method makes of a loading form, by the names in ``served``.
+
+        The layer is as it was afterwards. On CUDA this is given to the calling thread's current
+        stream, and not waited for.
+
+        Args:
+            loaded: Tensors of the loading form; written to unless ``only_reads``.
+
+        Raises:
+            ValueError: The method has made other tensors than the layer has.
+        """
+        layer, before = self.layer, dict(vars(self.layer))
+        vars(layer).pop(_IS_PROCESSED, None)
+        try:
+            self.set_form(loaded)
+            self._method.process_weights_after_loading(layer)
+            made = _served_tensors(layer)
+            self._check(made, before)
+        finally:
+            vars(layer).clear()
+            vars(layer).update(before)
+        return made
+
+    def write(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Copy what ``process`` has returned to the tensors that the layer computes with."""
+        for name, tensor in self.served.items():
+            tensor.copy_(made[name], non_blocking=True)
+
+    def set_form(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer these tensors as its loading form, and nothing else.
+
+        They are of the classes, and have the attributes, that vLLM gives to them.
+        """
+        sanitize = importlib.import_module(f"{_RELOAD}.sanitize")
+        layer = self.layer
+        layer._parameters, layer._buffers = {}, {}
+        for name, tensor in loaded.items():
+            meta = sanitize.restore_layer_refs(self.form[name], layer)
+            own = tensor.view_as(tensor)  # an object of its own, over the same memory
+            own.__class__ = meta.__class__
+            vars(own).update(vars(meta))
+            layer._parameters[name] = own  # type: ignore[assignment]
+
+    def _check(self, made: _Tensors, before: Mapping[str, Any]) -> None:
+        if {n: (t.shape, t.dtype) for n, t in made.items()} != {
+            n: (t.shape, t.dtype) for n, t in self.served.items()
+        }:
+            raise ValueError(f"{self.name} is processed to other tensors than it has")
+        for key, value in vars(self.layer).items():
+            if isinstance(value, torch.Tensor) and value is not before.get(key):
+                raise ValueError(f"{self.name} keeps {key!r}, which is made anew")
+
+
+def _served_tensors(layer: torch.nn.Module) -> _Tensors:
+    own = (*layer._parameters.items(), *layer._buffers.items())
+    return {name: tensor.data for name, tensor in own if tensor is not None}
+
+
+@contextlib.contextmanager
+def in_loading_form(layers: Iterable[ProcessedLayer]) -> Iterator[None]:
+    """Let layers have their loading forms, on the meta device, with the loaders that fill them."""
+    with contextlib.ExitStack() as stack:
+        for each in layers:
+            layer = each.layer
+            layerwise = importlib.import_module(_LAYERWISE)
+            stack.callback(vars(layer).update, dict(vars(layer)))
+            each.set_form(each.form)
+            own: dict[str, Any] = layer._parameters
+            for parameter in own.values():
+                parameter.weight_loader = layerwise._get_original_loader(parameter)
+        yield
