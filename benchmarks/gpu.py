@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument(
         "--running-requests", default="recompute", help="of the replicas: recompute, keep, abort"
     )
+    parser.add_argument("--quantization", default="", help="vLLM's --quantization: fp8_per_tensor")
     parser.add_argument("--memory", default="0.5", help="vLLM's --gpu-memory-utilization")
     parser.add_argument(
         "--one-sided", action="store_true", help="replicas see the trainer's GPU, and read it"
@@ -163,7 +164,8 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     vllm = ("--load-format", "dummy", "--max-model-len", "4096",
             "--gpu-memory-utilization", args.memory,
             "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
-            "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else _GRAPHS))  # fmt: skip
+            "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else _GRAPHS),
+            *(["--quantization", args.quantization] if args.quantization else []))  # fmt: skip
     # An engine that starts meanwhile would take the trainer's memory for its own.
     models = make_models(model_dir) if args.share else None
     began = time.monotonic()
