@@ -3,9 +3,9 @@
 vLLM makes hundreds of small objects of an adapter and copies them one by one from host
 memory, while nothing is generated: 50 ms for 504 tensors. For a LoRA of linear layers
 it clears a slot of each stacked tensor, scales every B, and copies all A and B into
-place. So that is learnt once for a layout and configuration, by watching vLLM do
-it. From then on it is repeated, from the device's memory if the adapter was received
-there.
+place; those of experts it stacks before. So that is learnt once for a layout and
+configuration, by watching vLLM do it. From then on it is repeated, from the device's
+memory if the adapter was received there.
 
 vLLM's managers work as always. They hold an adapter without tensors. vLLM's own code
 makes these only if the adapter must be put into a slot again after it lost its own.
@@ -77,11 +77,6 @@ class _SlotCopy:
         """Number of elements that are copied."""
         return prod(self.shape)
 
-    @property
-    def fills_slot(self) -> bool:
-        """True if the piece is all that is in its slot."""
-        return self.num_elements == self.stacked[0].numel()
-
 
 class _FlatPieces:
     """Places of flat pieces in an adapter's elements of their dtype: one call views them all."""
@@ -109,10 +104,15 @@ class _FlatPieces:
 class SlotPlan:
     """Copies that fill a slot with an adapter of one layout and configuration."""
 
-    def __init__(self, pieces: list[_SlotCopy], cleared: list[torch.Tensor]) -> None:
-        self._pieces, self._cleared = pieces, cleared
+    def __init__(
+        self,
+        pieces: list[_SlotCopy],
+        cleared: list[torch.Tensor],
+        flags: Sequence[tuple[torch.Tensor, int]] = (),
+    ) -> None:
+        self._pieces, self._cleared, self._flags = pieces, cleared, flags
         self._strided = [index for index, piece in enumerate(pieces) if not piece.is_flat]
-        filled = {storage_of(piece.stacked) for piece in pieces if piece.fills_slot}
+        filled = _filled(pieces)
         self._zeroed = [stacked for stacked in cleared if storage_of(stacked) not in filled]
         self._views: LruMapping[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = LruMapping(
             _MAX_SLOTS_OF_VIEWS
@@ -150,6 +150,10 @@ class SlotPlan:
                         target.mul_(scale)
                 else:
                     torch._foreach_mul_(scaled, scale)
+            for value in {value for _, value in self._flags}:
+                own = [flag[slot] for flag, each in self._flags if each == value]
+                torch._foreach_zero_(own)
+                torch._foreach_add_(own, value)
 
     def _targets(self, slot: int) -> list[torch.Tensor]:
         made = [piece.target(slot) for piece in self._pieces]
@@ -175,14 +179,34 @@ class SlotPlan:
 
         If not, the slot is left as it was.
         """
-        before = [stacked[slot].clone() for stacked in self._cleared]
+        held = [stacked[slot] for stacked in self._cleared]
+        held += [flag[slot : slot + 1] for flag, _ in self._flags]
+        before = [tensor.clone() for tensor in held]
         self.fill(slot, data)
-        pairs = [(s[slot], was) for s, was in zip(self._cleared, before, strict=True)]
+        pairs = [*zip(held, before, strict=True)]
         if all(torch.equal(bits(now), bits(was)) for now, was in pairs):
             return True
         for now, was in pairs:
             now.copy_(was)
         return False
+
+
+def _filled(pieces: Sequence[_SlotCopy]) -> set[int]:
+    """Return the storages whose slots the pieces fill, so that they need not be zeroed."""
+    found: dict[int, list[_SlotCopy]] = {}
+    for piece in pieces:
+        found.setdefault(storage_of(piece.stacked), []).append(piece)
+    return {storage for storage, own in found.items() if _fill_slot(own)}
+
+
+def _fill_slot(pieces: list[_SlotCopy]) -> bool:
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.within):
+        rows = [prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
+        if piece.target_stride != tuple(rows) or piece.within != end:
+            return False
+        end += piece.num_elements
+    return end == pieces[0].stacked[0].numel()
 
 
 class AdapterLoader:
@@ -294,7 +318,10 @@ def _learn(worker: Any, entry: AdapterEntry, request: Any, data: torch.Tensor) -
 
 @contextmanager
 def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_SlotWriteTracer]:
-    watcher = _SlotWriteTracer(_stacked_tensors(adapters), own)
+    flags = [getattr(module, "adapter_enabled", None) for module in adapters.modules.values()]
+    watcher = _SlotWriteTracer(
+        _stacked_tensors(adapters), [flag for flag in flags if flag is not None], own
+    )
     with watcher:
         yield watcher
 
@@ -310,26 +337,72 @@ def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """Tensor that vLLM has stacked from tensors of the adapter, one for each expert."""
+
+    tensor: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def under(self, view: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of the adapter that a view's rows along its first dim come from.
+
+        Raises:
+            ValueError: Its rows do not lie in a part each.
+        """
+        shape, strides = self.tensor.shape[1:], self.tensor.stride()[1:]
+        found = []
+        for index in range(view.shape[0]):
+            at = int(view.storage_offset() - self.tensor.storage_offset()) + index * view.stride(0)
+            number, within = divmod(at, self.tensor.stride(0))
+            part = self.parts[number]
+            begin = [(within // stride) % size for size, stride in zip(shape, strides, strict=True)]
+            if view.stride()[1:] != strides:
+                raise ValueError("a stack is read in another order than it was made in")
+            for dim, (first, size) in enumerate(zip(begin, view.shape[1:], strict=True)):
+                part = part.narrow(dim, first, size)
+            found.append(part)
+        return found
+
+
 class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that lets all happen, and notes writes to slots and to the adapter's bytes."""
 
-    def __init__(self, stacked: list[torch.Tensor], own: torch.Tensor) -> None:
+    def __init__(
+        self, stacked: list[torch.Tensor], flags: list[torch.Tensor], own: torch.Tensor
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stacked = {storage_of(t): t for t in stacked}
+        self._flags = {storage_of(t): (t, 0) for t in flags}
         self._own, self._own_storage = own, storage_of(own)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cleared: dict[int, torch.Tensor] = {}
+        self._made: dict[int, _Stack] = {}
         self._scales: dict[int, float] = {}
+        """By offset in the adapter's bytes, or by the storage of a stack."""
         self._strange = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note a write, then let it happen."""
+        """Note a write, or a stack of the adapter's tensors; let it happen."""
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is not None and func._schema.is_mutable:
             self._note(func, target, args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._note_stack(func.overloadpacket.__name__, args, result)
+        return result
+
+    def _note_stack(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        if name == "stack" and all(storage_of(t) == self._own_storage for t in args[0]):
+            if len(args) == 1 or args[1] == 0:
+                self._made[storage_of(result)] = _Stack(result, list(args[0]))
+        elif name in ("_pin_memory", "clone") and storage_of(args[0]) in self._made:
+            before = self._made[storage_of(args[0])]
+            if args[0].shape == before.tensor.shape and result.is_contiguous():
+                self._made[storage_of(result)] = _Stack(result, before.parts)
+                scale = self._scales.get(storage_of(args[0]), 1.0)
+                self._scales[storage_of(result)] = scale
 
     def _note(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
         name = func.overloadpacket.__name__
@@ -341,9 +414,15 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._cleared[where] = self._stacked[where]
             else:
                 self._strange = f"a slot is written by {func}"
-        elif where == self._own_storage:
+        elif where in self._flags:
+            if name in ("fill_", "copy_") and target.dim() == 0:
+                self._flags[where] = self._flags[where][0], int(args[1])
+            else:
+                self._strange = f"what enables a slot is written by {func}"
+        elif where == self._own_storage or where in self._made:
             if name == "mul_":
-                self._scales[self._offset(target)] = float(args[1])
+                key = where if where in self._made else self._offset(target)
+                self._scales[key] = float(args[1])
             else:
                 self._strange = f"its tensors are changed by {func}"
 
@@ -354,15 +433,15 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a plan that repeats, for any slot, what was seen.
 
         Raises:
-            ValueError: More was done than copying every tensor, scaled, once.
+            ValueError: More was done than copying every tensor, scaled.
         """
         if self._strange:
             raise ValueError(self._strange)
         starts = _tensor_starts(staged)
         left = {start: slot_.meta.num_bytes for start, slot_ in starts.items()}
         order = sorted(starts)
-        pieces = []
-        for target, source in self._copies:
+        pieces, seen = [], set()
+        for target, source, scale in self._all_copies():
             stacked = self._stacked[storage_of(target)]
             if storage_of(source) != self._own_storage or source.dtype != target.dtype:
                 raise ValueError("a slot is filled with what was computed from a tensor")
@@ -371,7 +450,10 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not 0 <= within < stacked.stride(0) or storage_of(target) not in self._cleared:
                 raise ValueError("another slot was written, or one that was not cleared")
             start = order[bisect_right(order, offset) - 1]
-            left[start] -= source.numel() * source.element_size()
+            key = offset, source.shape, source.stride()
+            is_first = key not in seen
+            seen.add(key)
+            left[start] -= source.numel() * source.element_size() * is_first
             shape = tuple(target.shape)
             expanded = source.expand(shape)
             pieces.append(
@@ -382,13 +464,24 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     shape,
                     target.stride(),
                     expanded.stride(),
-                    target.is_contiguous() and expanded.is_contiguous(),
-                    self._scales.get(start, 1.0),
+                    is_first and target.is_contiguous() and expanded.is_contiguous(),
+                    self._scales.get(start, 1.0) * scale,
                 )
             )
         if unread := [size for size in left.values() if size]:
             raise ValueError(f"{len(unread)} tensors are not copied exactly once")
-        return SlotPlan(pieces, list(self._cleared.values()))
+        return SlotPlan(pieces, list(self._cleared.values()), list(self._flags.values()))
+
+    def _all_copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        """Yield part of a slot, part of the adapter, and what that was multiplied by in a stack."""
+        for target, source in self._copies:
+            stack = self._made.get(storage_of(source))
+            if stack is None:
+                yield target, source, 1.0
+            else:
+                scale = self._scales.get(storage_of(source), 1.0)
+                for index, part in enumerate(stack.under(source)):
+                    yield target[index], part, scale
 
 
 def _tensor_starts(staged: StagedVersion) -> dict[int, Any]:

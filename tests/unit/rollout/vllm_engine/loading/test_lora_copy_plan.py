@@ -25,6 +25,8 @@ SLOTS, MAX_RANK, RANK, HIDDEN = 2, 8, 4, 6
 #: The model's modules: which of an adapter's go into them, and their sizes.
 MODULES = {"qkv": {"q": 8, "k": 4, "v": 4}, "o": {"o": HIDDEN}, "up": {"up": 10}}
 SOME, ALL = ("q", "k", "v", "o"), ("q", "k", "v", "o", "up")
+EXPERTS, WIDTH = 3, 10
+MIXED = (*SOME, *(f"experts.{number}" for number in range(EXPERTS)))
 
 
 class Weights:
@@ -32,6 +34,7 @@ class Weights:
 
     def __init__(self, scaling: float, lora_a: Any = None, lora_b: Any = None) -> None:
         self.scaling, self.lora_a, self.lora_b = scaling, lora_a, lora_b
+        self.factor = scaling
 
     def optimize(self) -> None:
         if self.scaling != 1:
@@ -73,21 +76,67 @@ class Module:
                 slots[index, 0, :rows, :columns].copy_(made, non_blocking=True)
 
 
+class Experts:
+    """vLLM's layer of experts with LoRA, which computes with a slot once that is enabled.
+
+    Args:
+        rows: First row of B that this rank has, and how many.
+    """
+
+    def __init__(self, rows: tuple[int, int]) -> None:
+        zeros = partial(torch.zeros, dtype=torch.bfloat16)
+        self.rows, self.num_set = rows, 0
+        self.lora_a_stacked = (zeros(SLOTS, EXPERTS, MAX_RANK, HIDDEN),)
+        self.lora_b_stacked = (zeros(SLOTS, EXPERTS, rows[1], MAX_RANK),)
+        self.adapter_enabled = torch.zeros(SLOTS + 1, dtype=torch.int)
+
+    def reset_lora(self, index: int) -> None:
+        self.lora_a_stacked[0][index] = 0
+        self.lora_b_stacked[0][index] = 0
+        self.adapter_enabled[index] = 0
+
+    def set_lora(self, index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+        self.num_set += 1
+        self.reset_lora(index)
+        self.adapter_enabled[index] = 1
+        for stacked, given in (
+            (self.lora_a_stacked[0], lora_a),
+            (self.lora_b_stacked[0], lora_b.narrow(1, *self.rows)),
+        ):
+            stacked[index, :, : given.shape[1], : given.shape[2]].copy_(given, non_blocking=True)
+
+
 class Adapters:
     """vLLM's ``LRUCacheLoRAModelManager``."""
 
-    def __init__(self, stacks: bool) -> None:
-        self.modules = {name: Module(sizes, stacks) for name, sizes in MODULES.items()}
+    def __init__(self, stacks: bool, rows: tuple[int, int] | None = None) -> None:
+        self.modules: dict[str, Any] = {
+            name: Module(sizes, stacks) for name, sizes in MODULES.items()
+        }
+        if rows is not None:
+            self.modules["experts"] = Experts(rows)
         self.lora_index_to_id: list[int | None] = [None] * SLOTS
         self.registered: dict[int, Any] = {}
         self.active: dict[int, None] = {}
 
     def _create_merged_loras_inplace(self, model: Any) -> None:
         packed = {name: model.loras.pop(name) for name in MODULES["qkv"]}
-        for weights in (*packed.values(), *model.loras.values()):
-            weights.optimize()
+        for name, weights in (*packed.items(), *model.loras.items()):
+            if not name.startswith("experts."):
+                weights.optimize()
         a, b = ([getattr(w, x) for w in packed.values()] for x in ("lora_a", "lora_b"))
         model.loras["qkv"] = Weights(1, a, b)
+        self._stack_experts(model)
+
+    def _stack_experts(self, model: Any) -> None:
+        names = [name for name in model.loras if name.startswith("experts.")]
+        if not names:
+            return
+        experts = [model.loras.pop(name) for name in names]
+        a = torch.stack([expert.lora_a for expert in experts], dim=0)
+        b = torch.stack([expert.lora_b for expert in experts], dim=0)
+        b *= experts[0].factor
+        model.loras["experts"] = Weights(1, a.clone(), b.clone())  # pinned, on a GPU's host
 
     def add_adapter(self, model: Any) -> None:
         self._create_merged_loras_inplace(model)
@@ -114,8 +163,8 @@ class Adapters:
 class Engine:
     """A worker with its managers, and the store that they load from; counts what they do."""
 
-    def __init__(self, *, stacks: bool = False) -> None:
-        self.adapters = Adapters(stacks)
+    def __init__(self, *, stacks: bool = False, rows: tuple[int, int] | None = None) -> None:
+        self.adapters = Adapters(stacks, rows)
         self.lora_manager = SimpleNamespace(_adapter_manager=self.adapters, engine=self)
         self.model_runner = SimpleNamespace(lora_manager=self.lora_manager)
         self.entries: dict[str, AdapterEntry] = {}
@@ -173,6 +222,7 @@ def adapter(
     number: int, modules: tuple[str, ...] = SOME, rank: int = RANK, alpha: float = 7
 ) -> AdapterEntry:
     sizes = {name: size for parts in MODULES.values() for name, size in parts.items()}
+    sizes |= dict.fromkeys(MIXED[len(SOME) :], WIDTH)
     metas = []
     for name in modules:
         metas.append(TensorMeta(f"{name}.lora_a", DataType.BFLOAT16, (rank, HIDDEN)))
@@ -248,6 +298,25 @@ def test_b_is_scaled_once(alpha: float) -> None:
 
 def test_what_is_computed_goes_vllms_way_each_time() -> None:
     check_against_vllm([adapter(n) for n in (1, 2, 3)], num_learnt=3, stacks=True)
+
+
+@pytest.mark.parametrize("rank", [RANK, MAX_RANK])
+@pytest.mark.parametrize("rows", [(0, WIDTH), (4, 3)])
+def test_experts_land_as_by_vllm(rank: int, rows: tuple[int, int]) -> None:
+    """All of them, and a rank's own rows, which read what it leaves to others in part."""
+    entries = [adapter(number, MIXED, rank) for number in (1, 2, 3)]
+    by_vllm = 1 if rows == (0, WIDTH) else 3
+    check_against_vllm(entries, num_learnt=by_vllm, rows=rows)
+
+
+def test_experts_are_enabled_in_the_slots_that_have_some() -> None:
+    engine = Engine(rows=(0, WIDTH))
+    enabled = engine.adapters.modules["experts"].adapter_enabled
+    for number, modules in enumerate((MIXED, SOME, MIXED, SOME, MIXED), 1):
+        engine.load(number, adapter(number, modules), direct=True)
+        slot = engine.adapters.lora_index_to_id.index(number)
+        assert enabled[slot] == (modules is MIXED)
+        assert enabled[SLOTS] == 0
 
 
 def test_another_configuration_is_learnt_anew() -> None:
