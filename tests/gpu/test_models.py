@@ -11,6 +11,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "num_nextn_predict_layers": 0,
+            "topk_method": "noaux_tc",
         },
         (),
     ),
@@ -89,7 +91,11 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {**_COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
         LORA,
     ),
-    "images": ("", {}, ("--limit-mm-per-prompt", '{"image": 2}')),
+    "images": (
+        "",
+        {},
+        ("--limit-mm-per-prompt", '{"image": 2}', "--mm-encoder-attn-backend", "TORCH_SDPA"),
+    ),
 }
 #: Layers that a copy plan processes, four in each of four layers of a model.
 _PROCESSED = {kind: 16 for kind in _KINDS if kind.startswith("fp8")}
@@ -103,7 +109,8 @@ class Pair:
     staged: Pushed
     in_place: Pushed
     models: tuple[Any, Any]
-    adapters: tuple[Path, ...]
+    adapters: tuple[tuple[Path, Path], ...]
+    """By version: each expert by itself, all at once."""
 
 
 def make_model(kind: str, seed: int, path: Path) -> Any:
@@ -124,43 +131,54 @@ def make_model(kind: str, seed: int, path: Path) -> Any:
     return model.to(DEVICE)
 
 
-def make_adapter(path: Path, seed: int) -> Path:
-    """LoRA of every attention matrix and every expert, in the names that vLLM takes."""
-    generator, rank = torch.Generator().manual_seed(seed), 8
-    hidden, inner, kv = 512, 256, 256
-    tensors = {}
-    shapes = {
-        f"self_attn.{n}_proj": s
-        for n, s in {
-            "q": (512, hidden),
-            "k": (kv, hidden),
-            "v": (kv, hidden),
-            "o": (hidden, 512),
-        }.items()
-    }
-    for expert in range(8):
-        shapes |= {
-            f"mlp.experts.{expert}.{n}_proj": s
-            for n, s in {
-                "gate": (inner, hidden),
-                "up": (inner, hidden),
-                "down": (hidden, inner),
-            }.items()
-        }
+_RANK = 8
+
+
+def make_adapters(path: Path, seed: int) -> tuple[Path, Path]:
+    """One LoRA of every attention matrix and every expert, twice: each expert by itself, as vLLM
+    takes it from a directory, and all at once, as PEFT saves it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.05).bfloat16()
+
+    hidden, inner, kv, count = 512, 256, 256, 8
+    attention: dict[str, torch.Tensor] = {}
+    one_by_one: dict[str, torch.Tensor] = {}
+    at_once: dict[str, torch.Tensor] = {}
     for layer in range(4):
-        for module, (out, width) in shapes.items():
-            name = f"base_model.model.model.layers.{layer}.{module}.lora_"
-            a = torch.randn(rank, width, generator=generator) * 0.05
-            b = torch.randn(out, rank, generator=generator) * 0.05
-            tensors[f"{name}A.weight"], tensors[f"{name}B.weight"] = a.bfloat16(), b.bfloat16()
-    path.mkdir(parents=True)
-    save_file(tensors, path / "adapter_model.safetensors")
-    targets = sorted({module.rpartition(".")[2] for module in shapes})
-    (path / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets,
-        "task_type": "CAUSAL_LM", "base_model_name_or_path": "x", "bias": "none",
-    }))  # fmt: skip
-    return path
+        prefix = f"base_model.model.model.layers.{layer}."
+        for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            attention[f"{prefix}self_attn.{name}_proj.lora_A.weight"] = draw(_RANK, hidden)
+            attention[f"{prefix}self_attn.{name}_proj.lora_B.weight"] = draw(out, _RANK)
+        experts = f"{prefix}mlp.experts"
+        up_a, up_b = draw(count, _RANK, hidden), draw(count, 2 * inner, _RANK)
+        down_a, down_b = draw(count, _RANK, inner), draw(count, hidden, _RANK)
+        for expert in range(count):
+            for name, a, b in (
+                ("gate", up_a, up_b[:, :inner]),
+                ("up", up_a, up_b[:, inner:]),
+                ("down", down_a, down_b),
+            ):
+                module = f"{experts}.{expert}.{name}_proj"
+                one_by_one[f"{module}.lora_A.weight"] = a[expert].clone()
+                one_by_one[f"{module}.lora_B.weight"] = b[expert].clone()
+        for module, a, b in ((f"{experts}.base_layer", up_a, up_b), (experts, down_a, down_b)):
+            at_once[f"{module}.lora_A.weight"] = a.flatten(0, 1).clone()
+            at_once[f"{module}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).clone()
+    targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for name, tensors, settings in (
+        ("one-by-one", one_by_one, {"target_modules": targets}),
+        ("at-once", at_once, {"target_modules": targets[:4], "target_parameters": parameters}),
+    ):
+        (path / name).mkdir(parents=True)
+        save_file(attention | tensors, path / name / "adapter_model.safetensors")
+        (path / name / "adapter_config.json").write_text(json.dumps({
+            "peft_type": "LORA", "r": _RANK, "lora_alpha": 3 * _RANK, "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": "x", "bias": "none", **settings,
+        }))  # fmt: skip
+    return path / "one-by-one", path / "at-once"
 
 
 def answers(kind: str, url: str, model: str = "base-model") -> list[tuple[list[str], list[float]]]:
@@ -201,11 +219,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair
     kind = request.param
     work: Path = tmp_path_factory.mktemp(kind)
     models = tuple(make_model(kind, seed, work / f"weights{seed}") for seed in (1, 2))
-    adapters: tuple[Path, ...] = ()
+    adapters: tuple[tuple[Path, Path], ...] = ()
     fresh: list[str] = []
     if kind == "experts":
-        adapters = tuple(make_adapter(work / f"adapter{seed}", seed) for seed in (3, 4))
-        fresh = ["--lora-modules", *(f"disk{i}={path}" for i, path in enumerate(adapters))]
+        adapters = tuple(make_adapters(work / f"adapter{seed}", seed) for seed in (3, 4))
+        fresh = ["--lora-modules", *(f"disk{i}={path}" for i, (path, _) in enumerate(adapters))]
     args = [*_VLLM, *_KINDS[kind][2]]
     pools = [GpuPool(work / name) for name in ("staged", "in-place")]
     last = str(max(NUM_GPUS - 1, 0))
@@ -220,6 +238,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair
         gpus = last if last == "0" else f"{last},0"
         pools[1].launch("pushed", gpus, work / "weights2", *args, *fresh, options=options)
         staged, in_place = (Pushed(each, each.url("pushed")) for each in pools)
+        for each in pools:  # they have started beside others, which may take their time
+            each.wait_ready(1, 60)
         yield Pair(kind, staged, in_place, models, adapters)
     finally:
         for each in pools:
@@ -246,22 +266,28 @@ def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
             assert f"and {_PROCESSED[pair.kind]} layers processed" in pushed.log()
 
 
-def test_adapters_of_experts_answer_as_from_disk(pair: Pair, note: Note) -> None:
-    """Both at once in one batch, beside a base that is pushed."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_adapters_of_experts_answer_as_from_disk(pair: Pair, at_once: bool, note: Note) -> None:
+    """Two versions in one batch, beside a base that was pushed."""
     if not pair.adapters:
         pytest.skip("takes no adapters")
-    pushed = pair.staged
+    for pushed in (pair.staged, pair.in_place):
+        with pushed.publisher() as publisher:
+            publisher.push_base(pair.models[1])
+    pushed, seconds = pair.staged, []
+    expected = [answers(pair.kind, pair.in_place.url, f"disk{i}") for i in range(2)]
+    assert expected[0] != expected[1] != answers(pair.kind, pushed.url)
     with pushed.publisher() as publisher:
-        publisher.push_base(pair.models[1])
-        expected = [answers(pair.kind, pair.in_place.url, f"disk{i}") for i in range(2)]
-        with pair.in_place.publisher() as other:
-            other.push_base(pair.models[1])
-        expected = [answers(pair.kind, pair.in_place.url, f"disk{i}") for i in range(2)]
-        assert expected[0] != expected[1] != answers(pair.kind, pushed.url)
-        for _ in range(2):
-            results = [publisher.push_adapter(path, "math") for path in pair.adapters]
-            found = [answers(pair.kind, pushed.url, str(r.version)) for r in results]
-            assert found == expected
-        took = ", ".join(f"{r.report.seconds * 1e3:.0f}" for r in results)
-    how = "copies" if "loaded by vLLM itself" not in pushed.log() else "vLLM itself"
-    note(pair.kind, "2 adapters of attention and experts", f"bitwise; by {how}; {took} ms")
+        for _ in range(3):
+            results = [publisher.push_adapter(each[at_once], "math") for each in pair.adapters]
+            seconds += [each.report.seconds for each in results]
+            with ThreadPoolExecutor() as pool:
+                names = [str(each.version) for each in results]
+                found = pool.map(lambda name: answers(pair.kind, pushed.url, name), names)
+                assert list(found) == expected
+    took = ", ".join(f"{each * 1e3:.0f}" for each in seconds)
+    given = "all at once" if at_once else "one by one"
+    note(pair.kind, f"2 adapters of attention and experts, {given}", f"bitwise; {took} ms")
+    if not DRY:
+        assert "is loaded by vLLM itself" not in pushed.log()
+        assert "are loaded by vLLM itself" not in pushed.log()

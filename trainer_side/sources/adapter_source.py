@@ -31,6 +31,7 @@ from weft_rl.contract.adapter_config import (
     parse_config,
 )
 from weft_rl.contract.errors import InvalidAdapterError
+from weft_rl.contract.stacked_experts import parameter_of
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def _matcher(setting: str, targets: Any, modules: Collection[str]) -> Callable[[
     return lambda module: named_value(dict.fromkeys(names, True), module, False)
 
 
-def _matched(setting: str, patterns: Sequence[str], modules: Collection[str]) -> list[set[str]]:
+def _matched(setting: str, patterns: Sequence[str], modules: Iterable[str]) -> list[set[str]]:
     """Return the modules that each regular expression matches as a whole, within a bounded time.
 
     Strangers wrote the patterns, and one can take for ever: patterns beyond plain names are matched
@@ -351,9 +352,11 @@ def _named_values(
     wholes = [rf"(.*\.)?({key})" for key in patterns]
     for key, whole in zip(patterns, wholes, strict=True):
         _compile(setting, key, whole)
-    keys = list(zip(_matched(setting, wholes, given), patterns.values(), strict=True))
+    parameters = {module: parameter_of(module) for module in given}
+    matched = _matched(setting, wholes, parameters.values())
+    keys = list(zip(matched, patterns.values(), strict=True))
     values = {
-        module: next((value for found, value in keys if module in found), default)
+        module: next((value for found, value in keys if parameters[module] in found), default)
         for module in sorted(given)
     }
     named: dict[str, Any] = {}

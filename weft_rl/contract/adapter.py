@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft_rl.contract import stacked_experts
 from weft_rl.contract.adapter_config import check_names, check_settings, named_value, parse_config
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.errors import BaseMismatchError, InvalidAdapterError, NotReadyError
@@ -137,10 +138,12 @@ def _check_tensors(
         if not meta.dtype.is_float:
             raise _refused(meta, f"is {meta.dtype.torch_name}; adapters are floating point")
         sides[match["module"]][match["side"]] = meta
-    modules = {given: _module_of(given, sides[given], reference) for given in sides}
+    pairs = _check_stacked(sides, reference)
+    modules = {
+        given: _module_of(given, sides[given], reference) for given in sides if given not in pairs
+    }
     _check_applied(modules, capabilities)
     allowed = set(capabilities.lora_modules)
-    pairs: dict[str, _LoraEntry] = {}
     for given, module in modules.items():
         pair = sides[given]
         first = next(iter(pair.values()))
@@ -163,6 +166,37 @@ def _check_tensors(
                 "names of one module",
             )
         pairs[module.name] = _LoraEntry(given, _check_pair(pair["A"], pair["B"], module.shape))
+    return pairs
+
+
+def _check_stacked(
+    sides: Mapping[str, Mapping[str, TensorMeta]], reference: Reference
+) -> dict[str, _LoraEntry]:
+    """Check pairs that are for all experts of a layer at once; return them by their names."""
+    pairs: dict[str, _LoraEntry] = {}
+    for experts, given in stacked_experts.stacks_of(sides, reference).items():
+        shapes = stacked_experts.shapes_of(experts, reference)
+        first = next(iter(sides[given[0]].values()))
+        if shapes is None:
+            raise _refused(first, f"is for experts, which {reference.architecture} does not have")
+        if len(given) != 2 or any(len(sides[name]) != 2 for name in given):
+            raise _refused(first, "is for some of the experts' matrices: give A and B of both")
+        for name, (out_features, in_features) in zip(given, shapes.matrices, strict=True):
+            a, b = sides[name]["A"], sides[name]["B"]
+            stacked = a.shape[0] if len(a.shape) == 2 else 0
+            rank, rest = divmod(stacked, shapes.num_experts)
+            if rest or not rank or a.shape != (stacked, in_features):
+                raise _refused(
+                    a,
+                    f"has shape ({shape_text(a.shape)}), {shapes.num_experts} experts need "
+                    f"(rank x {shapes.num_experts},{in_features})",
+                )
+            if b.shape != (out_features, stacked):
+                raise _refused(
+                    b,
+                    f"has shape ({shape_text(b.shape)}), the base needs ({out_features},{stacked})",
+                )
+            pairs[name] = _LoraEntry(name, rank)
     return pairs
 
 
@@ -255,9 +289,10 @@ def _check_experts(
 ) -> None:
     """Refuse experts that are not given whole: vLLM fills what is absent with zeros or fails
     late."""
-    touched = {m.split(".experts.", 1)[0] for m in pairs if ".experts." in m}
-    if touched and not capabilities.lora_on_experts:
-        first = next(m for m in pairs if ".experts." in m)
+    of_experts = [m for m in pairs if ".experts" in m]
+    touched = {m.split(".experts.", 1)[0] for m in of_experts if not stacked_experts.is_stack(m)}
+    if of_experts and not capabilities.lora_on_experts:
+        first = of_experts[0]
         raise InvalidAdapterError(
             f"{first!r}: LoRA on experts is not served by these replicas; push it merged",
             metadata={"parameter": first},

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -441,7 +442,7 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         left = {start: slot_.meta.num_bytes for start, slot_ in starts.items()}
         order = sorted(starts)
         pieces, seen = [], set()
-        for target, source, scale in self._all_copies():
+        for target, source, scale in self._all_copies(order):
             stacked = self._stacked[storage_of(target)]
             if storage_of(source) != self._own_storage or source.dtype != target.dtype:
                 raise ValueError("a slot is filled with what was computed from a tensor")
@@ -472,16 +473,36 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueError(f"{len(unread)} tensors are not copied exactly once")
         return SlotPlan(pieces, list(self._cleared.values()), list(self._flags.values()))
 
-    def _all_copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    def _all_copies(
+        self, starts: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         """Yield part of a slot, part of the adapter, and what that was multiplied by in a stack."""
         for target, source in self._copies:
             stack = self._made.get(storage_of(source))
             if stack is None:
                 yield target, source, 1.0
-            else:
-                scale = self._scales.get(storage_of(source), 1.0)
-                for index, part in enumerate(stack.under(source)):
-                    yield target[index], part, scale
+                continue
+            scale = self._scales.get(storage_of(source), 1.0)
+            parts = stack.under(source)
+            if len({bisect_right(starts, self._offset(part)) for part in parts}) == 1:
+                merged = _merged(parts)
+                if merged is not None:
+                    yield target, merged, scale
+                    continue
+            for index, part in enumerate(parts):
+                yield target[index], part, scale
+
+
+def _merged(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return parts of one tensor as a view with one more dim in front; None if they do not lie at
+    the same distance from one another."""
+    first, places = parts[0], [int(part.storage_offset()) for part in parts]
+    steps = {after - before for before, after in pairwise(places)}
+    alike = all(p.shape == first.shape and p.stride() == first.stride() for p in parts)
+    if len(steps) != 1 or not alike:
+        return None
+    shape, strides = (len(parts), *first.shape), (steps.pop(), *first.stride())
+    return first.as_strided(shape, strides, places[0])
 
 
 def _tensor_starts(staged: StagedVersion) -> dict[int, Any]:

@@ -142,6 +142,7 @@ def load_from_store(manager: Any, lora_request: Any) -> Any:
     )
     if not bridges.helper_knows_patterns(helper):
         _apply_patterns(lora, names, config, mapper)
+    _prepare_experts(lora, adapters)
     lora.is_3d_lora_weight = lora_request.is_3d_lora_weight
     bridges.validate_loaded(adapters, lora)
     return lora
@@ -172,6 +173,48 @@ def _own_tensors(entry: AdapterEntry, ep_spec: Any) -> dict[str, torch.Tensor]:
         for name, tensor in entry.staged.tensors(entry.staged.own_bytes())
         if ep_spec is None or not remote(name, ep_spec)
     }
+
+
+def _prepare_experts(lora: Any, adapters: Any) -> None:
+    """Give each expert its LoRA, where vLLM wants that and all are given at once, and multiply B by
+    the scaling.
+
+    Old versions of vLLM take one scaling for all experts of a layer: alpha / rank of the first.
+    """
+    for experts, modules in adapters.packed_modules.items():
+        down, up = lora.loras.get(experts), lora.loras.get(f"{experts}.base_layer")
+        if experts.endswith(".experts") and up is not None and torch.is_tensor(down.lora_a):
+            del lora.loras[experts], lora.loras[f"{experts}.base_layer"]
+            lora.loras.update(_by_expert(modules, up, down))
+    for name, layer in lora.loras.items():
+        if ".experts." in name and layer.scaling != 1 and not name.endswith(".base_layer"):
+            layer.lora_b.mul_(layer.scaling)
+            layer.scaling, layer.lora_alpha = 1, layer.rank
+
+
+def _by_expert(modules: list[str], up: Any, down: Any) -> dict[str, Any]:
+    """Split the LoRA of all experts of a layer; see ``weft_rl.contract.stacked_experts``.
+
+    Args:
+        modules: Names of the experts' modules, as vLLM orders them: gate, down and up of each.
+        up: LoRA of gate and up projections together.
+        down: LoRA of down projections.
+    """
+    weights = importlib.import_module("vllm.lora.lora_weights").LoRALayerWeights
+    count, found = len(modules) // 3, {}
+    inner = up.lora_b.shape[0] // 2
+    for stacked, parts in ((up, ((0, 0, inner), (2, inner, inner))), (down, ((1, 0, None),))):
+        rank = stacked.lora_a.shape[0] // count
+        stacked.lora_b.mul_(stacked.scaling)
+        a = stacked.lora_a.unflatten(0, (count, rank))
+        b = stacked.lora_b.unflatten(1, (rank, count))
+        for which, first, size in parts:
+            rows = b if size is None else b.narrow(0, first, size)
+            for expert in range(count):
+                name = modules[3 * expert + which]
+                own = rows[..., expert]
+                found[name] = weights(name, rank, rank, a[expert], own, scaling=1)
+    return found
 
 
 def _check_ranks(config: Mapping[str, Any], max_lora_rank: int) -> None:

@@ -196,6 +196,71 @@ def test_half_given_experts_are_refused_where_experts_are_served():
         check([*METAS, *experts[:-2]], capable)
 
 
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def stacked(rank=RANK, *, inner=48, experts=2):
+    """LoRA of both matrices of all experts, as PEFT saves it."""
+    shapes = {f"{EXPERTS}.base_layer": (2 * inner, HIDDEN), EXPERTS: (HIDDEN, inner)}
+    return [
+        m
+        for name, (out, width) in shapes.items()
+        for m in (
+            TensorMeta(f"base_model.model.{name}.lora_A.weight", F32, (rank * experts, width)),
+            TensorMeta(f"base_model.model.{name}.lora_B.weight", F32, (out, rank * experts)),
+        )
+    ]
+
+
+def test_experts_that_are_given_at_once_fit_experts_however_they_are_stored():
+    capable = replace(lora_on_experts=True)
+    one_by_one = [
+        TensorMeta(f"{EXPERTS}.{e}.{name}.weight", F32, shape)
+        for e in range(2)
+        for name, shape in (
+            ("gate_proj", (48, HIDDEN)), ("up_proj", (48, HIDDEN)), ("down_proj", (HIDDEN, 48)),
+        )
+    ]  # fmt: skip
+    others = [m for m in REFERENCE.tensors if ".experts." not in m.name]
+    stacks = {
+        "(experts, out, in)": ((2, 96, HIDDEN), (2, HIDDEN, 48)),
+        "(experts, in, out)": ((2, HIDDEN, 96), (2, 48, HIDDEN)),
+    }
+    stored = [one_by_one] + [
+        [TensorMeta(f"{EXPERTS}.gate_up_proj", F32, up), TensorMeta(f"{EXPERTS}.down_proj", F32, d)]
+        for up, d in stacks.values()
+    ]
+    for tensors in stored:
+        reference = Reference(REFERENCE.architecture, (*others, *tensors))
+
+        def given(metas, capabilities=capable, reference=reference, **more):
+            check_adapter(config(**more), [*METAS, *metas], reference, capabilities)
+
+        given(stacked())
+        given(stacked(2 * RANK), rank_pattern={"base_layer": 2 * RANK, "experts": 2 * RANK})
+        with pytest.raises(InvalidAdapterError, match=f"rank {2 * RANK}, the config says {RANK}"):
+            given(stacked(2 * RANK))
+        with pytest.raises(InvalidAdapterError, match="LoRA on experts is not served"):
+            given(stacked(), CAPABILITIES)
+        with pytest.raises(InvalidAdapterError, match="give A and B of both"):
+            given(stacked()[:2])
+        with pytest.raises(InvalidAdapterError, match="give A and B of both"):
+            given(stacked()[:3])
+        with pytest.raises(
+            InvalidAdapterError, match=r"has shape \(100,16\), the base needs \(96,"
+        ):
+            given(stacked(inner=50))
+        with pytest.raises(InvalidAdapterError, match=r"2 experts need \(rank x 2,64\)"):
+            given(stacked(3, experts=3))
+
+
+def test_experts_of_a_base_without_any_are_refused():
+    others = tuple(m for m in REFERENCE.tensors if ".experts." not in m.name)
+    reference, capable = Reference(REFERENCE.architecture, others), replace(lora_on_experts=True)
+    with pytest.raises(InvalidAdapterError, match=r"is for experts, which Qwen2\w+ does not have"):
+        check_adapter(config(), [*METAS, *stacked()], reference, capable)
+
+
 def test_rank_above_the_engines_is_refused():
     metas = [m for n in NAMES for m in pair(n, 32)]
     with pytest.raises(InvalidAdapterError, match="rank 32 is above"):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 
 from rollout_side.vllm_engine.compat.bridges import pattern_scaling
+from tests import models
 from trainer_side.params.choose import open_model
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model, config_in_names, named_config
@@ -131,6 +134,38 @@ def _scalings(model: PeftModel) -> dict[str, tuple[int, float]]:
         for name, module in model.named_modules()
         if hasattr(module, "scaling")
     }
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+def test_experts_at_once_have_the_ranks_that_the_patterns_of_their_parameters_say(
+    rank: int, tmp_path: Path
+) -> None:
+    path = models.make_model("qwen3_moe", tmp_path / "moe", seed=0)
+    settings = LoraConfig(
+        r=2,
+        lora_alpha=8,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={r".*\.gate_up_proj": rank},
+        alpha_pattern={"experts.down_proj": 3},
+    )
+    model = get_peft_model(models.load_hf(path), settings)
+    adapter = adapter_of_model(open_model(model, OneRank()), "default", KEEP, check_base=False)
+    reference = Reference(
+        "Qwen3MoeForCausalLM",
+        tuple(
+            TensorMeta(name, DataType.FLOAT32, tuple(tensor.shape))
+            for name, tensor in load_file(path / "model.safetensors").items()
+        ),
+    )
+    capable = replace(CAPABILITIES, lora_modules=("q_proj",), lora_on_experts=True)
+    check_adapter(adapter.config_json, adapter.source.metas, reference, capable)
+    config = json.loads(adapter.config_json)
+    experts = "model.layers.0.mlp.experts"
+    assert pattern_scaling(config, f"{experts}.base_layer") == (rank, 8 / rank)
+    assert pattern_scaling(config, experts) == (2, 1.5)
+    assert pattern_scaling(config, "model.layers.0.self_attn.q_proj") == (2, 4)
 
 
 def test_of_a_directory_the_tensors_are_the_targets(tmp_path: Path) -> None:

@@ -122,13 +122,22 @@ class Adapters:
     def _create_merged_loras_inplace(self, model: Any) -> None:
         packed = {name: model.loras.pop(name) for name in MODULES["qkv"]}
         for name, weights in (*packed.items(), *model.loras.items()):
-            if not name.startswith("experts."):
+            if not name.startswith("experts"):
                 weights.optimize()
         a, b = ([getattr(w, x) for w in packed.values()] for x in ("lora_a", "lora_b"))
         model.loras["qkv"] = Weights(1, a, b)
         self._stack_experts(model)
 
     def _stack_experts(self, model: Any) -> None:
+        if "experts" in model.loras:  # all at once, their ranks side by side in B
+            whole = model.loras.pop("experts")
+            a, b = (
+                whole.lora_a.unflatten(0, (EXPERTS, -1)),
+                whole.lora_b.unflatten(1, (-1, EXPERTS)),
+            )
+            for number in range(EXPERTS):
+                own = Weights(whole.factor, a[number], b[..., number])
+                model.loras[f"experts.{number}"] = own
         names = [name for name in model.loras if name.startswith("experts.")]
         if not names:
             return
@@ -222,11 +231,12 @@ def adapter(
     number: int, modules: tuple[str, ...] = SOME, rank: int = RANK, alpha: float = 7
 ) -> AdapterEntry:
     sizes = {name: size for parts in MODULES.values() for name, size in parts.items()}
-    sizes |= dict.fromkeys(MIXED[len(SOME) :], WIDTH)
+    sizes |= dict.fromkeys((*MIXED[len(SOME) :], "experts"), WIDTH)
     metas = []
     for name in modules:
-        metas.append(TensorMeta(f"{name}.lora_a", DataType.BFLOAT16, (rank, HIDDEN)))
-        metas.append(TensorMeta(f"{name}.lora_b", DataType.BFLOAT16, (sizes[name], rank)))
+        size = rank * EXPERTS if name == "experts" else rank
+        metas.append(TensorMeta(f"{name}.lora_a", DataType.BFLOAT16, (size, HIDDEN)))
+        metas.append(TensorMeta(f"{name}.lora_b", DataType.BFLOAT16, (sizes[name], size)))
     manifest = plan_buckets(metas, 512)
     segment = HostSegment.allocate(manifest.wire_bytes)
     staged = StagedVersion(f"t{number}", PolicyVersion("math", number), manifest, segment, b"")
@@ -307,6 +317,16 @@ def test_experts_land_as_by_vllm(rank: int, rows: tuple[int, int]) -> None:
     entries = [adapter(number, MIXED, rank) for number in (1, 2, 3)]
     by_vllm = 1 if rows == (0, WIDTH) else 3
     check_against_vllm(entries, num_learnt=by_vllm, rows=rows)
+
+
+@pytest.mark.parametrize("rank", [RANK, MAX_RANK])
+def test_experts_that_are_given_at_once_are_two_copies(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = [adapter(number, (*SOME, "experts"), rank) for number in (1, 2, 3)]
+    with caplog.at_level("DEBUG"):
+        check_against_vllm(entries, num_learnt=1, rows=(0, WIDTH))
+    assert f"by {2 * len(SOME) + 2} copies" in caplog.text
 
 
 def test_experts_are_enabled_in_the_slots_that_have_some() -> None:
