@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_pool import QWEN3_8B, GpuPool, write_config
+from benchmarks.gpu_pool import QWEN3_8B, QWEN3_MOE, GpuPool, write_config
 from benchmarks.lost_member import recover
 from benchmarks.machine import describe
 from trainer_side import Publisher, PushResult
 from weft_rl.cli.demo.processes import Process
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 _RANK = 32
 _STREAMS = 4
 _GRAPHS = ("--compilation-config", json.dumps(
@@ -125,6 +126,9 @@ def main() -> None:
     parser.add_argument(
         "--running-requests", default="recompute", help="of the replicas: recompute, keep, abort"
     )
+    parser.add_argument(
+        "--experts", action="store_true", help="Qwen3-30B-A3B's shape, experts in the adapter, too"
+    )
     parser.add_argument("--quantization", default="", help="vLLM's --quantization: fp8_per_tensor")
     parser.add_argument("--memory", default="0.5", help="vLLM's --gpu-memory-utilization")
     parser.add_argument(
@@ -141,7 +145,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     print(describe(), flush=True)
     print(f"gpus: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}", flush=True)
-    model_dir = write_config(work / "model", {**QWEN3_8B, "num_hidden_layers": args.layers})
+    shape = QWEN3_MOE if args.experts else QWEN3_8B
+    model_dir = write_config(work / "model", {**shape, "num_hidden_layers": args.layers})
     pool, clients = GpuPool(work).start(), Clients(work)
     try:
         run(args, model_dir, pool, clients)
@@ -239,7 +244,12 @@ def make_models(model_dir: Path) -> tuple[Any, Any]:
     with torch.device("cuda:0"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         other = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        settings = LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules=_TARGETS,
+        experts = config.model_type == "qwen3_moe"
+        targets: dict[str, Any] = {"target_modules": _TARGETS}
+        if experts:
+            targets = {"target_modules": _TARGETS[:4], "target_parameters": _EXPERTS}
+        rank = _RANK // 4 if experts else _RANK
+        settings = LoraConfig(r=rank, lora_alpha=2 * rank, **targets,
                               init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
         peft_model = get_peft_model(other, settings)
     for name, parameter in peft_model.named_parameters():

@@ -37,6 +37,22 @@ QWEN3_8B: dict[str, Any] = {
     "rope_theta": 1e6,
     "attention_bias": False,
 }
+#: Qwen3-30B-A3B's shape.
+QWEN3_MOE: dict[str, Any] = {
+    **QWEN3_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 _START_SECONDS = 200.0
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
