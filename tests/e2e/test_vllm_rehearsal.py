@@ -317,6 +317,26 @@ def test_layers_that_lora_wraps_are_loaded_by_their_own_names(model: Model) -> N
     assert torch.equal(wrapper.base_layer.weight, tensors["down.weight"])
 
 
+def test_experts_that_lora_wraps_are_loaded_by_their_own_names(model: Model) -> None:
+    """vLLM's LoRA sets a prefix, by which its experts' loader changes the names that it knows."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapper = BaseLayerWithLoRA()
+    wrapper.base_layer = experts = model.down
+    model.down = wrapper
+    experts.lora_base_layer_prefix = "base_layer."
+
+    def load(parameter: Any, weight: torch.Tensor) -> None:
+        if parameter is not experts.weight or not experts.lora_base_layer_prefix:
+            by_loader(parameter, weight)
+
+    model.load = load
+    assert rehearse(model) == ""
+    tensors = reload(model)
+    assert torch.equal(experts.weight, tensors["down.weight"])
+    assert experts.lora_base_layer_prefix == "base_layer."
+
+
 def test_a_weight_that_was_released_after_its_use_is_loaded(model: Model) -> None:
     """As MLA's AMX backend does with ``kv_b_proj``."""
     model.down._cpu_skip_gemm_dispatch = True

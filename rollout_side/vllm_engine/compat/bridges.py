@@ -284,13 +284,20 @@ def without_lora(model: Any) -> Iterator[None]:
         for name, child in parent._modules.items()
         if isinstance(child, layers.BaseLayerWithLoRA)  # type: ignore[union-attr]
     ]
+    # Experts look for their weights by names that begin so, once LoRA has wrapped them.
+    prefixed = [m for m in model.modules() if getattr(m, "lora_base_layer_prefix", "")]
+    prefixes = [module.lora_base_layer_prefix for module in prefixed]
     for children, name, child in wrapped:
         children[name] = child.base_layer
+    for module in prefixed:
+        module.lora_base_layer_prefix = ""
     try:
         yield
     finally:
         for children, name, child in wrapped:
             children[name] = child
+        for module, prefix in zip(prefixed, prefixes, strict=True):
+            module.lora_base_layer_prefix = prefix
 
 
 def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
