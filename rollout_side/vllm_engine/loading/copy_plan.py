@@ -597,6 +597,8 @@ def processed_layers(model: torch.nn.Module) -> list[ProcessedLayer]:
     found = []
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
+        # LoRA over experts puts a method around their own, which computes with the same weights.
+        method = getattr(method, "old_quant_method", method)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             if any(True for _ in layer.parameters(recurse=False)):
                 found.append(ProcessedLayer(name, layer))

@@ -328,13 +328,19 @@ def _watching(adapters: Any, own: torch.Tensor) -> Iterator[_SlotWriteTracer]:
 
 
 def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
-    """Return all tensors that hold the slots of adapters."""
+    """Return all tensors that hold the slots of adapters.
+
+    Layers of experts have views of parts beside them, one for each expert.
+    """
     found: dict[int, torch.Tensor] = {}
     for module in adapters.modules.values():
         for name, value in vars(module).items():
             if "stacked" in name and isinstance(value, tuple | list | torch.Tensor):
-                tensors = [value] if isinstance(value, torch.Tensor) else value
-                found.update((t.data_ptr(), t) for t in tensors if isinstance(t, torch.Tensor))
+                for tensor in [value] if isinstance(value, torch.Tensor) else value:
+                    if isinstance(tensor, torch.Tensor):
+                        known = found.setdefault(storage_of(tensor), tensor)
+                        if known.numel() < tensor.numel():
+                            found[storage_of(tensor)] = tensor
     return list(found.values())
 
 

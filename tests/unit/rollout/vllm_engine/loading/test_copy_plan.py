@@ -114,6 +114,16 @@ def test_no_plan_where_loading_is_more_than_copying(change: Change) -> None:
     assert model.digests() == before
 
 
+def test_a_method_that_lora_has_put_around_another_is_that_one() -> None:
+    version = staged(1)
+    model = load_own_way(Model(), version)
+    wrapped = SimpleNamespace(old_quant_method=model.down.quant_method)
+    model.down.quant_method = wrapped
+    assert learn(model, version) is not None
+    wrapped.old_quant_method = SimpleNamespace()  # of a class that is not in the plan's list
+    assert learn(model, version) is None
+
+
 def test_no_plan_where_the_loader_refuses() -> None:
     version = staged(1)
     model = load_own_way(Model(), version)

@@ -86,13 +86,16 @@ class Experts:
     def __init__(self, rows: tuple[int, int]) -> None:
         zeros = partial(torch.zeros, dtype=torch.bfloat16)
         self.rows, self.num_set = rows, 0
-        self.lora_a_stacked = (zeros(SLOTS, EXPERTS, MAX_RANK, HIDDEN),)
-        self.lora_b_stacked = (zeros(SLOTS, EXPERTS, rows[1], MAX_RANK),)
+        self.w_lora_a_stacked = (zeros(SLOTS, EXPERTS, MAX_RANK, HIDDEN),)
+        self.w_lora_b_stacked = (zeros(SLOTS, EXPERTS, rows[1], MAX_RANK),)
+        # Views of each slot and expert, as vLLM's have.
+        self.lora_a_stacked = [e for slot in self.w_lora_a_stacked[0] for e in slot]
+        self.lora_b_stacked = [e for slot in self.w_lora_b_stacked[0] for e in slot]
         self.adapter_enabled = torch.zeros(SLOTS + 1, dtype=torch.int)
 
     def reset_lora(self, index: int) -> None:
-        self.lora_a_stacked[0][index] = 0
-        self.lora_b_stacked[0][index] = 0
+        self.w_lora_a_stacked[0][index] = 0
+        self.w_lora_b_stacked[0][index] = 0
         self.adapter_enabled[index] = 0
 
     def set_lora(self, index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
@@ -100,8 +103,8 @@ class Experts:
         self.reset_lora(index)
         self.adapter_enabled[index] = 1
         for stacked, given in (
-            (self.lora_a_stacked[0], lora_a),
-            (self.lora_b_stacked[0], lora_b.narrow(1, *self.rows)),
+            (self.w_lora_a_stacked[0], lora_a),
+            (self.w_lora_b_stacked[0], lora_b.narrow(1, *self.rows)),
         ):
             stacked[index, :, : given.shape[1], : given.shape[2]].copy_(given, non_blocking=True)
 
