@@ -569,6 +569,8 @@ def make_plan(
         processed = processed_layers(model)
         pieces = trace_copies(model, manifest, segment, processed)
         return CopyPlan(manifest, pieces, processed), ""
+    except ValueError as error:
+        return None, str(error)
     except Exception as error:  # noqa: BLE001 (a faster way only; the safe one remains)
         return None, f"{type(error).__name__}: {error}"
 
