@@ -16,7 +16,7 @@ holds its source's bits after vLLM's own load. Three proofs exist:
   with, so that even the first push needs no reload.
 
 A linear layer that processes its weights after loading is filled in its loading form and
-processed (``processed_layers``). There is no plan for experts that are processed, nor for attention
+processed (``processed_modules``). There is no plan for experts that are processed, nor for attention
 that derives matrices.
 """
 
@@ -37,8 +37,8 @@ from torch.utils._pytree import tree_leaves
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.loading.processed_layers import (
-    ProcessedLayer,
+from rollout_side.vllm_engine.loading.processed_modules import (
+    ProcessedModule,
     in_loading_form,
     storage_of,
 )
@@ -88,7 +88,7 @@ def trace_copies(
     model: torch.nn.Module,
     manifest: Manifest,
     data: torch.Tensor,
-    processed: Sequence[ProcessedLayer] = (),
+    processed: Sequence[ProcessedModule] = (),
 ) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
 
@@ -214,7 +214,7 @@ class CopyPlan:
         self,
         manifest: Manifest,
         pieces: Sequence[Sequence[PlannedCopy]],
-        processed: Sequence[ProcessedLayer] = (),
+        processed: Sequence[ProcessedModule] = (),
     ) -> None:
         self.layout_digest = manifest.layout_digest
         self._manifest = manifest
@@ -225,7 +225,7 @@ class CopyPlan:
         self._pieces = pieces
         self._plain = [[p for p in part if not p.target.is_meta] for part in pieces]
         self._processed = processed
-        self._forms = _LoadingForms(pieces, processed)
+        self._forms = _ProcessingPlan(pieces, processed)
         self._starts = bucket_starts(manifest)
         self.device = next(piece.target.device for part in self._plain for piece in part)
 
@@ -401,7 +401,7 @@ class CopyPlan:
 
     def _segment_made(
         self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[ProcessedLayer, dict[str, torch.Tensor]]]:
+    ) -> Iterator[tuple[ProcessedModule, dict[str, torch.Tensor]]]:
         for index, start in enumerate(self._starts):
             on_progress()
             yield from self._forms.fill(index, self._payload(index, data[start:]))
@@ -413,7 +413,7 @@ class CopyPlan:
         return not bool(differs)
 
 
-class _LoadingForms:
+class _ProcessingPlan:
     """Loading forms of processed layers, filled bucket by bucket.
 
     Args:
@@ -422,17 +422,17 @@ class _LoadingForms:
     """
 
     def __init__(
-        self, pieces: Sequence[Sequence[PlannedCopy]], processed: Sequence[ProcessedLayer]
+        self, pieces: Sequence[Sequence[PlannedCopy]], processed: Sequence[ProcessedModule]
     ) -> None:
         owners = {
             storage_of(meta): (layer, name)
             for layer in processed
             for name, meta in layer.form.items()
         }
-        self._pieces: list[dict[ProcessedLayer, list[_FormPiece]]] = []
-        self._buckets: dict[ProcessedLayer, list[int]] = {}
+        self._pieces: list[dict[ProcessedModule, list[_FormPiece]]] = []
+        self._buckets: dict[ProcessedModule, list[int]] = {}
         for index, part in enumerate(pieces):
-            own: dict[ProcessedLayer, list[_FormPiece]] = {}
+            own: dict[ProcessedModule, list[_FormPiece]] = {}
             for piece in part:
                 if piece.target.is_meta:
                     layer, name = owners[storage_of(piece.target)]
@@ -442,15 +442,15 @@ class _LoadingForms:
             self._pieces.append(own)
             for layer in own:
                 self._buckets.setdefault(layer, []).append(index)
-        self._begun: dict[ProcessedLayer, dict[str, torch.Tensor]] = {}
+        self._begun: dict[ProcessedModule, dict[str, torch.Tensor]] = {}
 
-    def complete_with(self, index: int) -> list[ProcessedLayer]:
+    def complete_with(self, index: int) -> list[ProcessedModule]:
         """Return the layers whose last piece lies in a bucket."""
         return [layer for layer in self._pieces[index] if self._buckets[layer][-1] == index]
 
     def fill(
         self, index: int, wire: torch.Tensor
-    ) -> Iterator[tuple[ProcessedLayer, dict[str, torch.Tensor]]]:
+    ) -> Iterator[tuple[ProcessedModule, dict[str, torch.Tensor]]]:
         """Fill loading forms from a bucket; yield each layer that is complete, and what it makes.
 
         Buckets come in order; the first one forgets what an ended load has left.
@@ -480,7 +480,7 @@ _FormPiece = tuple[str, PlannedCopy]
 
 
 def _lying_whole(
-    layer: ProcessedLayer, pieces: Sequence[_FormPiece], wire: torch.Tensor
+    layer: ProcessedModule, pieces: Sequence[_FormPiece], wire: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that lie whole and in order in a bucket, as views of it."""
     found = {}
@@ -566,7 +566,7 @@ def make_plan(
         segment: Stands for the wire; see ``trace_copies``.
     """
     try:
-        processed = processed_layers(model)
+        processed = processed_modules(model)
         pieces = trace_copies(model, manifest, segment, processed)
         return CopyPlan(manifest, pieces, processed), ""
     except ValueError as error:
@@ -590,7 +590,7 @@ def can_learn(worker: Any) -> bool:
     return bool(worker.device.type == "cuda")
 
 
-def processed_layers(model: torch.nn.Module) -> list[ProcessedLayer]:
+def processed_modules(model: torch.nn.Module) -> list[ProcessedModule]:
     """Return the layers that do not keep their weights as they were loaded.
 
     Raises:
@@ -603,7 +603,7 @@ def processed_layers(model: torch.nn.Module) -> list[ProcessedLayer]:
         method = getattr(method, "old_quant_method", method)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             if any(True for _ in layer.parameters(recurse=False)):
-                found.append(ProcessedLayer(name, layer))
+                found.append(ProcessedModule(name, layer))
         elif "MLA" in type(layer).__name__:
             raise ValueError(f"{name} derives matrices from its weights")
         # A backend may hold them as float32: FlashInfer copies them anew after a reload.

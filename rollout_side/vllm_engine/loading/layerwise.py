@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_side.vllm_engine.loading.processed_layers import storage_of
+from rollout_side.vllm_engine.loading.processed_modules import storage_of
 
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout_side.memory.versions import AdapterEntry, StagedVersion, bucket_starts
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import bits
-from rollout_side.vllm_engine.loading.processed_layers import storage_of
+from rollout_side.vllm_engine.loading.processed_modules import storage_of
 from weft_rl.containers.lru import LruMapping
 
 _log = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ def _stacked_tensors(adapters: Any) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class _Stack:
+class _StackTensor:
     """Tensor that vLLM has stacked from tensors of the adapter, one for each expert."""
 
     tensor: torch.Tensor
@@ -384,7 +384,7 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._own, self._own_storage = own, storage_of(own)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cleared: dict[int, torch.Tensor] = {}
-        self._made: dict[int, _Stack] = {}
+        self._made: dict[int, _StackTensor] = {}
         self._scales: dict[int, float] = {}
         """By offset in the adapter's bytes, or by the storage of a stack."""
         self._strange = ""
@@ -403,11 +403,11 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_stack(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if name == "stack" and all(storage_of(t) == self._own_storage for t in args[0]):
             if len(args) == 1 or args[1] == 0:
-                self._made[storage_of(result)] = _Stack(result, list(args[0]))
+                self._made[storage_of(result)] = _StackTensor(result, list(args[0]))
         elif name in ("_pin_memory", "clone") and storage_of(args[0]) in self._made:
             before = self._made[storage_of(args[0])]
             if args[0].shape == before.tensor.shape and result.is_contiguous():
-                self._made[storage_of(result)] = _Stack(result, before.parts)
+                self._made[storage_of(result)] = _StackTensor(result, before.parts)
                 scale = self._scales.get(storage_of(args[0]), 1.0)
                 self._scales[storage_of(result)] = scale
 

@@ -31,7 +31,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     is_attention,
     note,
 )
-from rollout_side.vllm_engine.loading.processed_layers import storage_of
+from rollout_side.vllm_engine.loading.processed_modules import storage_of
 from weft_rl.contract.tensors import Reference, TensorMeta
 
 _log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class ProcessedLayer:
+class ProcessedModule:
     """A linear layer whose method processes what was loaded, and its loading form.
 
     Args:
@@ -139,7 +139,7 @@ def _served_tensors(layer: torch.nn.Module) -> _Tensors:
 
 
 @contextlib.contextmanager
-def in_loading_form(layers: Iterable[ProcessedLayer]) -> Iterator[None]:
+def in_loading_form(layers: Iterable[ProcessedModule]) -> Iterator[None]:
     """Let layers have their loading forms, on the meta device, with the loaders that fill them."""
     with contextlib.ExitStack() as stack:
         for each in layers:
