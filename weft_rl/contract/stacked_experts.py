@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from weft_rl.contract.tensors import Reference
 
 _STACK = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
-#: Parameters that the two are of, in the order of ``StackShapes.matrices``.
+#: Parameters that the two are of, in the order of ``StackLayout.matrices``.
 PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class StackShapes:
-    """Shapes of a layer's experts."""
+class StackLayout:
+    """Shapes of a layer's experts, which one LoRA is for."""
 
     num_experts: int
     matrices: tuple[tuple[int, int], tuple[int, int]]
@@ -55,7 +55,7 @@ def stacks_of(modules: Collection[str], reference: Reference) -> dict[str, list[
     return {experts: sorted(names, key=len, reverse=True) for experts, names in found.items()}
 
 
-def shapes_of(experts: str, reference: Reference) -> StackShapes | None:
+def shapes_of(experts: str, reference: Reference) -> StackLayout | None:
     """Return the shapes of the experts of a layer; None if the base has no gated ones there."""
     stacked = [reference.by_name.get(f"{experts}.{name}") for name in PARAMETERS]
     if stacked[0] is not None and stacked[1] is not None:
@@ -64,7 +64,7 @@ def shapes_of(experts: str, reference: Reference) -> StackShapes | None:
             return None
         # (experts, out, in), or transposed, as gpt-oss has them.
         up, down = (up, down) if up[1] == down[0] else (up[::-1], down[::-1])
-        return StackShapes(count, ((up[0], up[1]), (down[0], down[1])))
+        return StackLayout(count, ((up[0], up[1]), (down[0], down[1])))
     own = [m for m in reference.modules if m.name.startswith(f"{experts}.")]
     numbers = {module.name.removeprefix(f"{experts}.").partition(".")[0] for module in own}
     shapes = Counter(module.shape for module in own).most_common()
@@ -73,4 +73,4 @@ def shapes_of(experts: str, reference: Reference) -> StackShapes | None:
     inner, hidden = shapes[0][0]  # two of three: gate and up
     if shapes[-1][0] != (hidden, inner):
         return None
-    return StackShapes(len(numbers), ((2 * inner, hidden), (hidden, inner)))
+    return StackLayout(len(numbers), ((2 * inner, hidden), (hidden, inner)))

@@ -16,8 +16,8 @@ holds its source's bits after vLLM's own load. Three proofs exist:
   with, so that even the first push needs no reload.
 
 A linear layer that processes its weights after loading is filled in its loading form and
-processed (``processed_modules``). There is no plan for experts that are processed, nor for attention
-that derives matrices.
+processed (``processed_modules``). There is no plan for experts that are processed, nor for
+attention that derives matrices.
 """
 
 from __future__ import annotations
