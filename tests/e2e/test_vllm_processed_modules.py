@@ -263,3 +263,18 @@ def test_no_plan_where_tensors_lie_elsewhere(
     expected = reload(model, version)
     assert learn(model, version) is None
     assert same(model.values(), expected)
+
+
+def test_no_plan_where_ranks_agree_on_a_scale(
+    make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without a plan would not take part."""
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    assert hasattr(fp8, "amax_for_tp_weight_quant")  # whose name says so
+    model, version = make(), staged(1, LAYOUTS["few"])
+    reload(model, version)
+    model.o.tp_size = 2
+    assert learn(model, version) is not None
+    monkeypatch.setattr(f"{__name__}.amax_for_tp_weight_quant", max, raising=False)
+    assert learn(model, version) is None

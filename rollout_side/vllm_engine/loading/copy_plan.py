@@ -436,9 +436,7 @@ class _ProcessingPlan:
             for piece in part:
                 if piece.target.is_meta:
                     layer, name = owners[storage_of(piece.target)]
-                    # In the order in which they are complete, as in vLLM's reload: methods may
-                    # agree on a scale with the other ranks.
-                    own[layer] = [*own.pop(layer, []), (name, piece)]
+                    own.setdefault(layer, []).append((name, piece))
             self._pieces.append(own)
             for layer in own:
                 self._buckets.setdefault(layer, []).append(index)

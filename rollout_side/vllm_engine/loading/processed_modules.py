@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+#: Function by which methods agree on a scale: vLLM 0.32's of FP8.
+_SHARED_AMAX = "amax_for_tp_weight_quant"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LAYERWISE = f"{_RELOAD}.layerwise"
 #: Set by vLLM's methods, which do nothing where it is.
@@ -48,8 +50,8 @@ class ProcessedModule:
         layer: The layer, as it serves.
 
     Raises:
-        ValueError: Its method keeps tensors beside the layer's own, or more than parameters are
-            loaded, or none.
+        ValueError: Its method keeps tensors beside the layer's own, or asks other ranks, which may
+            have no plan and would not answer; or more than parameters are loaded, or none.
     """
 
     def __init__(self, name: str, layer: torch.nn.Module) -> None:
@@ -59,6 +61,10 @@ class ProcessedModule:
         linear = sys.modules.get("vllm.model_executor.layers.linear")  # imported, if there are any
         if linear is None or not isinstance(layer, linear.LinearBase):
             raise ValueError(f"{name} is held by {kind}")
+        if getattr(layer, "tp_size", 1) > 1 and hasattr(
+            sys.modules[type(self._method).__module__], _SHARED_AMAX
+        ):
+            raise ValueError(f"{kind} of {name} agrees on a scale with the other ranks")
         layerwise = importlib.import_module(_LAYERWISE)
         parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
         if not parameters or buffers:
