@@ -32,16 +32,19 @@ def packed(loras: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor
     lora = SimpleNamespace(loras=loras)
     adapters = SimpleNamespace(packed_modules={LAYER: MODULES})
     lora_hook._prepare_experts(lora, adapters)
+    assert all(lora.loras[name].lora_alpha == lora.loras[name].rank for name in MODULES)
     found = weights.PackedLoRALayerWeights.pack_moe([lora.loras[name] for name in MODULES], LAYER)
     found.optimize()
     return found.lora_a, found.lora_b
 
 
-def test_experts_at_once_are_packed_as_one_by_one() -> None:
-    """With a scaling for each kind of projection, which rsLoRA and patterns may give."""
+@pytest.mark.parametrize("down", [0.5, 1.0])
+def test_experts_at_once_are_packed_as_one_by_one(down: float) -> None:
+    """With a scaling for each kind of projection, which rsLoRA and patterns may give; vLLM before
+    0.32 takes alpha / rank."""
     a_up, b_up = torch.randn(EXPERTS, RANK, HIDDEN), torch.randn(EXPERTS, 2 * INNER, RANK)
     a_down, b_down = torch.randn(EXPERTS, RANK, INNER), torch.randn(EXPERTS, HIDDEN, RANK)
-    scalings = {"gate": 3.0, "up": 3.0, "down": 0.5}
+    scalings = {"gate": 3.0, "up": 3.0, "down": down}
     one_by_one = {}
     for expert in range(EXPERTS):
         for name, a, b in (
@@ -59,12 +62,12 @@ def test_experts_at_once_are_packed_as_one_by_one() -> None:
         )
         for name, a, b, scaling in (
             (f"{LAYER}.base_layer", a_up, b_up, 3.0),
-            (LAYER, a_down, b_down, 0.5),
+            (LAYER, a_down, b_down, down),
         )
     }
     expected = (
         [a_up, a_down, a_up],
-        [b_up[:, :INNER] * 3, b_down * 0.5, b_up[:, INNER:] * 3],
+        [b_up[:, :INNER] * 3, b_down * down, b_up[:, INNER:] * 3],
     )
     for loras in (one_by_one, at_once):
         for found, right in zip(packed(loras), expected, strict=True):

@@ -73,6 +73,14 @@ class Keeping(Quantising):
         self.workspace = torch.zeros(2)
 
 
+class Counting(Quantising):
+    """Leaves a number at the layer that depends on the weights."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        layer.largest = float(layer.weight.max())
+
+
 class Attaching(Quantising):
     """Leaves a tensor at the layer that is none of its parameters."""
 
@@ -255,14 +263,78 @@ def test_a_load_that_ended_midway_leaves_nothing_to_the_next(make: Callable[...,
     assert same(model.values(), reload(make(), second))
 
 
-@pytest.mark.parametrize("method", [Keeping, Attaching])
+@pytest.mark.parametrize("method", [Keeping, Attaching, Counting])
 def test_no_plan_where_tensors_lie_elsewhere(
     make: Callable[..., Model], method: type[Quantising]
 ) -> None:
     model, version = make(method), staged(1, LAYOUTS["few"])
-    expected = reload(model, version)
+    reload(model, version)
+    model.o.largest = -1.0  # of another version
+    expected = model.values()
     assert learn(model, version) is None
     assert same(model.values(), expected)
+
+
+class Scales(nn.Module):
+    """Scales that are loaded, and turned to numbers: those of a KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_scale = nn.Parameter(torch.ones(6, dtype=torch.bfloat16), requires_grad=False)
+        self.quant_method: Any = SimpleNamespace()
+
+    def process(self) -> None:
+        self.k = float(self.k_scale.max())
+        del self.k_scale
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_no_plan_of_a_base_that_brings_scales_which_layers_process(
+    make: Callable[..., Model], brings: bool
+) -> None:
+    """Such a layer has no parameter left; without scales in the base, it matters to no plan."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    version = staged(1, LAYOUTS["few"])
+    model = make()
+    reload(model, version)
+    scales = Scales()
+    record_metadata_for_reloading(scales)
+    scales.process()
+    model.attn = scales
+    load = model.load_weights
+
+    def load_scales(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, weight in weights:
+            load([(name, weight)])
+            if name.startswith("norm") and brings and hasattr(scales, "k_scale"):
+                scales.k_scale.data.copy_(weight)
+        return set()
+
+    model.load_weights = load_scales  # type: ignore[method-assign]
+    assert (learn(model, version) is None) == brings
+    assert not hasattr(scales, "k_scale")
+
+
+def test_a_bias_is_copied_beside_what_is_processed(
+    make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.32 loads biases in place, and its loading forms have none."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    assert "bias" in meta.SKIP_TENSORS
+    first, second = (staged(seed, LAYOUTS["few"]) for seed in (1, 2))
+    ours, theirs = make(), make()
+    for model in (ours, theirs):
+        bias = torch.zeros(6, dtype=torch.bfloat16)
+        model.o.register_parameter("bias", nn.Parameter(bias, requires_grad=False))
+        del model.norm.weight
+        model.norm.weight = model.o.bias  # loaded by that name
+        reload(model, first)
+    plan = learn(ours, first)
+    assert plan is not None
+    plan.load(second.segment.data)
+    assert same(ours.values(), reload(theirs, second))
 
 
 def test_no_plan_where_ranks_agree_on_a_scale(

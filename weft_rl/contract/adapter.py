@@ -289,8 +289,10 @@ def _check_experts(
 ) -> None:
     """Refuse experts that are not given whole: vLLM fills what is absent with zeros or fails
     late."""
-    of_experts = [m for m in pairs if ".experts" in m]
-    touched = {m.split(".experts.", 1)[0] for m in of_experts if not stacked_experts.is_stack(m)}
+    stacks = [m for m in pairs if stacked_experts.is_stack(m)]
+    single = [m for m in pairs if ".experts." in m and m not in stacks]
+    of_experts = stacks + single
+    touched = {m.split(".experts.", 1)[0] for m in single}
     if of_experts and not capabilities.lora_on_experts:
         first = of_experts[0]
         raise InvalidAdapterError(
@@ -298,8 +300,14 @@ def _check_experts(
             metadata={"parameter": first},
         )
     for layer in sorted(touched):
-        experts = f"{layer}.experts."
-        expected = [m.name for m in reference.modules if m.name.startswith(experts)]
+        experts = f"{layer}.experts"
+        if experts in stacks:
+            raise InvalidAdapterError(
+                f"the adapter is for {experts!r}, all at once, and for "
+                f"{next(m for m in single if m.startswith(experts))!r}: give either",
+                metadata={"parameter": experts},
+            )
+        expected = [module.name for module in reference.modules_by_experts.get(experts, ())]
         lacking = [module for module in expected if module not in pairs]
         if lacking:
             raise InvalidAdapterError(

@@ -65,7 +65,7 @@ def shapes_of(experts: str, reference: Reference) -> StackLayout | None:
         # (experts, out, in), or transposed, as gpt-oss has them.
         up, down = (up, down) if up[1] == down[0] else (up[::-1], down[::-1])
         return StackLayout(count, ((up[0], up[1]), (down[0], down[1])))
-    own = [m for m in reference.modules if m.name.startswith(f"{experts}.")]
+    own = reference.modules_by_experts.get(experts, ())
     numbers = {module.name.removeprefix(f"{experts}.").partition(".")[0] for module in own}
     shapes = Counter(module.shape for module in own).most_common()
     if not own or len(own) != 3 * len(numbers) or len(shapes) > 2:

@@ -175,6 +175,17 @@ class Reference:
         return found
 
     @cached_property
+    def modules_by_experts(self) -> Mapping[str, tuple[LinearModule, ...]]:
+        """Linear modules of the experts of each layer, by what their names begin with:
+        ``model.layers.0.mlp.experts``."""
+        found: dict[str, list[LinearModule]] = {}
+        for module in self.modules:
+            layer, mark, _ = module.name.partition(".experts.")
+            if mark:
+                found.setdefault(f"{layer}.experts", []).append(module)
+        return {experts: tuple(modules) for experts, modules in found.items()}
+
+    @cached_property
     def quantised_modules(self) -> Mapping[str, tuple[str, ...]]:
         """Linear modules whose weights were quantised before serving, with the last components of
         the tensors that stand for a weight (``qweight``, ``qzeros``, ``scales``)."""

@@ -38,8 +38,10 @@ from torch.utils._pytree import tree_leaves
 from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading.processed_modules import (
+    LoadingForm,
     ProcessedModule,
     in_loading_form,
+    loading_form,
     storage_of,
 )
 from weft_rl.contract.checkpoint import StoredTensor
@@ -89,18 +91,25 @@ def trace_copies(
     manifest: Manifest,
     data: torch.Tensor,
     processed: Sequence[ProcessedModule] = (),
+    unfilled: Sequence[tuple[torch.nn.Module, LoadingForm]] = (),
 ) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
 
     Args:
         processed: Layers that are filled in their loading forms.
+        unfilled: Layers that no copy may go to, and their loading forms.
         data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
 
     Raises:
         ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
     """
-    with torch.no_grad(), bridges.without_lora(model), in_loading_form(processed):
-        watcher = _CopyTracer(manifest, data, model.parameters())
+    with (
+        torch.no_grad(),
+        bridges.without_lora(model),
+        in_loading_form(processed, unfilled),
+    ):
+        left_out = [parameter for _, form in unfilled for parameter in form.values()]
+        watcher = _CopyTracer(manifest, data, model.parameters(), left_out)
         with watcher:
             model.load_weights(tensors_in(manifest, data))  # type: ignore[operator]
     watcher.check_covered()
@@ -111,7 +120,11 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that holds back writes to parameters, and notes their sources."""
 
     def __init__(
-        self, manifest: Manifest, data: torch.Tensor, parameters: Iterable[torch.Tensor]
+        self,
+        manifest: Manifest,
+        data: torch.Tensor,
+        parameters: Iterable[torch.Tensor],
+        left_out: Iterable[torch.Tensor],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.pieces: list[list[PlannedCopy]] = [[] for _ in manifest.buckets]
@@ -120,6 +133,9 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._wire = storage_of(data)
         #: Bytes of each parameter that nothing was copied to yet, by its storage.
         self._left = {storage_of(p): p.numel() * p.element_size() for p in parameters}
+        self._left_out = {storage_of(p) for p in left_out}
+        for storage in self._left_out:
+            self._left.pop(storage, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,11 +148,13 @@ class _CopyTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         storages = [storage_of(x) for x in given]
         name = func.overloadpacket.__name__
+        if func._schema.is_mutable and not self._left_out.isdisjoint(storages):
+            raise ValueError("a layer that processes its weights is no linear one")
         if func._schema.is_mutable and any(where in self._left for where in storages):
             target = given[0]
             if name == "copy_" and storages[0] in self._left:
                 self._note(target, args[1])
-            elif storages[0] in self._left and _is_zeroing(name, args):
+            elif storages[0] in self._left and _is_zeroing(name, args) and not target.is_meta:
                 self._count(target)  # padding
             else:
                 raise ValueError(f"its weights are loaded by {func}")
@@ -460,7 +478,8 @@ class _ProcessingPlan:
             loaded = self._begun.pop(layer, None)
             lying: dict[str, torch.Tensor] = {}
             if loaded is None:
-                lying = _lying_whole(layer, pieces, wire) if len(buckets) == 1 else {}
+                if len(buckets) == 1 and wire.device == layer.device:
+                    lying = _lying_whole(layer, pieces, wire)
                 loaded = {name: layer.allocate(name) for name in layer.form if name not in lying}
             _launch(
                 (_same_part(loaded[name], piece.target), piece.source(wire))
@@ -564,8 +583,8 @@ def make_plan(
         segment: Stands for the wire; see ``trace_copies``.
     """
     try:
-        processed = processed_modules(model)
-        pieces = trace_copies(model, manifest, segment, processed)
+        processed, unfilled = processed_modules(model)
+        pieces = trace_copies(model, manifest, segment, processed, unfilled)
         return CopyPlan(manifest, pieces, processed), ""
     except ValueError as error:
         return None, str(error)
@@ -588,13 +607,20 @@ def can_learn(worker: Any) -> bool:
     return bool(worker.device.type == "cuda")
 
 
-def processed_modules(model: torch.nn.Module) -> list[ProcessedModule]:
+def processed_modules(
+    model: torch.nn.Module,
+) -> tuple[list[ProcessedModule], list[tuple[torch.nn.Module, LoadingForm]]]:
     """Return the layers that do not keep their weights as they were loaded.
+
+    Returns:
+        Those that copies can fill, and others that have no parameters of their own afterwards (the
+        scales of a KV cache), with their loading forms: no copy may go there.
 
     Raises:
         ValueError: One of them is not filled by copies.
     """
-    found = []
+    found: list[ProcessedModule] = []
+    unfilled: list[tuple[torch.nn.Module, LoadingForm]] = []
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         # LoRA over experts puts a method around their own, which computes with the same weights.
@@ -602,12 +628,14 @@ def processed_modules(model: torch.nn.Module) -> list[ProcessedModule]:
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             if any(True for _ in layer.parameters(recurse=False)):
                 found.append(ProcessedModule(name, layer))
-        elif "MLA" in type(layer).__name__:
+            elif form := loading_form(layer):
+                unfilled.append((layer, form))
+        if "MLA" in type(layer).__name__:
             raise ValueError(f"{name} derives matrices from its weights")
         # A backend may hold them as float32: FlashInfer copies them anew after a reload.
-        elif getattr(getattr(layer, "impl", None), "sinks", None) is not None:
+        if getattr(getattr(layer, "impl", None), "sinks", None) is not None:
             raise ValueError(f"{name} attends to sinks, which its backend may convert")
-    return found
+    return found, unfilled
 
 
 class PlanProof:

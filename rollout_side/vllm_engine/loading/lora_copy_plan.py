@@ -36,9 +36,10 @@ from weft_rl.containers.lru import LruMapping
 _log = logging.getLogger(__name__)
 
 # Each tenant may have a rank, modules and a scaling of its own, and to learn a plan takes the
-# engine's thread longer than to load by it. A plan of 504 tensors has 0.3 MB, and 0.6 MB for
-# each slot whose views it keeps.
+# engine's thread longer than to load by it. A plan of 504 copies has 0.3 MB, and 0.6 MB for
+# each slot whose views it keeps; one of a mixture's experts may have 36,864.
 _MAX_PLANS = 64
+_MAX_COPIES = 64 * 504
 _MAX_SLOTS_OF_VIEWS = 4
 
 
@@ -115,8 +116,9 @@ class SlotPlan:
         self._strided = [index for index, piece in enumerate(pieces) if not piece.is_flat]
         filled = _filled(pieces)
         self._zeroed = [stacked for stacked in cleared if storage_of(stacked) not in filled]
+        num_slots = _MAX_SLOTS_OF_VIEWS if len(pieces) * _MAX_SLOTS_OF_VIEWS < _MAX_COPIES else 1
         self._views: LruMapping[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = LruMapping(
-            _MAX_SLOTS_OF_VIEWS
+            num_slots
         )
         self._cuts = {d: _FlatPieces(pieces, d) for d in {piece.stacked.dtype for piece in pieces}}
         self._scaled: dict[float, list[int]] = {}
@@ -228,6 +230,8 @@ class AdapterLoader:
         data = entry.staged.segment.data if received is None else received
         if key not in self._plans:
             self._plans.put(key, _learn(worker, entry, request, data))
+            while len(self._plans) > 1 and self._num_copies > _MAX_COPIES:
+                self._plans.drop_oldest()
         elif (plan := self._plans.get(key)) is None:
             worker.add_lora(request)
         else:
@@ -235,6 +239,10 @@ class AdapterLoader:
         if received is not None:
             # It goes back to another stream's pool: not before this one has read it.
             received.record_stream(torch.cuda.current_stream(received.device))
+
+    @property
+    def _num_copies(self) -> int:
+        return sum(plan.num_copies for _, plan in self._plans.items() if plan is not None)
 
 
 def _quickly(
@@ -410,6 +418,8 @@ class _SlotWriteTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._made[storage_of(result)] = _StackTensor(result, before.parts)
                 scale = self._scales.get(storage_of(args[0]), 1.0)
                 self._scales[storage_of(result)] = scale
+                if name == "_pin_memory":  # which is what is copied then
+                    del self._made[storage_of(args[0])]
 
     def _note(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
         name = func.overloadpacket.__name__

@@ -187,8 +187,9 @@ def _prepare_experts(lora: Any, adapters: Any) -> None:
             del lora.loras[experts], lora.loras[f"{experts}.base_layer"]
             lora.loras.update(_by_expert(modules, up, down))
     for name, layer in lora.loras.items():
-        if ".experts." in name and layer.scaling != 1 and not name.endswith(".base_layer"):
-            layer.lora_b.mul_(layer.scaling)
+        if ".experts." in name and not name.endswith(".base_layer"):
+            if layer.scaling != 1:
+                layer.lora_b.mul_(layer.scaling)
             layer.scaling, layer.lora_alpha = 1, layer.rank
 
 
@@ -205,7 +206,8 @@ def _by_expert(modules: list[str], up: Any, down: Any) -> dict[str, Any]:
     inner = up.lora_b.shape[0] // 2
     for stacked, parts in ((up, ((0, 0, inner), (2, inner, inner))), (down, ((1, 0, None),))):
         rank = stacked.lora_a.shape[0] // count
-        stacked.lora_b.mul_(stacked.scaling)
+        if stacked.scaling != 1:
+            stacked.lora_b.mul_(stacked.scaling)
         a = stacked.lora_a.unflatten(0, (count, rank))
         b = stacked.lora_b.unflatten(1, (rank, count))
         for which, first, size in parts:

@@ -28,10 +28,11 @@ _ONLY_READ = frozenset(
         "Fp8PerTensorOnlineLinearMethod",
         "Fp8PerBlockOnlineLinearMethod",
         "Fp8PtpcOnlineLinearMethod",
-        "Int8PerChannelOnlineLinearMethod",
     }
 )
 _Tensors = dict[str, torch.Tensor]
+#: Parameters of a layer as it is loaded, on the meta device, by name.
+LoadingForm = Mapping[str, torch.Tensor]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -65,25 +66,34 @@ class ProcessedModule:
             sys.modules[type(self._method).__module__], _SHARED_AMAX
         ):
             raise ValueError(f"{kind} of {name} agrees on a scale with the other ranks")
-        layerwise = importlib.import_module(_LAYERWISE)
-        parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
-        if not parameters or buffers:
-            raise ValueError(f"{name} is not loaded as parameters alone")
-        self.form: Mapping[str, torch.Tensor] = parameters
-        """Parameters of the loading form, on the meta device, by name."""
-        held = list(vars(self._method).values())
+        self.form: LoadingForm = loading_form(layer)
+        if not self.form:
+            raise ValueError(f"{name} loads no parameters")
+        held = [*vars(self._method).values(), getattr(layer, "scheme", None)]
         held += [value for each in held for value in getattr(each, "__dict__", {}).values()]
         if any(isinstance(value, torch.Tensor) for value in held):
             raise ValueError(f"{kind} of {name} keeps tensors of its own")
         self.only_reads = kind in _ONLY_READ
         """True if the method certainly leaves the loading form as it is."""
-        self.served: _Tensors = _served_tensors(layer)
-        """Tensors that the layer computes with, by name; written to by ``write``."""
+        skipped = importlib.import_module(f"{_RELOAD}.meta").SKIP_TENSORS
+        self._plain = {
+            name: parameter
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and name in skipped and name not in self.form
+        }
+        self.served: _Tensors = self._served_tensors()
+        """Tensors that the method makes, by name; written to by ``write``. Not those that vLLM
+        loads in place (biases from 0.32 on)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the layer computes on."""
+        return next(iter(self.served.values())).device
 
     def allocate(self, name: str) -> torch.Tensor:
         """Return memory for one tensor of the loading form, without values."""
-        meta, device = self.form[name], next(iter(self.served.values())).device
-        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+        meta = self.form[name]
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self.device)
 
     def process(self, loaded: Mapping[str, torch.Tensor]) -> _Tensors:
         """Return what the layer's method makes of a loading form, by the names in ``served``.
@@ -102,7 +112,7 @@ class ProcessedModule:
         try:
             self.set_form(loaded)
             self._method.process_weights_after_loading(layer)
-            made = _served_tensors(layer)
+            made = self._served_tensors()
             self._check(made, before)
         finally:
             vars(layer).clear()
@@ -115,19 +125,13 @@ class ProcessedModule:
             tensor.copy_(made[name], non_blocking=True)
 
     def set_form(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Give the layer these tensors as its loading form, and nothing else.
+        """Give the layer these tensors as its loading form, beside what is loaded in place."""
+        set_form(self.layer, self.form, loaded)
+        self.layer._parameters.update(self._plain)
 
-        They are of the classes, and have the attributes, that vLLM gives to them.
-        """
-        sanitize = importlib.import_module(f"{_RELOAD}.sanitize")
-        layer = self.layer
-        layer._parameters, layer._buffers = {}, {}
-        for name, tensor in loaded.items():
-            meta = sanitize.restore_layer_refs(self.form[name], layer)
-            own = tensor.view_as(tensor)  # an object of its own, over the same memory
-            own.__class__ = meta.__class__
-            vars(own).update(vars(meta))
-            layer._parameters[name] = own  # type: ignore[assignment]
+    def _served_tensors(self) -> _Tensors:
+        own = (*self.layer._parameters.items(), *self.layer._buffers.items())
+        return {n: t.data for n, t in own if t is not None and n not in self._plain}
 
     def _check(self, made: _Tensors, before: Mapping[str, Any]) -> None:
         if {n: (t.shape, t.dtype) for n, t in made.items()} != {
@@ -135,25 +139,66 @@ class ProcessedModule:
         }:
             raise ValueError(f"{self.name} is processed to other tensors than it has")
         for key, value in vars(self.layer).items():
+            is_number = isinstance(value, int | float) and key != _IS_PROCESSED
             if isinstance(value, torch.Tensor) and value is not before.get(key):
                 raise ValueError(f"{self.name} keeps {key!r}, which is made anew")
+            if is_number and value != before.get(key, value):
+                raise ValueError(f"{self.name} keeps {key!r}, which depends on what is loaded")
 
 
-def _served_tensors(layer: torch.nn.Module) -> _Tensors:
-    own = (*layer._parameters.items(), *layer._buffers.items())
-    return {name: tensor.data for name, tensor in own if tensor is not None}
+def loading_form(layer: torch.nn.Module) -> LoadingForm:
+    """Return the parameters that a layer is loaded as; empty if vLLM has noted none.
+
+    Raises:
+        ValueError: Buffers are loaded, too.
+    """
+    layerwise = importlib.import_module(_LAYERWISE)
+    parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+    if parameters and buffers:
+        raise ValueError(f"a {type(layer).__name__} is not loaded as parameters alone")
+    found: LoadingForm = parameters
+    return found
+
+
+def set_form(layer: torch.nn.Module, form: LoadingForm, loaded: Mapping[str, torch.Tensor]) -> None:
+    """Give a layer these tensors as its parameters, and nothing else.
+
+    They are of the classes, and have the attributes, that vLLM gives to those of its loading form.
+    """
+    sanitize = importlib.import_module(f"{_RELOAD}.sanitize")
+    layer._parameters, layer._buffers = {}, {}
+    for name, tensor in loaded.items():
+        meta = sanitize.restore_layer_refs(form[name], layer)
+        own = tensor.view_as(tensor)  # an object of its own, over the same memory
+        own.__class__ = meta.__class__
+        vars(own).update(vars(meta))
+        layer._parameters[name] = own  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
-def in_loading_form(layers: Iterable[ProcessedModule]) -> Iterator[None]:
-    """Let layers have their loading forms, on the meta device, with the loaders that fill them."""
+def in_loading_form(
+    processed: Iterable[ProcessedModule], unfilled: Iterable[tuple[torch.nn.Module, LoadingForm]]
+) -> Iterator[None]:
+    """Let layers have their loading forms, on the meta device, with the loaders that fill them.
+
+    Args:
+        processed: Layers that a plan fills.
+        unfilled: Other layers, and their loading forms.
+    """
     with contextlib.ExitStack() as stack:
-        for each in layers:
-            layer = each.layer
-            layerwise = importlib.import_module(_LAYERWISE)
+        for layer in (*(each.layer for each in processed), *(layer for layer, _ in unfilled)):
             stack.callback(vars(layer).update, dict(vars(layer)))
+        for each in processed:
             each.set_form(each.form)
-            own: dict[str, Any] = layer._parameters
-            for parameter in own.values():
-                parameter.weight_loader = layerwise._get_original_loader(parameter)
+            _set_loaders(each.layer, each.form)
+        for layer, form in unfilled:
+            set_form(layer, form, form)
+            _set_loaders(layer, form)
         yield
+
+
+def _set_loaders(layer: torch.nn.Module, names: Iterable[str]) -> None:
+    layerwise = importlib.import_module(_LAYERWISE)
+    for name in names:
+        parameter: Any = layer._parameters[name]
+        parameter.weight_loader = layerwise._get_original_loader(parameter)

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ def apply_base(
     check_base([slot.meta for slot in staged.manifest.tensors], reference)
     plan = plan and plan.for_layout(staged.manifest)
     if plan is not None:
-        with mixing(staged.version, "copying"):
+        with mixing(staged.version, "copying"), _config_of(worker, plan):
             plan.load(staged.segment.data, on_progress)
         return plan
     model = worker.model_runner.get_model()
@@ -84,6 +85,13 @@ def apply_base(
         if not can_learn(worker):
             return None
         return learn(model, staged)
+
+
+def _config_of(worker: Any, plan: CopyPlan) -> AbstractContextManager[object]:
+    """Return vLLM's config context for a plan that calls methods of layers; they may read it."""
+    if plan.num_processed:
+        return bridges.vllm_config_context(worker.vllm_config)
+    return contextlib.nullcontext()
 
 
 def reload_files(worker: Any, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -338,7 +346,7 @@ def load_in_place(
     # Set here, since it is the thread's own: another than the engine's has gradients on.
     with torch.no_grad():
         if plan is not None:
-            with mixing(arriving.version):
+            with mixing(arriving.version), _config_of(worker, plan):
                 for index, wire in arrived:
                     plan.load_bucket(index, wire)
             return plan

@@ -254,6 +254,16 @@ def test_experts_that_are_given_at_once_fit_experts_however_they_are_stored():
             given(stacked(3, experts=3))
 
 
+def test_experts_that_are_given_in_both_ways_are_refused():
+    one = pair(f"{EXPERTS}.0.gate_proj", shape=(48, HIDDEN))
+    tensors = [TensorMeta(f"{EXPERTS}.{e}.down_proj.weight", F32, (HIDDEN, 48)) for e in range(2)]
+    reference = Reference(REFERENCE.architecture, (*REFERENCE.tensors, *tensors))
+    with pytest.raises(InvalidAdapterError, match=r"all at once, and for .*experts\.0\.gate_proj"):
+        check_adapter(
+            config(), [*METAS, *stacked(), *one], reference, replace(lora_on_experts=True)
+        )
+
+
 def test_experts_of_a_base_without_any_are_refused():
     others = tuple(m for m in REFERENCE.tensors if ".experts." not in m.name)
     reference, capable = Reference(REFERENCE.architecture, others), replace(lora_on_experts=True)

@@ -15,7 +15,7 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import AdapterEntry, StagedVersion
-from rollout_side.vllm_engine.loading import lora_hook
+from rollout_side.vllm_engine.loading import lora_copy_plan, lora_hook
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
@@ -350,6 +350,21 @@ def test_another_configuration_is_learnt_anew() -> None:
 def test_many_tenants_configurations_are_each_learnt_once() -> None:
     entries = [adapter(n, alpha=1 + (n - 1) % 32) for n in range(1, 65)]
     check_against_vllm(entries, num_learnt=32)
+
+
+def test_plans_of_many_copies_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one stays, however large it is."""
+    monkeypatch.setattr(lora_copy_plan, "_MAX_COPIES", 20)  # two of eight, and a half
+    engine = Engine()
+    for number, alpha in enumerate((1, 2, 3, 3, 2), 1):
+        with goes(engine, by_vllm=number <= 3):
+            engine.load(number, adapter(number, alpha=alpha), direct=True)
+    with goes(engine, by_vllm=True):
+        engine.load(6, adapter(6, alpha=1), direct=True)
+    monkeypatch.setattr(lora_copy_plan, "_MAX_COPIES", 0)
+    for number, by_vllm in ((7, True), (8, False)):
+        with goes(engine, by_vllm=by_vllm):
+            engine.load(number, adapter(number, alpha=9), direct=True)
 
 
 def test_tensors_are_made_only_when_asked_for_after_it_was_taken_in() -> None:
