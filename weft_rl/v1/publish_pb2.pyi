@@ -149,6 +149,8 @@ class DescribeTargetResponse(_message.Message):
     BASE_CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     TRIAL_NAMES_FIELD_NUMBER: _builtins.int
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    DRAFT_TENSORS_FIELD_NUMBER: _builtins.int
+    DRAFT_PREFIXES_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -185,6 +187,16 @@ class DescribeTargetResponse(_message.Message):
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Capabilities.gpu_uuids of these replicas; twice where two of them share a GPU."""
 
+    @_builtins.property
+    def draft_tensors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReferenceTensor]:
+        """ReferenceChunk.draft_tensors of the first replica that takes a draft with a base; empty
+        where none does. A push of the base holds all of them or none.
+        """
+
+    @_builtins.property
+    def draft_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ReferenceChunk.draft_prefixes."""
+
     def __init__(
         self,
         *,
@@ -199,10 +211,12 @@ class DescribeTargetResponse(_message.Message):
         base_checkpoint_digest: _builtins.bytes = ...,
         trial_names: _abc.Iterable[_builtins.str] | None = ...,
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        draft_tensors: _abc.Iterable[_types_pb2.ReferenceTensor] | None = ...,
+        draft_prefixes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "trial_names", b"trial_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

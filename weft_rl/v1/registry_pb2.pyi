@@ -114,6 +114,7 @@ class Capabilities(_message.Message):
     BASE_REFUSAL_FIELD_NUMBER: _builtins.int
     LORA_UNAPPLIED_FIELD_NUMBER: _builtins.int
     DRAFT_METHOD_FIELD_NUMBER: _builtins.int
+    DRAFT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     engine_version: _builtins.str
     """vLLM's version."""
     base_fingerprint: _builtins.str
@@ -180,9 +181,14 @@ class Capabilities(_message.Message):
     Longer than 500 characters it is cut.
     """
     draft_method: _builtins.str
-    """How its engine drafts tokens with a model of its own, whose weights no push updates ("eagle3",
-    "mtp", "draft_model"): its answers are right, and after a push of the base fewer drafts are
-    accepted. Empty where it drafts none, or without weights ("ngram").
+    """How its engine drafts tokens with a model of its own ("eagle3", "mtp", "draft_model"). After a
+    push of the base without that model its answers are right, and fewer drafts are accepted.
+    Empty where it drafts none, or without weights ("ngram").
+    """
+    draft_fingerprint: _builtins.str
+    """SHA-256, hex, of what ReferenceChunk.draft_tensors says of that model, as
+    ReferenceChunk.fingerprint with "draft" as the architecture: it takes such a model with a
+    base. Empty where it takes none.
     """
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -243,10 +249,11 @@ class Capabilities(_message.Message):
         base_refusal: _builtins.str = ...,
         lora_unapplied: _abc.Iterable[_builtins.str] | None = ...,
         draft_method: _builtins.str = ...,
+        draft_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_capacity_bytes", b"adapter_capacity_bytes", "adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_dtype", b"base_dtype", "base_fingerprint", b"base_fingerprint", "base_refusal", b"base_refusal", "can_sleep", b"can_sleep", "draft_fingerprint", b"draft_fingerprint", "draft_method", b"draft_method", "engine_version", b"engine_version", "gpu_uuids", b"gpu_uuids", "loads_in_place", b"loads_in_place", "logprobs_mode", b"logprobs_mode", "logprobs_truncated", b"logprobs_truncated", "lora_enabled", b"lora_enabled", "lora_modules", b"lora_modules", "lora_on_experts", b"lora_on_experts", "lora_unapplied", b"lora_unapplied", "max_lora_rank", b"max_lora_rank", "num_receivers", b"num_receivers", "quantization", b"quantization", "running_requests", b"running_requests", "served_names", b"served_names", "staging_capacity_bytes", b"staging_capacity_bytes", "takes_runs", b"takes_runs", "tensor_parallel_size", b"tensor_parallel_size", "trial_name", b"trial_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,6 +522,7 @@ class ReplicaReport(_message.Message):
     PINNED_BASE_VERSIONS_FIELD_NUMBER: _builtins.int
     PINNED_BASE_BYTES_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
+    DRAFT_VERSION_FIELD_NUMBER: _builtins.int
     dirty_reason: _builtins.str
     """Why its engine may hold mixed weights; empty when it does not."""
     base_as_started: _builtins.bool
@@ -536,6 +544,11 @@ class ReplicaReport(_message.Message):
     """Bytes of adapters in host memory."""
     pinned_base_bytes: _builtins.int
     """Bytes of the copies of those that it holds."""
+    draft_version: _builtins.int
+    """Version of the base with which the model that drafts tokens here came; 0: what the engine was
+    started with; -1: mixed, since a load failed midway. Where it is not the base that is served,
+    fewer drafts are accepted.
+    """
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """Versions that it serves."""
@@ -590,10 +603,11 @@ class ReplicaReport(_message.Message):
         pinned_base_versions: _abc.Iterable[_builtins.int] | None = ...,
         pinned_base_bytes: _builtins.int = ...,
         work: Global___Work | None = ...,
+        draft_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "sleep", b"sleep", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "drain", b"drain", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_used_bytes", b"adapter_used_bytes", "base_as_started", b"base_as_started", "dirty_reason", b"dirty_reason", "draft_version", b"draft_version", "drain", b"drain", "order_number", b"order_number", "pinned_base_bytes", b"pinned_base_bytes", "pinned_base_versions", b"pinned_base_versions", "refusing", b"refusing", "retained_base_versions", b"retained_base_versions", "sleep", b"sleep", "spilled_versions", b"spilled_versions", "version_vector", b"version_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

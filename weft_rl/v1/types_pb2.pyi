@@ -724,6 +724,7 @@ class ReferenceChunk(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
     DRAFT_PREFIXES_FIELD_NUMBER: _builtins.int
+    DRAFT_TENSORS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """SHA-256, hex, of "architecture\\n" and one line "name d0,d1,...\\n" a tensor,
     these lines sorted. Two replicas of one pool must have the same.
@@ -742,9 +743,18 @@ class ReferenceChunk(_message.Message):
 
     @_builtins.property
     def draft_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """In the first chunk: what the names begin with of tensors that the checkpoint holds and the
-        engine has no place for ("model.layers.61.", "mtp."), layers for multi-token prediction. Not
-        in the fingerprint; a push leaves them out. At most 64.
+        """In the first chunk: what the names begin with of tensors that the checkpoint holds for drafts
+        ("model.layers.61.", "mtp."), layers for multi-token prediction, or what the engine's draft
+        has and does not load ("draft_model.t2d"). Not in the fingerprint. A push leaves them out,
+        but for those in `draft_tensors`; an engine ignores what it has no place for. At most 64.
+        """
+
+    @_builtins.property
+    def draft_tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReferenceTensor]:
+        """Next tensors of the model that drafts tokens, after all modules; at most 4096 a chunk. Not in
+        the fingerprint. A push of the base holds all of them, and they are of its version, or none.
+        Layers of the base's own checkpoint have their names there; another model's begin with
+        "draft_model.", as no tensor of a base does.
         """
 
     def __init__(
@@ -755,10 +765,11 @@ class ReferenceChunk(_message.Message):
         tensors: _abc.Iterable[Global___ReferenceTensor] | None = ...,
         modules: _abc.Iterable[Global___ReferenceModule] | None = ...,
         draft_prefixes: _abc.Iterable[_builtins.str] | None = ...,
+        draft_tensors: _abc.Iterable[Global___ReferenceTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "draft_prefixes", b"draft_prefixes", "fingerprint", b"fingerprint", "modules", b"modules", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "fingerprint", b"fingerprint", "modules", b"modules", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
