@@ -67,8 +67,10 @@ class Capabilities:
     """Reason why no base can be loaded into its engine while it runs, a sentence without its end;
     empty where one can."""
     draft_method: str = field(default="", compare=False)
-    """Method by which its engine drafts tokens with weights that no push updates; empty where there
-    are none."""
+    """Method by which its engine drafts tokens with weights of their own; empty where there are
+    none."""
+    draft_fingerprint: str = ""
+    """``Reference.draft_fingerprint``: the model that drafts tokens, if it can come with a base."""
     quantization: str = field(default="", compare=False)
     """Method by which the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

@@ -1,6 +1,7 @@
-"""Layers for multi-token prediction, which a checkpoint holds beside those of the model itself.
+"""Names of the tensors that a model drafts tokens with.
 
-A model that serves without drafts has no place for them, and transformers' models have none either.
+They are layers for multi-token prediction, which a checkpoint holds beside those of the model
+itself, or another model. A model that serves without drafts has no place for them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
+#: What names of a draft's tensors begin with in a base, where it has a checkpoint of its own.
+DRAFT_MODEL = "draft_model."
+#: Largest number of tensors of one draft: one message lists them all (DescribeTargetResponse).
+MAX_DRAFT_TENSORS = 16_384
+#: Largest number of ``Reference.draft_prefixes``.
+MAX_DRAFT_PREFIXES = 64
 #: Layer of the language model's own stack, not of an encoder's: ``model.layers.61``.
 _LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 #: Modules beside the stack: ``mtp``, ``model.mtp_block``, ``model.mtp_layers``.

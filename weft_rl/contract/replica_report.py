@@ -65,5 +65,8 @@ class ReplicaReport:
     """Pinned versions of the base whose copies it keeps where it holds them."""
     pinned_bytes: int = 0
     """Memory of those copies."""
+    draft_version: int = 0
+    """Version of the base with which the model that drafts tokens came; 0 for the one that its
+    engine was started with."""
     work: ReplicaWork | None = None
     """Set while it carries out an order, or its engine owes an answer."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft_rl.contract.draft_layers import is_draft
+from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
 from weft_rl.contract.errors import InvalidManifestError
 
 
@@ -144,13 +144,43 @@ class Reference:
     """Linear modules that the tensors do not tell: with quantised weights, or with several names.
     Not in the fingerprint."""
     draft_prefixes: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that the checkpoint holds and the engine has no place for:
-    layers for multi-token prediction. A push leaves them out. Not in the fingerprint."""
+    """Beginnings of the names of tensors that are for drafts, of which the engine loads those in
+    ``draft`` alone. A push leaves the others out. Not in the fingerprint."""
+    draft: tuple[TensorMeta, ...] = ()
+    """Tensors of the model that drafts tokens, which a push holds all of, or none. Not in the
+    fingerprint."""
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorMeta]:
         """Tensors by checkpoint name."""
         return {meta.name: meta for meta in self.tensors}
+
+    @cached_property
+    def draft_by_name(self) -> Mapping[str, TensorMeta]:
+        """Tensors of the draft by their names in a base."""
+        return {meta.name: meta for meta in self.draft}
+
+    @cached_property
+    def draft_fingerprint(self) -> str:
+        """Digest that names the model that drafts tokens; empty if no push updates one."""
+        return base_fingerprint("draft", self.draft) if self.draft else ""
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a tensor is for drafts, and has no place in this engine."""
+        if name in self.draft_by_name:
+            return False
+        is_another = not self.draft and name.startswith(DRAFT_MODEL)
+        return is_another or is_draft(name, self.draft_prefixes)
+
+    def brings_draft(self, metas: Iterable[TensorMeta]) -> bool:
+        """Return whether all tensors of the draft are among those of a push, and fit."""
+        want = self.draft_by_name
+        fits = (
+            meta.shape == want[meta.name].shape and _dtype_fits(meta.dtype, want[meta.name].dtype)
+            for meta in metas
+            if meta.name in want
+        )
+        return bool(want) and sum(fits) == len(want)
 
     @cached_property
     def modules(self) -> tuple[LinearModule, ...]:
@@ -241,24 +271,29 @@ def _check_quantised(given: Collection[str], reference: Reference) -> None:
 def _why_unknown(name: str, reference: Reference) -> str:
     if is_output_layer(name.removesuffix(".weight")):
         return f"is tied to the embedding in the served {reference.architecture}: leave it out"
-    if is_draft(name, reference.draft_prefixes):
-        return "is of a layer for drafts, which the served model has no place for: leave it out"
+    if name.startswith(DRAFT_MODEL):
+        return "is not a tensor of the model that drafts tokens here"
     return f"is not a tensor of {reference.architecture}"
 
 
 def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
     """Refuse a push of the base that is not exactly what the engine loads.
 
+    Tensors for drafts that it has no place for are passed over; those of its own draft are there
+    all or none.
+
     Raises:
         InvalidManifestError: A tensor is unknown, misshapen, missing, or of a dtype that cannot be
             served. Names the first in order of the manifest, then of the reference, and says how
             many there are.
     """
-    want = reference.by_name
+    want = {**reference.by_name, **reference.draft_by_name}
     wrong: list[str] = []
     for meta in metas:
         ref = want.get(meta.name)
         if ref is None:
+            if reference.ignores(meta.name):
+                continue
             wrong.append(f"{meta.name!r} {_why_unknown(meta.name, reference)}")
         elif ref.shape != meta.shape:
             wrong.append(
@@ -271,13 +306,17 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
                 f"{ref.dtype.torch_name}"
             )
     given = {meta.name for meta in metas}
-    if wrong or len(given) < len(want):
+    missing = [ref.name for ref in reference.tensors if ref.name not in given]
+    if wrong or missing:
         _check_quantised(given, reference)
-    wrong += [
-        f"{ref.name!r} is missing: the served model expects it"
-        for ref in reference.tensors
-        if ref.name not in given
-    ]
+    wrong += [f"{name!r} is missing: the served model expects it" for name in missing]
+    if not given.isdisjoint(reference.draft_by_name):
+        wrong += [
+            f"{ref.name!r} is missing: a push holds all tensors of the model that drafts tokens, "
+            "or none"
+            for ref in reference.draft
+            if ref.name not in given
+        ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise InvalidManifestError(

@@ -85,6 +85,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         base_refusal=value.base_refusal,
         lora_unapplied=value.lora_unapplied,
         draft_method=value.draft_method,
+        draft_fingerprint=value.draft_fingerprint,
     )
 
 
@@ -124,6 +125,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         base_refusal=message.base_refusal,
         lora_unapplied=tuple(message.lora_unapplied),
         draft_method=message.draft_method,
+        draft_fingerprint=message.draft_fingerprint,
     )
 
 
@@ -302,6 +304,7 @@ def report_to_proto(
         pinned_base_versions=sorted(report.pins_obeyed),
         pinned_base_bytes=report.pinned_bytes,
         work=_work_to_proto(report.work),
+        draft_version=report.draft_version,
     )
 
 
@@ -321,6 +324,7 @@ def report_from_proto(message: registry_pb2.ReplicaReport) -> ReplicaReport:
         pins_obeyed=frozenset(message.pinned_base_versions),
         pinned_bytes=message.pinned_base_bytes,
         work=_work_from_proto(message.work) if message.HasField("work") else None,
+        draft_version=message.draft_version,
     )
 
 

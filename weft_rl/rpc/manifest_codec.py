@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from weft_rl.contract.draft_layers import MAX_DRAFT_PREFIXES, MAX_DRAFT_TENSORS
 from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.layout.manifest import (
     MAX_DIMS,
@@ -29,7 +30,6 @@ _DTYPES = {int(dtype): dtype for dtype in DataType}
 # With the longest names, 2.3 MiB.
 _CHUNK_MODULES = 512
 _MAX_OTHER_NAMES = 8
-_MAX_DRAFT_PREFIXES = 64
 
 
 def manifest_to_chunks(manifest: Manifest) -> Iterator[types_pb2.ManifestChunk]:
@@ -156,11 +156,13 @@ def manifest_from_chunks(chunks: Iterable[types_pb2.ManifestChunk]) -> Manifest:
 
 
 def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChunk]:
-    """Yield chunks of at most 4096 tensors, then of at most 512 modules; the first has fingerprint
-    and architecture."""
+    """Yield chunks of at most 4096 tensors, then of at most 512 modules, then of tensors of the
+    draft; the first has fingerprint and architecture."""
     first = True
     for part in chunk_ranges(len(reference.tensors)):
-        chunk = types_pb2.ReferenceChunk(tensors=map(_reference_tensor, reference.tensors[part]))
+        chunk = types_pb2.ReferenceChunk(
+            tensors=map(reference_tensor_to_proto, reference.tensors[part])
+        )
         if first:
             chunk.fingerprint = reference.fingerprint
             chunk.architecture = reference.architecture
@@ -175,12 +177,31 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
                 for m in modules[i : i + _CHUNK_MODULES]
             ]
         )
+    for part in chunk_ranges(len(reference.draft)):
+        yield types_pb2.ReferenceChunk(
+            draft_tensors=map(reference_tensor_to_proto, reference.draft[part])
+        )
 
 
-def _reference_tensor(meta: TensorMeta) -> types_pb2.ReferenceTensor:
+def reference_tensor_to_proto(meta: TensorMeta) -> types_pb2.ReferenceTensor:
+    """Encode a tensor of a reference."""
     return types_pb2.ReferenceTensor(
         name=meta.name, dtype=dtype_to_proto(meta.dtype), dims=meta.shape
     )
+
+
+def reference_tensor_from_proto(tensor: types_pb2.ReferenceTensor) -> TensorMeta:
+    """Decode a tensor of a reference.
+
+    Raises:
+        InvalidManifestError: It cannot be right.
+    """
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidManifestError(f"tensor {tensor.name[:80]!r} has no known dtype")
+    meta = TensorMeta(tensor.name, dtype, tuple(tensor.dims[: MAX_DIMS + 1]))
+    check_meta(meta)
+    return meta
 
 
 class ReferenceDecoder:
@@ -198,33 +219,34 @@ class ReferenceDecoder:
         self._tensors: list[TensorMeta] = []
         self._modules: list[LinearModule] = []
         self._draft_prefixes: tuple[str, ...] = ()
+        self._draft: list[TensorMeta] = []
         self._num_chars = 0
 
     def add(self, chunk: types_pb2.ReferenceChunk) -> None:
         """Take the next chunk, like ``ManifestDecoder.add``."""
-        _check_chunk(max(len(chunk.tensors), len(chunk.modules)), False)
+        _check_chunk(max(len(chunk.tensors), len(chunk.modules), len(chunk.draft_tensors)), False)
         if not self._tensors:
             if max(len(chunk.fingerprint), len(chunk.architecture)) > MAX_NAME_CHARS:
                 raise InvalidManifestError("the fingerprint or the architecture is too long")
             self._fingerprint, self._architecture = chunk.fingerprint, chunk.architecture
             self._draft_prefixes = tuple(chunk.draft_prefixes)
             lengths = [0, *map(len, self._draft_prefixes)]
-            if len(lengths) > _MAX_DRAFT_PREFIXES + 1 or max(lengths) > MAX_NAME_CHARS:
+            if len(lengths) > MAX_DRAFT_PREFIXES + 1 or max(lengths) > MAX_NAME_CHARS:
                 raise InvalidManifestError("the prefixes of drafts are too many or too long")
             if not all(self._draft_prefixes):
                 raise InvalidManifestError("a prefix of drafts is empty: every tensor has it")
         check_num_tensors(max(1, len(self._tensors) + len(chunk.tensors)))
-        for tensor in chunk.tensors:
-            dtype = _DTYPES.get(tensor.dtype)
-            if dtype is None:
-                raise InvalidManifestError(f"tensor {tensor.name[:80]!r} has no known dtype")
-            meta = TensorMeta(tensor.name, dtype, tuple(tensor.dims[: MAX_DIMS + 1]))
-            check_meta(meta)
-            self._num_chars += len(tensor.name)
-            check_names(self._num_chars)
-            self._tensors.append(meta)
+        self._tensors += map(self._tensor, chunk.tensors)
+        if len(self._draft) + len(chunk.draft_tensors) > MAX_DRAFT_TENSORS:
+            raise InvalidManifestError(f"a draft has more than {MAX_DRAFT_TENSORS} tensors")
+        self._draft += map(self._tensor, chunk.draft_tensors)
         check_num_tensors(max(1, len(self._modules) + len(chunk.modules)))
         self._modules += map(self._module, chunk.modules)
+
+    def _tensor(self, given: types_pb2.ReferenceTensor) -> TensorMeta:
+        self._num_chars += len(given.name)
+        check_names(self._num_chars)
+        return reference_tensor_from_proto(given)
 
     def _module(self, given: types_pb2.ReferenceModule) -> LinearModule:
         if len(given.other_names) > _MAX_OTHER_NAMES or len(given.dims) != 2:
@@ -241,9 +263,13 @@ class ReferenceDecoder:
 
     def finish(self) -> Reference:
         """Return the reference, once the stream has ended; O(tensors)."""
-        check_metas(self._tensors)
+        check_metas([*self._tensors, *self._draft])
         reference = Reference(
-            self._architecture, tuple(self._tensors), tuple(self._modules), self._draft_prefixes
+            self._architecture,
+            tuple(self._tensors),
+            tuple(self._modules),
+            self._draft_prefixes,
+            tuple(self._draft),
         )
         if reference.fingerprint != self._fingerprint:
             raise InvalidManifestError("the fingerprint of the reference is not of this content")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weft_rl.contract.draft_layers import draft_prefixes, is_draft
@@ -35,12 +37,50 @@ def test_without_a_number_of_layers_none_is_too_high() -> None:
     assert draft_prefixes(["model.layers.99.x"], 0) == ()
 
 
-def test_one_that_is_pushed_all_the_same_is_refused_as_what_it_is() -> None:
-    own = TensorMeta("model.norm.weight", DataType.FLOAT32, (4,))
-    reference = Reference("Tiny", (own,), draft_prefixes=("mtp.",))
-    check_base([own], reference)
-    more = TensorMeta("mtp.norm.weight", DataType.FLOAT32, (4,))
-    with pytest.raises(InvalidManifestError, match=r"mtp\.norm\.weight' is of a layer for drafts"):
-        check_base([own, more], reference)
-    bare = Reference("Tiny", (own,))
-    assert bare.fingerprint == reference.fingerprint
+OWN = TensorMeta("model.norm.weight", DataType.FLOAT32, (4,))
+MTP = tuple(TensorMeta(f"mtp.{name}", DataType.FLOAT32, (4, 2)) for name in ("fc", "norm"))
+DRAFTS = Reference("Tiny", (OWN,), draft_prefixes=("mtp.",), draft=MTP)
+
+
+@pytest.mark.parametrize("name", ["mtp.norm.weight", "draft_model.fc.weight"])
+def test_those_of_a_draft_are_passed_over_where_there_is_none(name: str) -> None:
+    reference = Reference("Tiny", (OWN,), draft_prefixes=("mtp.",))
+    check_base([OWN, TensorMeta(name, DataType.FLOAT32, (4,))], reference)
+    assert reference.ignores(name)
+    assert not reference.ignores(OWN.name)
+    bare = Reference("Tiny", (OWN,))
+    assert bare.fingerprint == reference.fingerprint == DRAFTS.fingerprint
+    with pytest.raises(InvalidManifestError, match=r"is not a tensor of Tiny"):
+        check_base([OWN, TensorMeta("other.weight", DataType.FLOAT32, (4,))], reference)
+
+
+def test_a_push_holds_a_draft_or_none() -> None:
+    for metas, brings in (((OWN,), False), ((OWN, *MTP), True)):
+        check_base(metas, DRAFTS)
+        assert DRAFTS.brings_draft(metas) is brings
+    with pytest.raises(InvalidManifestError, match=r"'mtp\.norm' is missing: a push holds all"):
+        check_base([OWN, MTP[0]], DRAFTS)
+    assert not DRAFTS.brings_draft([OWN, MTP[0]])
+
+
+def test_a_draft_of_another_shape_is_refused() -> None:
+    wrong = [replace(MTP[0], shape=(2, 4)), MTP[1]]
+    with pytest.raises(InvalidManifestError, match=r"'mtp\.fc' has shape \(2,4\)"):
+        check_base([OWN, *wrong], DRAFTS)
+    assert not DRAFTS.brings_draft([OWN, *wrong])
+
+
+def test_another_model_than_the_one_that_drafts_here_is_refused() -> None:
+    own = replace(MTP[0], name="draft_model.fc")
+    reference = Reference("Tiny", (OWN,), draft_prefixes=("draft_model.t2d",), draft=(own,))
+    check_base([OWN, own, replace(own, name="draft_model.t2d")], reference)
+    with pytest.raises(
+        InvalidManifestError, match=r"draft_model\.norm' is not a tensor of the mod"
+    ):
+        check_base([OWN, own, replace(own, name="draft_model.norm")], reference)
+
+
+def test_drafts_have_fingerprints_of_their_own() -> None:
+    assert Reference("Tiny", (OWN,)).draft_fingerprint == ""
+    other = replace(DRAFTS, draft=MTP[:1])
+    assert len({DRAFTS.draft_fingerprint, other.draft_fingerprint, ""}) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,21 @@ def test_manifests(metas: list[TensorMeta], capacity: int) -> None:
 def test_references(metas: list[TensorMeta]) -> None:
     reference = Reference("Tiny", tuple(metas), draft_prefixes=("model.layers.2.", "mtp."))
     assert reference_from_chunks(reference_to_chunks(reference)) == reference
+    draft = tuple(TensorMeta(f"draft_model.{i}", meta.dtype, meta.shape)
+                  for i, meta in enumerate(metas))  # fmt: skip
+    drafted = replace(reference, draft=draft)
+    assert reference_from_chunks(reference_to_chunks(drafted)) == drafted
+    assert drafted.fingerprint == reference.fingerprint
+
+
+def test_a_draft_of_too_many_tensors_is_refused() -> None:
+    own = TensorMeta("a", DataType.INT8, (1,))
+    draft = tuple(TensorMeta(f"draft_model.{i}", DataType.INT8, (1,)) for i in range(16_385))
+    with pytest.raises(InvalidManifestError, match="more than 16384"):
+        reference_from_chunks(reference_to_chunks(Reference("Tiny", (own,), draft=draft)))
+    twice = Reference("Tiny", (own,), draft=(own,))
+    with pytest.raises(InvalidManifestError):
+        reference_from_chunks(reference_to_chunks(twice))
 
 
 @pytest.mark.parametrize("prefixes", [[""], ["mtp.", ""], ["a."] * 65, ["a" * 2000]])
@@ -172,6 +188,7 @@ REPORT = ReplicaReport(
     adapter_used_bytes=1 << 40,
     pins_obeyed=frozenset({2, 3}),
     pinned_bytes=1 << 41,
+    draft_version=3,
     work=ReplicaWork("loading base@4", 0.25),
 )
 
