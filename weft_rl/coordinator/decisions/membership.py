@@ -95,7 +95,8 @@ def register(change: Change, event: events.Register) -> None:
     adopt(change, event)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
-        not change.state.reference_known,
+        not change.state.reference_known
+        or event.capabilities.draft_fingerprint not in change.state.drafts_known,
         change.state.generation,
         change.state.coordinator_id,
         refuse_reason(change.state, replica.replica_id),

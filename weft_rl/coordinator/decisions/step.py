@@ -147,7 +147,8 @@ def _apply(change: Change, event: events.Event) -> None:
             membership.leave(change, event)
         case events.ReferenceKnown():
             if event.fingerprint == change.state.fingerprint:
-                change.state = replace(change.state, reference_known=True)
+                drafts = change.state.drafts_known | {event.draft_fingerprint}
+                change.state = replace(change.state, reference_known=True, drafts_known=drafts)
         case events.FitChecked():
             preflight.fit_checked(change, event)
         case events.RankAttends():

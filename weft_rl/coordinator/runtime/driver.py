@@ -393,7 +393,8 @@ class Driver:
         self.post(events.FitChecked(effect.key, failure))
 
     def _fit(self, effect: effects.CheckFit) -> Failure | None:
-        reference = self._references.get(effect.key.capabilities.base_fingerprint)
+        served = effect.key.capabilities
+        reference = self._references.get(served.base_fingerprint, served.draft_fingerprint)
         if reference is None:
             return Failure("INTERNAL", "the base model's tensors are not known any more")
         try:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
 from weft_rl.containers.lru import LruMapping
@@ -93,6 +94,7 @@ MAX_TENSORS_HELD: Final = 4_000_000
 MAX_CHARS_HELD: Final = 256 * 2**20
 _MAX_ENCODED: Final = 4
 _MAX_REFERENCES: Final = 4
+_MAX_DRAFTS: Final = 16
 
 _log = logging.getLogger(__name__)
 
@@ -151,16 +153,26 @@ class ReferenceCache:
 
     def __init__(self) -> None:
         self._references: LruMapping[str, Reference] = LruMapping(_MAX_REFERENCES)
+        self._drafts: LruMapping[str, Reference] = LruMapping(_MAX_DRAFTS)
         self._exceptions: dict[tuple[str, DataType], dict[str, DataType]] = {}
 
     def put(self, reference: Reference) -> None:
         """Add a reference and drop the least recently used beyond the bound."""
-        self._references.put(reference.fingerprint, reference)
+        bare = replace(reference, draft=()) if reference.draft else reference
+        self._references.put(reference.fingerprint, bare)
+        if reference.draft:
+            self._drafts.put(reference.draft_fingerprint, reference)
         self._exceptions.clear()
 
-    def get(self, fingerprint: str) -> Reference | None:
-        """Return a reference that is known, or None."""
-        return self._references.get(fingerprint)
+    def get(self, fingerprint: str, draft_fingerprint: str = "") -> Reference | None:
+        """Return a reference that is known, with such a draft; or None."""
+        found = self._references.get(fingerprint)
+        if found is None or not draft_fingerprint:
+            return found
+        drafted = self._drafts.get(draft_fingerprint)
+        if drafted is None:
+            return None
+        return replace(found, draft=drafted.draft, draft_prefixes=drafted.draft_prefixes)
 
     def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> dict[str, DataType]:
         """Return, by name, the dtypes of a known reference that differ from the base's."""

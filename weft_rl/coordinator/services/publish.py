@@ -3,14 +3,16 @@
 # ruff: noqa: N802 (methods are named as in the proto)
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
 
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
 from weft_rl.contract.names import check_name
+from weft_rl.contract.tensors import Reference
 from weft_rl.coordinator.decisions.state import effects, events
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
     base_targets,
     eligible_targets,
@@ -43,7 +45,11 @@ from weft_rl.rpc.codec import (
     level_from_proto,
     send_plan_from_proto,
 )
-from weft_rl.rpc.manifest_codec import ManifestDecoder, reference_to_chunks
+from weft_rl.rpc.manifest_codec import (
+    ManifestDecoder,
+    reference_tensor_to_proto,
+    reference_to_chunks,
+)
 from weft_rl.rpc.security.guard import CALLER
 from weft_rl.tracing import parent_in
 from weft_rl.v1 import publish_pb2, publish_pb2_grpc
@@ -96,6 +102,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         targets = eligible_targets(state) or replicas
         capabilities = replicas[0].capabilities
         exceptions = self._references.dtype_exceptions(state.fingerprint, capabilities.base_dtype)
+        described = self._described(replicas)
         return publish_pb2.DescribeTargetResponse(
             base_fingerprint=state.fingerprint,
             architecture=state.architecture,
@@ -108,13 +115,25 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             backends=shared_backends(targets),
             trial_names=[target.capabilities.trial_name for target in targets],
             gpu_uuids=[uuid for target in targets for uuid in target.capabilities.gpu_uuids],
+            draft_tensors=map(reference_tensor_to_proto, described.draft) if described else (),
+            draft_prefixes=described.draft_prefixes if described else (),
         )
+
+    def _described(self, replicas: Sequence[Replica]) -> Reference | None:
+        """Return the reference of the pool's base, with the draft of the first replica that takes
+        one."""
+        taken = (replica.capabilities.draft_fingerprint for replica in replicas)
+        draft = next(filter(None, taken), "")
+        fingerprint = self._driver.state.fingerprint
+        return self._references.get(fingerprint, draft) or self._references.get(fingerprint)
 
     async def GetReference(
         self, request: publish_pb2.GetReferenceRequest, context: Context
     ) -> AsyncIterator[publish_pb2.GetReferenceResponse]:
         """See protos/weft/v1/publish.proto."""
         reference = self._references.get(request.fingerprint)
+        if request.fingerprint == self._driver.state.fingerprint:
+            reference = self._described(base_targets(self._driver.state))
         if reference is None:
             raise NotReadyError(
                 f"no model of the fingerprint {request.fingerprint[:12]!r} is known here",

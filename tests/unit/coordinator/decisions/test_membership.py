@@ -281,6 +281,21 @@ def test_describe_target_waits_for_a_replica_and_its_reference() -> None:
     assert not m.state.target_tickets
 
 
+def test_the_tensors_of_a_draft_are_asked_for_too() -> None:
+    m = Machine().pool("r0")
+    answer = m.answer(m.register("r1", draft_fingerprint="d" * 64))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert answer.reference_wanted
+    m.acquire("base")
+    m.begin("base")
+    (transfer,) = m.state.transfers.values()
+    assert transfer.waits_for == "replicas"
+    m.do(events.ReferenceKnown("f" * 64, "d" * 64))
+    (transfer,) = m.state.transfers.values()
+    assert transfer.waits_for != "replicas"
+    assert m.state.drafts_known == {"", "d" * 64}
+
+
 def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:
     m = Machine().pool("r0")
     m.acquire("math")

@@ -136,7 +136,7 @@ class Push(Purpose):
         if change.now >= self.answer_by:
             raise self._too_late(change.state, transfer, len(replicas))
         require_lease(change.state, transfer.policy, self.fencing_token, change.now)
-        if len(replicas) < self.min_replicas or not change.state.reference_known:
+        if len(replicas) < self.min_replicas or not _are_described(change.state, replicas):
             return _FOR_REPLICAS
         fits = preflight.fits(change, transfer, replicas)
         unheard = _unheard(change.state, transfer, replicas)
@@ -555,6 +555,12 @@ def _check_request(state: PoolState, event: events.BeginTransfer, policy: Policy
             f"{under_way} pushes of {policy.name!r} are under way or wait already",
             metadata={"num_transfers": str(under_way)},
         )
+
+
+def _are_described(state: PoolState, replicas: Iterable[Replica]) -> bool:
+    """Return whether the tensors of the base, and of the replicas' drafts, are known."""
+    drafts = {replica.capabilities.draft_fingerprint for replica in replicas}
+    return state.reference_known and drafts <= state.drafts_known
 
 
 def _check_base(state: PoolState, adapter: AdapterSpec) -> None:

@@ -149,6 +149,7 @@ def _save(change: Change, fingerprint: str, architecture: str) -> None:
         checkpoint=None,
         as_started=frozenset(),
         reference_known=False,
+        drafts_known=frozenset({""}),
     )
     change.emit(SavePool(fingerprint, architecture))
 

@@ -245,6 +245,8 @@ class ReferenceKnown:
     """Notice that the tensors of the base model of that fingerprint are known."""
 
     fingerprint: str
+    draft_fingerprint: str = ""
+    """``Reference.draft_fingerprint``, where the tensors of a draft came with them."""
 
 
 ReplicaEvent = Register | ReportCheckpoint | Heartbeat | Leave | ReferenceKnown

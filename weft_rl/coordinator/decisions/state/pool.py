@@ -232,6 +232,8 @@ class PoolState:
     a higher ``opened_epoch_counter``, knows more than the catalog."""
     opened_epoch_counter: int = 0
     reference_known: bool = False
+    drafts_known: frozenset[str] = frozenset({""})
+    """Drafts whose tensors are known, by fingerprint; "" is of replicas that take none."""
     replicas: Mapping[str, Replica] = field(default_factory=dict)
     policies: Mapping[str, Policy] = field(default_factory=dict)
     forgotten: Mapping[str, Policy] = field(default_factory=dict)

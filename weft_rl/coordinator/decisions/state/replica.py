@@ -158,14 +158,16 @@ class Replica:
 
     def believed_report(self, now: float) -> ReplicaReport:
         """Return its report with what the coordinator believes in place of what it said."""
+        is_of_now = self.report.vector.base == self.vector.base
         return replace(
             self.report,
             vector=self.vector,
             retained=self.retained,
             spilled=self.spilled,
             dirty_reason=self.dirty_reason,
-            base_as_started=self.report.base_as_started
-            and self.report.vector.base == self.vector.base,
+            base_as_started=self.report.base_as_started and is_of_now,
+            # Until it has said what came with this base, it counts as complete.
+            draft_version=self.report.draft_version if is_of_now else self.vector.base,
             refusing=self.refusing,
             order_number=self.order_number,
             asleep=self.asleep,
