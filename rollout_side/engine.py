@@ -283,6 +283,14 @@ class Engine(Protocol):
         """Version of the base that tokens are sampled under from now on."""
 
     @property
+    def draft_version(self) -> int:
+        """Version of the base with which the model that drafts tokens came; 0 for the one that the
+        engine was started with, -1 where a load that failed may have mixed it."""
+
+    def draft_counts(self) -> tuple[int, int]:
+        """Return how many tokens the engine has drafted, and how many of them were accepted."""
+
+    @property
     def loading(self) -> str:
         """Transfer for which ``load_in_place`` has paused generation; else empty."""
 

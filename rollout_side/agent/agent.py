@@ -291,6 +291,7 @@ class Agent:
             adapter_used_bytes=memory.adapter_bytes,
             pins_obeyed=frozenset(serving.pins),
             pinned_bytes=memory.pinned_base_bytes,
+            draft_version=self.engine.draft_version,
             work=self._work(),
         )
 

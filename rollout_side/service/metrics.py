@@ -44,6 +44,7 @@ class ReplicaMetrics(Collector):
         self._agent = agent
         self._config = config
         self._spill_bytes = 0
+        self._drafted_before = (0, 0)
         self._switches = Counter(
             "weft_switches", "Switches to a version.", ["kind"], registry=self.registry
         )
@@ -77,6 +78,8 @@ class ReplicaMetrics(Collector):
         """Count a switch."""
         kind = "base" if policy == BASE_POLICY else "adapter"
         self._switches.labels(kind).inc()
+        if kind == "base":
+            self._drafted_before = self._agent.engine.draft_counts()
         if times.load_seconds:  # else it was served already, or an alias was flipped
             self._load.labels(kind).observe(times.load_seconds)
         if times.pause_seconds:
@@ -115,6 +118,13 @@ class ReplicaMetrics(Collector):
             limit.add_metric([store], bound)
         yield used
         yield limit
+        drafted, accepted = self._drafted()
+        if drafted:
+            yield GaugeMetricFamily(
+                "weft_draft_acceptance",
+                "Share of the tokens drafted since the base changed last that were accepted.",
+                accepted / drafted,
+            )
         yield GaugeMetricFamily(
             "weft_replica_ready",
             "Whether it serves what the pool does, and takes requests.",
@@ -123,3 +133,8 @@ class ReplicaMetrics(Collector):
         yield GaugeMetricFamily(
             "weft_requests_running", "Requests that have not ended.", engine.num_requests()
         )
+
+    def _drafted(self) -> tuple[int, int]:
+        """Return the tokens drafted, and those accepted, since the base changed last."""
+        now, before = self._agent.engine.draft_counts(), self._drafted_before
+        return now[0] - before[0], now[1] - before[1]

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ from weft_rl.checkpoints.files import local_model_dir
 from weft_rl.contract.capabilities import BackendChoice, RunningRequests
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, UnsupportedError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
-from weft_rl.contract.tensors import LinearModule, Reference
+from weft_rl.contract.tensors import LinearModule, Reference, TensorMeta
 
 _log = logging.getLogger(__name__)
 
@@ -144,10 +144,12 @@ async def open_engine(
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
         initial_checkpoint.read(model, revision, is_loaded=True)
+        model_dir = local_model_dir(model, revision)
         described = capabilities.build_reference(
-            local_model_dir(model, revision),
-            config.model_config.hf_config,
-            data_type(config.model_config.dtype),
+            model_dir, config.model_config.hf_config, data_type(config.model_config.dtype)
+        )
+        drafts = capabilities.draft_files(
+            config.speculative_config, config.model_config, model_dir, described
         )
         if spill is not None:
             _make_folder(spill, described)
@@ -159,6 +161,7 @@ async def open_engine(
                 args=(
                     _open_config(
                         described,
+                        drafts,
                         capabilities.memory_modules(config.model_config.hf_config, described),
                         receiver_factory,
                         adapter_memory_bytes,
@@ -174,7 +177,7 @@ async def open_engine(
             )
         )
         described = replace(
-            described,
+            capabilities.with_draft(described, drafts, values[0]["draft"]),
             untold_modules=tuple(
                 LinearModule(name, tuple(shape), tuple(other_names))
                 for name, shape, other_names in values[0]["untold_modules"]
@@ -302,6 +305,7 @@ def _http_server(
 
 def _open_config(
     described: Reference,
+    drafts: Sequence[TensorMeta],
     in_memory: list[MemoryModule],
     receiver_factory: str,
     adapter_bytes: int,
@@ -325,8 +329,14 @@ def _open_config(
         "holdings_path": holdings.path,
         "ranks_secret": secrets.token_hex(32),
         "architecture": described.architecture,
-        "tensors": [(m.name, int(m.dtype), list(m.shape)) for m in described.tensors],
+        "tensors": _plain(described.tensors),
+        "draft_prefixes": list(described.draft_prefixes),
+        "draft_files": _plain(drafts),
         "in_memory": [tuple(module) for module in in_memory],
         "spill": asdict(spill) if spill else None,
         "traced_as": traced_as,
     }
+
+
+def _plain(metas: Sequence[TensorMeta]) -> list[tuple[str, int, list[int]]]:
+    return [(meta.name, int(meta.dtype), list(meta.shape)) for meta in metas]

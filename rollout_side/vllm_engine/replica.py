@@ -165,6 +165,7 @@ class VllmReplica:
             self._sleeper,
             parts.requests,
             self._answers,
+            updates_draft=bool(capabilities.draft_fingerprint),
         )
 
         self._learning: asyncio.Task[None] | None = None
@@ -195,6 +196,15 @@ class VllmReplica:
     def base_version(self) -> int:
         """See ``Engine``."""
         return self.models.base.version
+
+    @property
+    def draft_version(self) -> int:
+        """See ``Engine``."""
+        return self.base_switch.draft_version
+
+    def draft_counts(self) -> tuple[int, int]:
+        """See ``Engine``."""
+        return bridges.draft_counts()
 
     @property
     def loading(self) -> str:

@@ -59,6 +59,19 @@ async def test_switches_are_counted_by_kind(counted: Counted) -> None:
     assert counted.value("switches_total", kind="adapter") == 2
 
 
+async def test_which_share_of_the_drafts_of_a_base_is_accepted(counted: Counted) -> None:
+    engine = counted.served.engine
+    assert counted.value("draft_acceptance") is None
+    engine.drafted = 100, 70
+    assert counted.value("draft_acceptance") == 0.7
+    counted.metrics.switched("math", SwitchTimes())
+    assert counted.value("draft_acceptance") == 0.7
+    counted.metrics.switched("base", SwitchTimes())
+    assert counted.value("draft_acceptance") is None
+    engine.drafted = 140, 80
+    assert counted.value("draft_acceptance") == 0.25
+
+
 async def test_what_a_switch_cost(counted: Counted) -> None:
     times = SwitchTimes(pause_seconds=0.5, load_seconds=0.25, num_begun=3)
     counted.metrics.switched("base", times)

@@ -126,6 +126,7 @@ class EngineDouble:
         self.absent: Mapping[str, UnservedPolicy] = {}
         self.running = 0
         self.base_version = 0
+        self.draft_version, self.drafted = 0, (0, 0)
         self.answers: set[AnswerDouble] = set()
         #: Cleared, no token is sampled.
         self.stepping = asyncio.Event()
@@ -217,6 +218,9 @@ class EngineDouble:
             self.dirty_reason = "its weights were discarded as it slept"
             with contextlib.suppress(NotFoundError):
                 await self.apply_retained(PolicyVersion("base", self.base_version))
+
+    def draft_counts(self) -> tuple[int, int]:
+        return self.drafted
 
     def _wake_weights(self) -> None:
         if self.asleep is not None and not self.asleep.weights_awake:

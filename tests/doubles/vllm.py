@@ -93,7 +93,8 @@ class FakeEngine:
         values = {
             "weft_handle": {"handle": b"h"},
             "weft_discard": {"changed": False, "kept": False},
-            "weft_loaded": {"load_seconds": 2.0},
+            "weft_loaded": {"load_seconds": 2.0, "has_draft": False},
+            "weft_apply_base": {"has_draft": False},
             "weft_sleep": {"is_free": True},
         }
         value = values.get(method, {})

@@ -16,8 +16,9 @@ from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import rehearsal
+from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
-from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
+from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
 from tests.e2e.conftest import TinyModels
 from tests.e2e.engine_process import EngineProcess, run_child
@@ -109,7 +110,7 @@ def reload(model: Model) -> dict[str, torch.Tensor]:
     """Load other values; returns these by name."""
     tensors = {name: torch.rand(4) for name in NAMES}
     given = {name: tensor.clone() for name, tensor in tensors.items()}
-    reload_layers(worker_of(model), PolicyVersion("base", 1), given.items(), len(given))
+    reload_layers(worker_of(model), model, PolicyVersion("base", 1), given.items(), len(given))
     assert all(torch.equal(given[name], tensor) for name, tensor in tensors.items())
     return tensors
 
@@ -363,6 +364,70 @@ def test_loaders_may_look_at_values(
     assert rehearse(model) == ""
     assert state(model) == before
     assert seen == ["meta"] * (large_bytes == 1) + ["cpu"] * 3
+
+
+class Drafter(Model):
+    """Drafts with the served model's last layer, and one of its own."""
+
+    def __init__(self, served: Model) -> None:
+        nn.Module.__init__(self)
+        self.fc, self.down = Layer("weight"), served.down
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        found = {name: weight for name, weight in weights if name != "t2d"}  # all at once
+        for name, weight in found.items():
+            by_loader(self.get_parameter(name), weight)
+        return set(found)
+
+
+DRAFT = tuple(
+    TensorMeta(f"draft_model.{name}", DataType.FLOAT32, (4,))
+    for name in ("down.weight", "fc.weight", "t2d")
+)
+
+
+def drafting(model: Model, *names: str) -> tuple[Any, DraftedModel | None]:
+    """A worker whose model is drafted for, and what it learns of a draft with such files."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    worker, drafter = worker_of(model), Drafter(model)
+    record_metadata_for_reloading(drafter)
+    worker.model_runner.get_draft_model = lambda: drafter
+    metas = tuple(TensorMeta(name, DataType.FLOAT32, (4,)) for name in NAMES)
+    files = [meta for meta in DRAFT if meta.name.removeprefix("draft_model.") in names]
+    return worker, drafted_model(worker, Reference("Model", metas), files)
+
+
+def test_a_draft_takes_what_it_loads_into_layers_of_its_own(model: Model) -> None:
+    before = state(model)
+    _, found = drafting(model, "down.weight", "fc.weight", "t2d")
+    assert found is not None
+    assert list(found.reference.draft_by_name) == ["draft_model.fc.weight"]
+    assert state(model) == before
+    assert found.draft.fc.weight.tolist() == [0, 1, 2, 3]
+
+
+@torch.no_grad()
+def test_a_draft_is_loaded_with_its_model(model: Model) -> None:
+    worker, found = drafting(model, "fc.weight")
+    assert found is not None
+    place = found.draft.fc.weight.data_ptr()
+    tensors = {name: torch.rand(4) for name in (*NAMES, "draft_model.fc.weight")}
+    reload_layers(worker, found, PolicyVersion("base", 1), tensors.items(), len(tensors))
+    for name in NAMES:
+        assert torch.equal(model.get_parameter(name), tensors[name])
+    assert torch.equal(found.draft.fc.weight, tensors["draft_model.fc.weight"])
+    assert found.draft.fc.weight.data_ptr() == place
+    assert found.draft.down is model.down
+
+
+def test_a_draft_that_cannot_be_loaded_stays(model: Model) -> None:
+    assert drafting(model)[1] is None
+    assert drafting(model, "down.weight")[1] is None  # its own layer gets nothing
+    worker, _ = drafting(model, "fc.weight")
+    worker.model_runner.drafter = SimpleNamespace(parallel_drafting_hidden_state_tensor=1)
+    reference = Reference("Model", tuple(TensorMeta(n, DataType.FLOAT32, (4,)) for n in NAMES))
+    assert drafted_model(worker, reference, DRAFT[1:2]) is None
 
 
 WHY = "vLLM's reload of a model would leave mixed weights: 'up.sinks' and 0 more get no weights"

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidRequestError,
@@ -256,6 +257,19 @@ def sampled_logprobs(completion: Any) -> list[float]:
     return [float(logprobs[token].logprob) for token, logprobs in pairs]
 
 
+def draft_counts() -> tuple[int, int]:
+    """Return how many tokens were drafted in this process's engine, and how many of them accepted,
+    as vLLM counts them for Prometheus."""
+    registry = importlib.import_module("prometheus_client").REGISTRY
+    names = [f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
+    counted = dict.fromkeys(names, 0)
+    for family in registry.restricted_registry(names).collect():
+        for sample in family.samples:
+            if sample.name in counted:
+                counted[sample.name] += int(sample.value)
+    return counted[names[0]], counted[names[1]]
+
+
 # -- the model, in a worker -------------------------------------------------------
 
 
@@ -306,16 +320,67 @@ def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     Raises:
         UnsupportedError: Its loader cannot read them again.
     """
+    config, model = worker.vllm_config, worker.model_runner.get_model()
+    return _read_again(config.load_config, worker.model_config, model)
+
+
+def _read_again(load_config: Any, config: Any, model: Any) -> Iterator[tuple[str, Any]]:
     loaders = importlib.import_module("vllm.model_executor.model_loader")
-    loader = loaders.get_model_loader(worker.vllm_config.load_config)
+    loader = loaders.get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedError(
             f"vLLM's {type(loader).__name__} cannot read its files again; push a base instead"
         )
-    tensors: Iterator[tuple[str, Any]] = loader.get_all_weights(
-        worker.model_config, worker.model_runner.get_model()
-    )
+    tensors: Iterator[tuple[str, Any]] = loader.get_all_weights(config, model)
     return tensors
+
+
+def draft_model(model_runner: Any) -> Any:
+    """Return the model that drafts tokens; None where there is none with weights."""
+    get = getattr(model_runner, "get_draft_model", None)  # 0.32
+    if get is not None:
+        return get()
+    model: Any = getattr(getattr(model_runner, "drafter", None), "model", None)
+    return model.unwrap() if hasattr(model, "unwrap") else model
+
+
+def why_draft_stays(model_runner: Any) -> str:
+    """Return why the model that drafts tokens cannot be loaded again; empty where nothing is
+    known against it."""
+    for name in ("drafter", "speculator"):
+        drafter = getattr(model_runner, name, None)
+        if getattr(drafter, "parallel_drafting_hidden_state_tensor", None) is not None:
+            return "vLLM keeps a hidden state that it has computed from its weights"
+    return ""
+
+
+def draft_checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
+    """Return the tensors of the files of the model that drafts tokens, by their names in a base;
+    none where they are the served model's own files.
+
+    Raises:
+        UnsupportedError: As ``checkpoint_tensors``.
+    """
+    config = worker.vllm_config
+    drafting = config.speculative_config
+    if draft_is_in_checkpoint(drafting, worker.model_config):
+        return
+    load_config = getattr(drafting, "draft_load_config", None) or config.load_config
+    model = draft_model(worker.model_runner)
+    for name, tensor in _read_again(load_config, drafting.draft_model_config, model):
+        yield DRAFT_MODEL + name, tensor
+
+
+def draft_is_in_checkpoint(drafting: Any, config: Any) -> bool:
+    """Return whether the model that drafts tokens is a part of the served model's checkpoint.
+
+    Args:
+        drafting: vLLM's ``SpeculativeConfig``.
+        config: ``ModelConfig`` of the served model.
+    """
+    return bool(
+        drafting.method != "draft_model" and drafting.draft_model_config.model == config.model
+    )
 
 
 def reset_lora_state(model_runner: Any) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -92,6 +92,7 @@ def trace_copies(
     data: torch.Tensor,
     processed: Sequence[ProcessedModule] = (),
     unfilled: Sequence[tuple[torch.nn.Module, LoadingForm]] = (),
+    ignored: Collection[str] = (),
 ) -> list[list[PlannedCopy]]:
     """Return the copies that ``load_weights`` would make, by bucket.
 
@@ -99,6 +100,7 @@ def trace_copies(
         processed: Layers that are filled in their loading forms.
         unfilled: Layers that no copy may go to, and their loading forms.
         data: uint8, a segment of this layout. Neither read nor written: may be on the meta device.
+        ignored: Names of tensors that have no place in the model.
 
     Raises:
         ValueError: ``load_weights`` would do more than copy, or not fill every parameter once.
@@ -111,7 +113,8 @@ def trace_copies(
         left_out = [parameter for _, form in unfilled for parameter in form.values()]
         watcher = _CopyTracer(manifest, data, model.parameters(), left_out)
         with watcher:
-            model.load_weights(tensors_in(manifest, data))  # type: ignore[operator]
+            given = ((name, t) for name, t in tensors_in(manifest, data) if name not in ignored)
+            model.load_weights(given)  # type: ignore[operator]
     watcher.check_covered()
     return watcher.pieces
 
@@ -247,21 +250,25 @@ class CopyPlan:
         self._starts = bucket_starts(manifest)
         self.device = next(piece.target.device for part in self._plain for piece in part)
 
-    def for_layout(self, manifest: Manifest) -> CopyPlan | None:
-        """Return the same copies for another layout of the tensors; None if a dtype differs.
+    def for_layout(self, manifest: Manifest, ignored: Collection[str] = ()) -> CopyPlan | None:
+        """Return the same copies for another layout of the tensors, which may lack those of a
+        draft; None if it has more of them, or a dtype differs.
 
         Another dtype takes more than a copy.
 
         Args:
-            manifest: Layout of the same tensors.
+            manifest: Layout of the tensors.
+            ignored: Names of tensors that have no place in the model.
         """
         if manifest.layout_digest == self.layout_digest:
             return self
         by_name = {slot.meta.name: (slot.meta, own) for slot, own in self._by_tensor()}
         pieces: list[list[PlannedCopy]] = [[] for _ in manifest.buckets]
         for slot in manifest.tensors:
-            meta, own = by_name[slot.meta.name]
-            if slot.meta != meta:
+            if slot.meta.name in ignored:
+                continue
+            meta, own = by_name.get(slot.meta.name, (None, []))
+            if meta is None or slot.meta != meta:
                 return None
             first = slot.offset_bytes // meta.dtype.itemsize_bytes
             pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
@@ -554,7 +561,9 @@ def wait_for_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def learn(model: torch.nn.Module, staged: StagedVersion) -> CopyPlan | None:
+def learn(
+    model: torch.nn.Module, staged: StagedVersion, ignored: Collection[str] = ()
+) -> CopyPlan | None:
     """Return the plan of a version that the model has just loaded; None if copies do not suffice.
 
     Nothing that the model computes with changes.
@@ -562,8 +571,9 @@ def learn(model: torch.nn.Module, staged: StagedVersion) -> CopyPlan | None:
     Args:
         model: vLLM's model, as it serves.
         staged: Copy of the base that the model serves now.
+        ignored: Names of tensors that have no place in the model.
     """
-    plan, why = make_plan(model, staged.manifest, staged.segment.data)
+    plan, why = make_plan(model, staged.manifest, staged.segment.data, ignored)
     try:
         if plan is not None and not plan.holds(staged.segment.data):
             why = "a parameter does not hold what was loaded into it"
@@ -576,15 +586,17 @@ def make_plan(
     model: torch.nn.Module,
     manifest: Manifest,
     segment: torch.Tensor,
+    ignored: Collection[str] = (),
 ) -> tuple[CopyPlan | None, str]:
     """Make a plan that is not proven yet, or return the reason why there is none.
 
     Args:
         segment: Stands for the wire; see ``trace_copies``.
+        ignored: Names of tensors that have no place in the model.
     """
     try:
         processed, unfilled = processed_modules(model)
-        pieces = trace_copies(model, manifest, segment, processed, unfilled)
+        pieces = trace_copies(model, manifest, segment, processed, unfilled, ignored)
         return CopyPlan(manifest, pieces, processed), ""
     except ValueError as error:
         return None, str(error)
@@ -644,13 +656,16 @@ class PlanProof:
     Args:
         model: vLLM's model, as it serves before the reload.
         manifest: Layout of what is reloaded.
+        ignored: Names of tensors that have no place in the model.
     """
 
-    def __init__(self, model: torch.nn.Module, manifest: Manifest) -> None:
+    def __init__(
+        self, model: torch.nn.Module, manifest: Manifest, ignored: Collection[str] = ()
+    ) -> None:
         self._model, self._manifest = model, manifest
         # No memory stands for the wire: a host may have less of it than a GPU.
         stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
-        self._plan, self._why = make_plan(model, manifest, stand_in)
+        self._plan, self._why = make_plan(model, manifest, stand_in, ignored)
         self._places = _places(model)
         self._passed: list[list[int]] = []
 

@@ -13,8 +13,9 @@ import contextlib
 import importlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import reload
+from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
     DirectWriteRecord,
@@ -49,16 +51,85 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     with changes. Notes how the model loads, for its reloads. Blocks for one pass over the model's
     tensors, on the thread of the engine.
     """
-    begin = time.perf_counter()
     model = worker.model_runner.get_model()
+    why = _why_not_reloaded(worker, model, reference.tensors, _LoadRecord())
+    if not why:
+        return ""
+    named = f"vLLM's reload of {type(model).__name__} would leave mixed weights: {why}"
+    _log.info("this replica takes no base: %s", named)
+    return named[:_MAX_CHARS]
+
+
+def drafted_model(
+    worker: Any, reference: Reference, files: Sequence[TensorMeta]
+) -> DraftedModel | None:
+    """Return a worker's model with the one that drafts for it, if both can be loaded together; log
+    why not.
+
+    Costs and effects are those of ``why_not_reloaded``, two or three times where the draft has no
+    use for some of its files' tensors.
+
+    Args:
+        reference: Tensors of the served model.
+        files: Tensors of the draft's files, by their names in a base.
+    """
+    draft = bridges.draft_model(worker.model_runner)
+    if draft is None or not files:
+        return None
+    model, why = _drafted(worker, draft, reference, files)
+    if model is None:
+        _log.info("the %s that drafts tokens stays as it is: %s", type(draft).__name__, why)
+    return model
+
+
+def _drafted(
+    worker: Any, draft: torch.nn.Module, reference: Reference, files: Sequence[TensorMeta]
+) -> tuple[DraftedModel | None, str]:
+    """Return the model of what the draft itself loads of its files; or why there is none."""
+    target = worker.model_runner.get_model()
+    whole = DraftedModel(target, draft, reference, files)
+    loads = _LoadRecord(frozenset(meta.name for meta in files))
+    why = bridges.why_draft_stays(worker.model_runner) or _why_not_reloaded(
+        worker, whole, (*reference.tensors, *files), loads
+    )
+    if why:
+        return None, why
+    # Copies of the served model's embedding, say, and tables for training: neither is sent. Nothing
+    # is known of a tensor that something is computed from before it is loaded.
+    shared = whole.shared_layers
+    own = [meta for meta in files if loads.layers.get(meta.name, set()) - shared]
+    not_shared = [meta for meta in files if not loads.layers.get(meta.name, set()) & shared]
+    for tensors in (own, not_shared):
+        if len(tensors) == len(files):
+            return whole, ""
+        model = DraftedModel(target, draft, reference, tensors)
+        why = _why_not_reloaded(worker, model, (*reference.tensors, *tensors), _LoadRecord())
+        if not why:
+            return model, ""
+    return None, why
+
+
+def _why_not_reloaded(
+    worker: Any,
+    model: torch.nn.Module,
+    tensors: Sequence[TensorMeta],
+    loads: _LoadRecord,
+) -> str:
+    """Rehearse a reload, note how it loads, and return what would get no value; empty if all would.
+
+    Args:
+        loads: Notes which layers tensors are loaded into.
+    """
+    begin = time.perf_counter()
     quantised = worker.model_config.quantization is not None
+    rehearsal = partial(_rehearse, model, tensors, loads=loads, quantised=quantised)
     try:
         with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
             derived = _derived(model, worker.model_config)
             try:
-                loaded, facts, why = _rehearse(model, reference, "meta", quantised=quantised)
+                loaded, facts, why = rehearsal(device="meta")
             except Exception:  # noqa: BLE001 - a loader may look at values, of large tensors, too
-                loaded, facts, why = _rehearse(model, reference, "cpu", quantised=quantised)
+                loaded, facts, why = rehearsal(device="cpu")
         facts = replace(facts, derived=derived)
         # Of the parameters that it computes with.
         why = why or reload.why_incomplete(model, loaded, facts, quantised=quantised)
@@ -66,11 +137,7 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     except Exception as error:  # noqa: BLE001 - of any kind, from the model's own code
         why = f"{type(error).__name__}: {error}"
     _log.debug("rehearsed a reload in %.3f s", time.perf_counter() - begin)
-    if not why:
-        return ""
-    named = f"vLLM's reload of {type(model).__name__} would leave mixed weights: {why}"
-    _log.info("this replica takes no base: %s", named)
-    return named[:_MAX_CHARS]
+    return why
 
 
 def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
@@ -96,13 +163,19 @@ def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
 
 
 def _rehearse(
-    model: torch.nn.Module, reference: Reference, device: str, *, quantised: bool
+    model: torch.nn.Module,
+    tensors: Sequence[TensorMeta],
+    *,
+    device: str,
+    loads: _LoadRecord,
+    quantised: bool,
 ) -> tuple[object, ReloadFacts, str]:
     """Run ``load_weights`` without effect.
 
     Args:
         device: Where large tensors are that it is given. On "meta" it takes no time to compute with
             them: gpt-oss transposes its experts.
+        loads: See ``_why_not_reloaded``.
 
     Returns:
         What it reports as loaded; how it loads; and what got nothing, as a sentence for error
@@ -112,8 +185,8 @@ def _rehearse(
     overwritten: set[str] = set()
 
     def given() -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in reference.tensors:
-            zeros = _zeros(meta, device)
+        for meta in tensors:
+            zeros = loads.of(meta.name, _zeros(meta, device))
             version = zeros._version
             yield meta.name, zeros
             if zeros._version != version:
@@ -123,8 +196,10 @@ def _rehearse(
         try:
             layerwise.initialize_layerwise_reload(model)
             blocker = WriteBlocker(_tensors_of(model))
-            with blocker, followed(model) as writes, _unprocessed(layerwise, writes):
+            with blocker, followed(model) as writes, _unprocessed(layerwise, writes, loads):
                 loaded = model.load_weights(given())  # type: ignore[operator]
+            for layer in model.modules():
+                loads.note(layer, layerwise.get_layerwise_info(layer))
             idle, _ = reload.layers_without_weights(model)
             if not idle and not quantised:
                 idle = _filled_in_part(model, layerwise, writes)
@@ -160,14 +235,44 @@ def _zeros(meta: TensorMeta, device: str) -> torch.Tensor:
     return data.view(getattr(torch, meta.dtype.torch_name)).reshape(meta.shape)
 
 
+class _LoadRecord:
+    """Record of which layers a rehearsal loads some tensors into, as they are or as views.
+
+    Args:
+        watched: Names of these tensors.
+    """
+
+    def __init__(self, watched: Collection[str] = ()) -> None:
+        self._watched = watched
+        self._names: dict[int, str] = {}
+        self._tensors: list[torch.Tensor] = []  # which keeps what names their storages
+        self.layers: dict[str, set[torch.nn.Module]] = {}
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is about to be given under a name."""
+        if name in self._watched:
+            self._names[storage_of(tensor)] = name
+            self._tensors.append(tensor)
+        return tensor
+
+    def note(self, layer: torch.nn.Module, info: Any) -> None:
+        """Note what a layer has got since the last call."""
+        for _, arguments in info.loaded_weights:
+            for value in () if arguments is None else arguments.arguments.values():
+                if isinstance(value, torch.Tensor) and storage_of(value) in self._names:
+                    name = self._names[storage_of(value)]
+                    self.layers.setdefault(name, set()).add(layer)
+
+
 @contextlib.contextmanager
-def _unprocessed(layerwise: Any, writes: DirectWriteRecord) -> Iterator[None]:
+def _unprocessed(layerwise: Any, writes: DirectWriteRecord, loads: _LoadRecord) -> Iterator[None]:
     """Leave out what vLLM does with a layer once it is complete.
 
     What vLLM has kept of the layer's weights until then is dropped.
     """
 
     def drop_weights(layer: torch.nn.Module, info: Any) -> None:
+        loads.note(layer, info)
         info.loaded_weights[:] = [(name, None) for name, _ in info.loaded_weights]
         writes.drop(layer)
 

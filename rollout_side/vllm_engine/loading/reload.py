@@ -30,6 +30,7 @@ from rollout_side.vllm_engine.loading.copy_plan import (
     learn,
     wait_for_copies,
 )
+from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
     ReloadFacts,
@@ -53,6 +54,7 @@ def apply_base(
     reference: Reference,
     plan: CopyPlan | None = None,
     on_progress: Callable[[], None] = lambda: None,
+    drafted: DraftedModel | None = None,
 ) -> CopyPlan | None:
     """Replace the model's weights by a staged version. Call it while paused.
 
@@ -60,6 +62,8 @@ def apply_base(
     referenced afterwards, so it may be overwritten once every rank is done.
 
     Args:
+        drafted: The model with the one that drafts for it, which is replaced, too, if the version
+            has all of it; else it stays.
         plan: The copies that loading amounts to, of whatever layout, where they are known.
         on_progress: Called at each tensor, or bucket, that is loaded.
 
@@ -72,19 +76,19 @@ def apply_base(
         LoadFailedError: Metadata ``dirty`` is "true": the weights are mixed. The
             next base that loads repairs it.
     """
-    check_base([slot.meta for slot in staged.manifest.tensors], reference)
-    plan = plan and plan.for_layout(staged.manifest)
+    model, ignored = _loaded_model(worker, staged.manifest, reference, drafted)
+    plan = plan and plan.for_layout(staged.manifest, ignored)
     if plan is not None:
         with mixing(staged.version, "copying"), _config_of(worker, plan):
             plan.load(staged.segment.data, on_progress)
         return plan
-    model = worker.model_runner.get_model()
     with bridges.vllm_config_context(worker.vllm_config):
-        tensors = _reporting(staged.tensors(), on_progress)
-        reload_layers(worker, staged.version, tensors, len(staged.manifest.tensors))
+        given = ((name, tensor) for name, tensor in staged.tensors() if name not in ignored)
+        num_tensors = len(staged.manifest.tensors) - len(ignored)
+        reload_layers(worker, model, staged.version, _reporting(given, on_progress), num_tensors)
         if not can_learn(worker):
             return None
-        return learn(model, staged)
+        return learn(model, staged, ignored)
 
 
 def _config_of(worker: Any, plan: CopyPlan) -> AbstractContextManager[object]:
@@ -94,19 +98,43 @@ def _config_of(worker: Any, plan: CopyPlan) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def reload_files(worker: Any, on_progress: Callable[[], None] = lambda: None) -> None:
+def _loaded_model(
+    worker: Any, manifest: Manifest, reference: Reference, drafted: DraftedModel | None
+) -> tuple[torch.nn.Module, frozenset[str]]:
+    """Return the model that a layout is loaded into, and the tensors that have no place there.
+
+    Raises:
+        InvalidManifestError: See ``apply_base``.
+    """
+    metas = [slot.meta for slot in manifest.tensors]
+    check_base(metas, reference)
+    model: torch.nn.Module = worker.model_runner.get_model()
+    if drafted is not None and drafted.reference.brings_draft(metas):
+        model, reference = drafted, drafted.reference
+    return model, frozenset(meta.name for meta in metas if reference.ignores(meta.name))
+
+
+def reload_files(
+    worker: Any,
+    on_progress: Callable[[], None] = lambda: None,
+    drafted: DraftedModel | None = None,
+) -> None:
     """Load what the engine was started with, from its files. Call it while paused.
 
     Args:
         on_progress: Called with each tensor.
+        drafted: See ``apply_base``.
 
     Raises:
         UnsupportedError: They cannot be read again.
         LoadFailedError: As ``apply_base``.
     """
-    tensors = _reporting(bridges.checkpoint_tensors(worker), on_progress)
+    model = worker.model_runner.get_model() if drafted is None else drafted
+    tensors = bridges.checkpoint_tensors(worker)
+    if drafted is not None:
+        tensors = itertools.chain(tensors, bridges.draft_checkpoint_tensors(worker))
     with bridges.vllm_config_context(worker.vllm_config):
-        reload_layers(worker, STARTED_WITH, tensors, None)
+        reload_layers(worker, model, STARTED_WITH, _reporting(tensors, on_progress), None)
 
 
 def _reporting(
@@ -133,6 +161,7 @@ def mixing(version: PolicyVersion, verb: str = "loading") -> Iterator[None]:
 
 def reload_layers(
     worker: Any,
+    model: torch.nn.Module,
     version: PolicyVersion,
     tensors: Iterable[tuple[str, torch.Tensor]],
     num_tensors: int | None,
@@ -142,6 +171,7 @@ def reload_layers(
     Returns when it is done (on CUDA, what the calling thread's current stream was given).
 
     Args:
+        model: vLLM's model, or a ``DraftedModel`` that has it.
         tensors: Checkpoint names and full tensors, on any device; asked for one after the other.
             vLLM refers to a tensor until its layer is complete.
         num_tensors: Number of tensors that there must be, where that is known.
@@ -149,7 +179,6 @@ def reload_layers(
     Raises:
         LoadFailedError: Metadata ``dirty`` is "true"; the reload is closed.
     """
-    model = worker.model_runner.get_model()
     with mixing(version):
         try:
             _reload(worker, model, tensors, num_tensors)
@@ -317,7 +346,11 @@ class IncomingBase(Protocol):
 
 
 def load_in_place(
-    worker: Any, arriving: IncomingBase, reference: Reference, plan: CopyPlan | None = None
+    worker: Any,
+    arriving: IncomingBase,
+    reference: Reference,
+    plan: CopyPlan | None = None,
+    drafted: DraftedModel | None = None,
 ) -> CopyPlan | None:
     """Replace the model's weights by a base that arrives meanwhile. Call it while paused.
 
@@ -328,6 +361,7 @@ def load_in_place(
 
     Args:
         plan: The copies that loading amounts to, of whatever layout, where they are known.
+        drafted: See ``apply_base``.
 
     Returns:
         The plan for the next one, if there is any.
@@ -340,8 +374,8 @@ def load_in_place(
             next base that loads repairs it; else nothing changed.
     """
     manifest = arriving.manifest
-    check_base([slot.meta for slot in manifest.tensors], reference)
-    plan = plan and plan.for_layout(manifest)
+    model, ignored = _loaded_model(worker, manifest, reference, drafted)
+    plan = plan and plan.for_layout(manifest, ignored)
     arrived = _begun(arriving)
     # Set here, since it is the thread's own: another than the engine's has gradients on.
     with torch.no_grad():
@@ -353,11 +387,11 @@ def load_in_place(
         with bridges.vllm_config_context(worker.vllm_config):
             proof: PlanProof | None = None
             if can_learn(worker):
-                model = worker.model_runner.get_model()
-                proof = PlanProof(model, manifest)
+                proof = PlanProof(model, manifest, ignored)
                 arrived = _passing(proof, arrived)
-            tensors = _tensors(manifest, arrived, arriving.report_progress, worker.device)
-            reload_layers(worker, arriving.version, tensors, len(manifest.tensors))
+            given = _tensors(manifest, arrived, ignored, arriving.report_progress, worker.device)
+            num_tensors = len(manifest.tensors) - len(ignored)
+            reload_layers(worker, model, arriving.version, given, num_tensors)
             return proof.plan() if proof is not None else None
 
 
@@ -391,10 +425,12 @@ def _checked(buckets: Iterator[_Bucket], num_buckets: int) -> Iterator[_Bucket]:
 def _tensors(
     manifest: Manifest,
     arrived: Iterator[_Bucket],
+    ignored: frozenset[str],
     on_progress: Callable[[], None],
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and copy of every tensor, by bucket; report each that the model has taken.
+    """Yield name and copy of every tensor that is loaded, by bucket; report each that the model
+    has taken.
 
     They are copies since vLLM keeps what it is given until a layer is complete. A layer may
     continue in the next bucket, which comes into the memory of this one. Each copy is freed with
@@ -404,6 +440,7 @@ def _tensors(
     for index, wire in arrived:
         place = device if wire.is_cuda else wire.device
         for slot in (manifest.tensors[i] for i in manifest.tensors_by_bucket[index]):
-            yield slot.meta.name, tensor_in(slot, wire).to(place, copy=True)
+            if slot.meta.name not in ignored:
+                yield slot.meta.name, tensor_in(slot, wire).to(place, copy=True)
             on_progress()
         wait_for_copies(wire.device)

@@ -33,6 +33,7 @@ class BaseSwitch:
         sleeper: Wakes the weights if they sleep.
         requests: Running requests, and their handling at a switch.
         answers: Generations, which record the base of their tokens.
+        updates_draft: True if a base can bring the model that drafts tokens.
     """
 
     def __init__(
@@ -44,10 +45,15 @@ class BaseSwitch:
         sleeper: Sleeper,
         requests: RequestsAtSwitch,
         answers: Generations,
+        *,
+        updates_draft: bool = False,
     ) -> None:
         self._engine, self._workers, self._gate = engine, workers, gate
         self._in_place, self._sleeper = in_place, sleeper
         self.requests, self._answers = requests, answers
+        self._updates_draft = updates_draft
+        self.draft_version = 0
+        """See ``Engine``."""
 
     async def apply(
         self, transfer_id: str, version: PolicyVersion, content_digest: bytes
@@ -64,13 +70,17 @@ class BaseSwitch:
         begin = time.perf_counter()
         try:
             if is_loaded:
-                begin, load_seconds = await self._in_place.take(content_digest)
+                begin, load_seconds, has_draft = await self._in_place.take(content_digest)
             else:
                 await self._gate.pause()
                 load_begin = time.perf_counter()
-                await self._workers.apply_base(transfer_id, content_digest)
+                has_draft = await self._workers.apply_base(transfer_id, content_digest)
                 load_seconds = time.perf_counter() - load_begin
             loaded = time.perf_counter()
+            if has_draft:
+                self.draft_version = version.version
+            elif self._updates_draft and self._gate.dirty_reason:
+                self.draft_version = -1  # what failed may have left a part of its own draft
             num_begun = await self._forget_old_base(version)
             forgotten = time.perf_counter()
         except BaseException as error:

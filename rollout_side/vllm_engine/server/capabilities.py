@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.server.architecture import ArchitectureModel, MemoryModule
-from weft_rl.checkpoints.files import weight_files
+from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.contract.capabilities import Capabilities, RunningRequests
-from weft_rl.contract.draft_layers import draft_prefixes, is_draft
+from weft_rl.contract.draft_layers import (
+    DRAFT_MODEL,
+    MAX_DRAFT_PREFIXES,
+    MAX_DRAFT_TENSORS,
+    draft_prefixes,
+    is_draft,
+)
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
@@ -53,6 +61,54 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
     ]
     kept.sort(key=lambda meta: meta.name)
     return Reference(architecture, served_dtypes(kept, served_dtype), draft_prefixes=drafts)
+
+
+def draft_files(
+    drafting: Any, config: Any, model_dir: Path | None, reference: Reference
+) -> tuple[TensorMeta, ...]:
+    """Return the tensors that the files of the model that drafts tokens hold, by their names in a
+    base; none where there is no such model, or its safetensors files are not on this machine.
+
+    Args:
+        drafting: vLLM's ``SpeculativeConfig``, or None.
+        config: ``ModelConfig`` of the served model.
+        model_dir: Directory of that model.
+        reference: Reference of that model.
+    """
+    own = getattr(drafting, "draft_model_config", None)
+    if own is None or not draft_method(drafting):
+        return ()
+    in_checkpoint = bridges.draft_is_in_checkpoint(drafting, config)
+    found = model_dir if in_checkpoint else local_model_dir(own.model, own.revision)
+    try:
+        metas = _from_files(found) if found is not None else []
+    except UnsupportedError as error:
+        _log.info("the model that drafts tokens stays as it is: %s", error.message)
+        return ()
+    if in_checkpoint:
+        metas = [meta for meta in metas if is_draft(meta.name, reference.draft_prefixes)]
+    else:
+        metas = [replace(meta, name=DRAFT_MODEL + meta.name) for meta in metas]
+    metas.sort(key=lambda meta: meta.name)
+    return served_dtypes(metas, data_type(own.dtype)) if len(metas) <= MAX_DRAFT_TENSORS else ()
+
+
+def with_draft(
+    reference: Reference, files: Sequence[TensorMeta], loaded: Collection[str]
+) -> Reference:
+    """Return a reference with the model that drafts tokens.
+
+    Args:
+        files: Tensors of that model's files.
+        loaded: Names of those that it loads; none where no base can bring it.
+    """
+    unused = (meta.name for meta in files if meta.name not in loaded)
+    more = tuple(name for name in unused if not is_draft(name, reference.draft_prefixes))
+    prefixes = reference.draft_prefixes + more
+    if not loaded or len(prefixes) > MAX_DRAFT_PREFIXES:
+        return reference
+    draft = tuple(meta for meta in files if meta.name in loaded)
+    return replace(reference, draft=draft, draft_prefixes=prefixes)
 
 
 def memory_modules(hf_config: Any, reference: Reference) -> list[MemoryModule]:
@@ -206,6 +262,7 @@ def make_capabilities(
         loads_in_place=loads_in_place,
         can_sleep=bool(model.enable_sleep_mode),
         draft_method=draft_method(vllm_config.speculative_config),
+        draft_fingerprint=reference.draft_fingerprint,
         quantization=model.quantization or "",
         logprobs_mode=str(model.logprobs_mode),
         logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),

@@ -75,11 +75,12 @@ class InPlaceSession:
             await self._workers.load_in_place(transfer_id, version)
         self._expect_end(self._pending, timeout_seconds)
 
-    async def take(self, content_digest: bytes) -> tuple[float, float]:
+    async def take(self, content_digest: bytes) -> tuple[float, float, bool]:
         """Confirm the pending load, for its commit; generation stays paused.
 
         Returns:
-            ``time.perf_counter()`` from which on requests wait; seconds that loading took.
+            ``time.perf_counter()`` from which on requests wait; seconds that loading took; whether
+            it brought the model that drafts tokens, too.
 
         Raises:
             NotReadyError: It was not loaded whole, and nothing has changed.
@@ -88,7 +89,8 @@ class InPlaceSession:
         pending, self._pending = self._pending, None
         assert pending is not None
         _stop(pending)
-        return pending.paused_at, await self._workers.loaded(pending.transfer_id, content_digest)
+        loaded = await self._workers.loaded(pending.transfer_id, content_digest)
+        return pending.paused_at, *loaded
 
     async def end(self, *, keep_loaded: bool = False) -> None:
         """End the pending load, if there is one; generation resumes if nothing has changed.

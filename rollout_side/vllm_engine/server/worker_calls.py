@@ -191,9 +191,10 @@ class WorkerCalls:
         """Drop an adapter version and its memory."""
         await self.call("weft_drop_adapter", version.policy, version.version, number)
 
-    async def apply_base(self, transfer_id: str, content_digest: bytes) -> None:
-        """Load a staged base; the engine is dirty if only some of the ranks did."""
-        await self.call(
+    async def apply_base(self, transfer_id: str, content_digest: bytes) -> bool:
+        """Load a staged base, and return whether it brought the model that drafts tokens, too; the
+        engine is dirty if only some of the ranks did."""
+        values = await self.call(
             "weft_apply_base",
             transfer_id,
             content_digest,
@@ -201,6 +202,7 @@ class WorkerCalls:
             changes_weights=True,
             mixed_is_dirty=True,
         )
+        return all(value["has_draft"] for value in values)
 
     async def load_in_place(self, transfer_id: str, version: PolicyVersion) -> None:
         """Begin to load a base as it arrives; returns at once.
@@ -217,8 +219,9 @@ class WorkerCalls:
                 raise
             raise LoadFailedError(error.message, metadata={"dirty": "true"}) from error
 
-    async def loaded(self, transfer_id: str, content_digest: bytes) -> float:
-        """Confirm an in-place load for its commit; return the seconds that it took.
+    async def loaded(self, transfer_id: str, content_digest: bytes) -> tuple[float, bool]:
+        """Confirm an in-place load for its commit; return the seconds that it took, and whether it
+        brought the model that drafts tokens, too.
 
         Raises:
             NotReadyError: It was not loaded whole; nothing changed.
@@ -227,7 +230,8 @@ class WorkerCalls:
         values = await self.call(
             "weft_loaded", transfer_id, content_digest, changes_weights=True, mixed_is_dirty=True
         )
-        return max(float(value["load_seconds"]) for value in values)
+        seconds = max(float(value["load_seconds"]) for value in values)
+        return seconds, all(value["has_draft"] for value in values)
 
     async def keep_base(self, transfer_id: str) -> None:
         """Retain the copy of a base that was loaded."""

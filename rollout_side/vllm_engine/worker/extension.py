@@ -137,7 +137,7 @@ class WeftWorker:
         engine was started with.
 
         Ranks share the receiving rank's copy, so it must not be discarded before every rank has
-        answered.
+        answered. Returns whether the model that drafts tokens is of this base now.
         """
         state = state_of(self)
         state.check_takes_bases()
@@ -145,16 +145,20 @@ class WeftWorker:
         begin = time.perf_counter()
         if transfer_id == FROM_FILES:
             state.store.served.set(None)
-            reload_files(self, state.report_progress)
-            return {"load_seconds": time.perf_counter() - begin}
-        if state.store.served.is_of(transfer_id, content_digest):
-            return {"load_seconds": 0.0}
+            reload_files(self, state.report_progress, state.drafted)
+            return {"load_seconds": time.perf_counter() - begin, "has_draft": True}
+        served = state.store.served
+        if served.base is not None and served.is_of(transfer_id, content_digest):
+            return {"load_seconds": 0.0, "has_draft": state.brings_draft(served.base.manifest)}
         staged = state.store.staged(transfer_id, content_digest)
         state.store.served.set(None)
         # Forgotten until the load is done: one that fails leaves nothing to rely on.
         plan, state.copy_plan = state.copy_plan, None
-        state.copy_plan = apply_base(self, staged, state.reference, plan, state.report_progress)
-        return {"load_seconds": time.perf_counter() - begin}
+        state.copy_plan = apply_base(
+            self, staged, state.reference, plan, state.report_progress, state.drafted
+        )
+        has_draft = state.brings_draft(staged.manifest)
+        return {"load_seconds": time.perf_counter() - begin, "has_draft": has_draft}
 
     @guarded
     def weft_learn_copies(self: Any, stored: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -214,7 +218,8 @@ class WeftWorker:
             state.store.handoff.forget(transfer_id)
             state.load = load if load.is_running else None
         state.store.served.set(served_base(state, load.handoff, content_digest))
-        return {"load_seconds": seconds}
+        has_draft = state.brings_draft(load.handoff.manifest)
+        return {"load_seconds": seconds, "has_draft": has_draft}
 
     @guarded
     def weft_keep_base(self: Any, transfer_id: str) -> None:

@@ -8,7 +8,7 @@ import pkgutil
 import select
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,18 @@ from rollout_side.spill.folder import SpillFolder, SpillSettings
 from rollout_side.spill.spiller import Spiller
 from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
+from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
 from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleTable, vllm_namer
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
-from rollout_side.vllm_engine.loading.rehearsal import why_not_reloaded
+from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import load_in_place
 from rollout_side.vllm_engine.worker.holdings import HoldingsReport, HoldingsWriter, ProgressWriter
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from weft_rl import logs
 from weft_rl.contract.capabilities import ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
+from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.telemetry.traces import open_tracer
 from weft_rl.tracing import NO_TRACER, Tracer
@@ -69,6 +71,10 @@ class OpenConfig:
     architecture: str
     tensors: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
     """Name, ``DataType`` and shape of everything a base must hold."""
+    draft_prefixes: Sequence[str] = field(default=())
+    """``Reference.draft_prefixes`` of the served model."""
+    draft_files: Sequence[tuple[str, int, Sequence[int]]] = field(default=())
+    """The same of what the files of the model that drafts tokens hold, by their names in a base."""
     in_memory: Sequence[MemoryModule] = field(default=())
     """Linear modules of the architecture as a trainer has them in memory."""
     spill: Mapping[str, Any] | None = None
@@ -78,8 +84,12 @@ class OpenConfig:
 
     def reference(self) -> Reference:
         """Return the tensors as contract values."""
-        metas = (TensorMeta(n, DataType(d), tuple(s)) for n, d, s in self.tensors)
-        return Reference(self.architecture, tuple(metas))
+        metas = _metas(self.tensors)
+        return Reference(self.architecture, metas, draft_prefixes=tuple(self.draft_prefixes))
+
+
+def _metas(tensors: Iterable[tuple[str, int, Sequence[int]]]) -> tuple[TensorMeta, ...]:
+    return tuple(TensorMeta(n, DataType(d), tuple(s)) for n, d, s in tensors)
 
 
 def decide_memory(
@@ -91,7 +101,8 @@ def decide_memory(
     if device.type != "cuda":
         return Memory(in_place=in_place), bound
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    model_bytes = sum(meta.num_bytes for meta in reference.tensors)
+    metas = (*reference.tensors, *_metas(settings.draft_files))
+    model_bytes = sum(meta.num_bytes for meta in metas)
     on_device = stage_on_device(settings.staging, device, model_bytes, free_bytes)
     if on_device:
         bound = min(bound, max(0, free_bytes - MARGIN_BYTES))
@@ -178,6 +189,8 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     state = WorkerState(store, reference, settings.ranks_secret)
     state.progress = ProgressWriter(settings.holdings_path, worker.rank)
     state.base_refusal = why_not_reloaded(worker, reference)
+    if not state.base_refusal:
+        state.drafted = drafted_model(worker, reference, _metas(settings.draft_files))
     warm()
     backends = list(usable_backends(worker.device, settings.backend))
     if worker.local_rank == RECEIVER_RANK:
@@ -198,6 +211,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
         "lora_unapplied": unapplied,
         "untold_modules": [(m.name, m.shape, m.other_names) for m in names.untold],
         "base_refusal": state.base_refusal,
+        "draft": [] if state.drafted is None else list(state.drafted.reference.draft_by_name),
         "staging_bytes": staging_bytes,
         "backends": backends,
         "trial_name": "" if state.trials is None else state.trials.name,
@@ -273,6 +287,8 @@ class WorkerState:
     reading: DigestReader | None = None
     """Reading, on the receiving rank, of the version whose tensors are digested, or were last."""
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
+    drafted: DraftedModel | None = None
+    """Model with the one that drafts for it, where a base can bring both."""
     copy_plan: CopyPlan | None = None
     """Plan by which the base that was loaded last can be loaded by copies alone."""
     kept: KeptTensors | None = None
@@ -308,6 +324,11 @@ class WorkerState:
             if each is not None:
                 each.close()
         self.tracer.close()
+
+    def brings_draft(self, manifest: Manifest) -> bool:
+        """Return whether a base is loaded into the model that drafts tokens, too."""
+        metas = [slot.meta for slot in manifest.tensors]
+        return self.drafted is not None and self.drafted.reference.brings_draft(metas)
 
     def check_takes_bases(self) -> None:
         """Refuse a base that would leave mixed weights.
@@ -380,7 +401,9 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
             with on_device(device):
                 if given is not None:
                     torch.cuda.current_stream(device).wait_event(given)
-                state.copy_plan = load_in_place(worker, handoff, state.reference, plan)
+                state.copy_plan = load_in_place(
+                    worker, handoff, state.reference, plan, state.drafted
+                )
         except WeftError as error:
             if error.metadata.get("dirty") != "true":  # nothing has changed
                 state.copy_plan = plan

@@ -116,7 +116,11 @@ def test_a_loader_that_cannot_read_its_files_again_is_refused(
 
     loaders = SimpleNamespace(get_model_loader=lambda config: DummyModelLoader())
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loaders)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(load_config=None))
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(load_config=None),
+        model_config=None,
+        model_runner=SimpleNamespace(get_model=object),
+    )
     with pytest.raises(UnsupportedError, match="DummyModelLoader cannot read its files again"):
         bridges.checkpoint_tensors(worker)
 

@@ -13,11 +13,13 @@ from safetensors.torch import save_file
 
 from rollout_side.vllm_engine.server.capabilities import (
     build_reference,
+    draft_files,
     draft_method,
     lora_modules,
     served_dtypes,
+    with_draft,
 )
-from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
 
 def test_experts_are_not_named_as_modules() -> None:
@@ -74,6 +76,41 @@ def test_layers_for_drafts_are_no_part_of_the_reference(tmp_path: Path) -> None:
     reference = build_reference(tmp_path, config, DataType.FLOAT32)
     assert [meta.name for meta in reference.tensors] == names[:1]
     assert reference.draft_prefixes == ("model.layers.1.", "mtp.")
+
+
+def _drafting(path: Path, method: str) -> Any:
+    config = SimpleNamespace(model=str(path), revision=None, dtype=torch.float32)
+    return SimpleNamespace(method=method, draft_model_config=config)
+
+
+def test_a_draft_is_of_the_checkpoint_or_has_files_of_its_own(tmp_path: Path) -> None:
+    base, own = tmp_path / "base", tmp_path / "own"
+    for path, names in ((base, ["a.weight", "mtp.b", "mtp.a"]), (own, ["fc.weight", "t2d"])):
+        path.mkdir()
+        save_file({name: torch.zeros(1) for name in names}, path / "model.safetensors")
+    reference = build_reference(base, _config(), DataType.FLOAT16)
+    served = SimpleNamespace(model=str(base))
+
+    def files(path: Path, method: str) -> list[str]:
+        return [meta.name for meta in draft_files(_drafting(path, method), served, base, reference)]
+
+    assert files(base, "mtp") == ["mtp.a", "mtp.b"]
+    assert files(own, "eagle3") == ["draft_model.fc.weight", "draft_model.t2d"]
+    assert files(base, "draft_model")[0] == "draft_model.a.weight"
+    assert files(own, "ngram") == files(tmp_path / "none", "eagle") == []
+    assert draft_files(None, served, base, reference) == ()
+
+
+def test_a_reference_has_of_a_draft_what_is_loaded() -> None:
+    own = TensorMeta("a", DataType.FLOAT32, (1,))
+    files = [TensorMeta(f"draft_model.{name}", DataType.FLOAT32, (1,)) for name in ("fc", "t2d")]
+    reference = Reference("Tiny", (own,), draft_prefixes=("mtp.",))
+    assert with_draft(reference, files, []) is reference
+    drafted = with_draft(reference, files, ["draft_model.fc"])
+    assert drafted.draft == (files[0],)
+    assert drafted.draft_prefixes == ("mtp.", "draft_model.t2d")
+    many = [TensorMeta(f"draft_model.{i}", DataType.FLOAT32, (1,)) for i in range(70)]
+    assert with_draft(reference, many, ["draft_model.1"]) is reference
 
 
 def test_only_the_files_of_an_index_count(tmp_path: Path) -> None:

@@ -37,8 +37,11 @@ def _end(monkeypatch: pytest.MonkeyPatch, result: CopyPlan | WeftError) -> Worke
     base = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"digest", lambda i, out: out)
     store.served.set(base)
 
-    def load(worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any) -> CopyPlan:
+    def load(
+        worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any, drafted: Any
+    ) -> CopyPlan:
         assert plan is OLD
+        assert drafted is None
         assert not store.served.is_of("t1", b"digest")  # its weights are about to change
         assert state.copy_plan is None
         if isinstance(result, WeftError):
