@@ -250,6 +250,7 @@ class Publisher:
         self,
         model: Model,
         *,
+        draft: Model | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         options: PushOptions | None = None,
@@ -259,22 +260,31 @@ class Publisher:
         Args:
             model: A torch or transformers model, wrapped or not, read in place, or a
                 directory (or file) of safetensors in checkpoint names.
+            draft: Model that drafts tokens for it (EAGLE, a draft model), as it is saved for the
+                replicas' ``--speculative-config``: a part of the same version. Layers for
+                multi-token prediction are a part of ``model``, where it has them. Without it, the
+                replicas keep the one that they have.
             require, timeout_seconds, options: See ``push_adapter``.
 
         Returns:
             The version (``base@3``) and the report.
 
         Raises:
-            InvalidManifestError: Not exactly the served model's tensors.
+            InvalidManifestError: Not exactly the served model's tensors, or not those of the model
+                that drafts tokens.
+            UnsupportedError: ``draft``, and no replica takes one.
             WeftError: See ``push_adapter``.
         """
-        return self._push(self._settings.base(model, require, timeout_seconds, options))
+        return self._push(
+            self._settings.base(model, require, timeout_seconds, options, draft=draft)
+        )
 
     def push_tensors(
         self,
         tensors: NamedTensors | None = None,
         *,
         metadata: Metadata | None = None,
+        draft: bool = False,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         options: PushOptions | None = None,
@@ -289,6 +299,9 @@ class Publisher:
                 rank, in step, or at rank 0 alone (None elsewhere).
             metadata: Names in the order of ``tensors``, each with something that has its
                 shape and dtype; needed where a replica loads a base in place.
+            draft: True if the tensors of the model that drafts tokens are among them: layers for
+                multi-token prediction by their checkpoint names, another model's by its own behind
+                "draft_model.". Otherwise they are left out, unless ``metadata`` lists them.
             require, timeout_seconds, options: See ``push_adapter``.
 
         Returns:
@@ -296,11 +309,14 @@ class Publisher:
 
         Raises:
             InvalidManifestError: Not exactly the served model's tensors.
-            UnsupportedError: A replica loads bases in place, and there is no ``metadata``.
+            UnsupportedError: A replica loads bases in place, and there is no ``metadata``; or
+                ``draft``, and no replica takes one.
             WeftError: See ``push_adapter``.
         """
         return self._push(
-            self._settings.tensors(tensors, metadata, require, timeout_seconds, options)
+            self._settings.tensors(
+                tensors, metadata, require, timeout_seconds, options, draft=draft
+            )
         )
 
     def push_merged(
@@ -377,13 +393,14 @@ class Publisher:
         self,
         model: Model,
         *,
+        draft: Model | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         options: PushOptions | None = None,
         when_busy: WhenBusy = "queue",
     ) -> Future[PushResult]:
         """Copy the base's weights as they are now and push the copy; see ``push_adapter_async``."""
-        request = self._settings.base(model, require, timeout_seconds, options)
+        request = self._settings.base(model, require, timeout_seconds, options, draft=draft)
         return self._background.submit(request, when_busy)
 
     def push_merged_async(

@@ -168,6 +168,7 @@ class PushSettings:
         options: PushOptions | None = None,
         *,
         merged: str | None = None,
+        draft: Model | None = None,
     ) -> PushRequest:
         """Make the request to push a base, with the adapter ``merged`` in it if one is named; see
         ``Publisher.push_base`` and ``push_merged``."""
@@ -175,10 +176,12 @@ class PushSettings:
             check_model(model, "push_base")
         else:
             check_model(model, "push_merged", directories=False)
+        if draft is not None:
+            check_model(draft, "push_base(draft=)")
         how = self._options(options)
 
         def content() -> Content:
-            return base_content(model, self.ranks, how.cast, merged, how.kind)
+            return base_content(model, self.ranks, how.cast, merged, how.kind, draft)
 
         return self._request(BASE_POLICY, content, require, timeout_seconds, how)
 
@@ -189,9 +192,12 @@ class PushSettings:
         require: Require | None = None,
         timeout_seconds: float | None = None,
         options: PushOptions | None = None,
+        *,
+        draft: bool = False,
     ) -> PushRequest:
         """Make the request to push a base of named tensors; see ``Publisher.push_tensors``."""
         ranks, how = self.ranks, self._options(options)
+        check_choice("draft", draft, Literal[True, False])
         if tensors is not None:
             check_named(tensors)
         elif ranks.size == 1:
@@ -200,7 +206,7 @@ class PushSettings:
         def content() -> NamedBase:
             if tensors is None and ranks.rank == SENDER:
                 raise _no_tensors()
-            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata)
+            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft)
 
         return self._request(BASE_POLICY, content, require, timeout_seconds, how)
 

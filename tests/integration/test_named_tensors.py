@@ -24,6 +24,7 @@ from weft_rl.contract.errors import (
     UnsupportedError,
     WeftError,
 )
+from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.channel import open_channel
 from weft_rl.transport.member import AttendStream
 from weft_rl.v1 import inspect_pb2 as pb
@@ -87,6 +88,86 @@ def test_layers_for_drafts_are_left_out_where_the_pool_has_no_place_for_them(
         known = {"metadata": more} if metadata else {}
         with pytest.raises(InvalidManifestError, match=r"other\.weight"):
             publisher.push_tensors(iter(more), **known)
+
+
+DRAFT = {"draft_model.fc.weight": torch.ones(3, 5), "draft_model.norm": torch.ones(2)}
+
+
+@pytest.fixture
+def drafting(pool: Pool) -> EngineDouble:
+    """A replica that drafts tokens."""
+    engine = EngineDouble(weights(Model()))
+    metas = tuple(TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items())
+    prefixes = ("draft_model.t2d",)
+    engine.reference = replace(engine.reference, draft=metas, draft_prefixes=prefixes)
+    fingerprint = engine.reference.draft_fingerprint
+    engine.capabilities = replace(engine.capabilities, draft_fingerprint=fingerprint)
+    pool.add_replica("replica-0", engine)
+    return engine
+
+
+@pytest.mark.parametrize("metadata", [False, True])
+def test_the_draft_is_among_the_tensors_if_it_is_said(
+    drafting: EngineDouble, publisher: Publisher, metadata: bool
+) -> None:
+    pairs = [*DRAFT.items(), *pairs_of(3), ("draft_model.t2d", torch.ones(7))]
+    known = {"metadata": pairs} if metadata else {}
+    publisher.push_tensors(iter(pairs), draft=True, **known)
+    assert same(drafting.base, {**weights(Model(3)), **DRAFT})
+    lacking = pairs[1:]
+    known = {"metadata": lacking} if metadata else {}
+    with pytest.raises(InvalidManifestError, match=r"draft_model\.fc\.weight' is missing"):
+        publisher.push_tensors(iter(lacking), draft=True, **known)
+    known = {"metadata": pairs[2:]} if metadata else {}
+    publisher.push_tensors(iter(pairs[2:] if metadata else pairs), **known)
+    assert same(drafting.base, weights(Model(3)))
+
+
+class Draft(torch.nn.Module):
+    """As it is saved, but for a table that no engine loads."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(width, 3, bias=False)
+        self.norm = torch.nn.Parameter(torch.rand(2))
+        self.register_buffer("t2d", torch.ones(4, dtype=torch.bool))
+
+
+def test_a_model_is_pushed_with_its_draft(drafting: EngineDouble, publisher: Publisher) -> None:
+    draft = Draft()
+    version, report = publisher.push_base(Model(2), draft=draft)
+    assert str(version) == "base@1"
+    own = {f"draft_model.{name}": p.detach() for name, p in draft.named_parameters()}
+    assert same(drafting.base, {**weights(Model(2)), **own})
+    assert "Draft" in report.source
+    publisher.push_base_async(Model(4), draft=draft).result(20)
+    assert same(drafting.base, {**weights(Model(4)), **own})
+    publisher.push_base(Model(1))
+    assert same(drafting.base, weights(Model(1)))
+    for wrong, words in ((Draft(6), "has shape"), (Model(), "not a tensor of the model that dr")):
+        with pytest.raises(InvalidManifestError, match=words):
+            publisher.push_base(Model(3), draft=wrong)
+    assert same(drafting.base, weights(Model(1)))
+
+
+def test_a_draft_is_refused_where_no_replica_takes_one(
+    engines: list[EngineDouble], publisher: Publisher
+) -> None:
+    with pytest.raises(UnsupportedError, match="no replica of the pool takes a model that drafts"):
+        publisher.push_base(Model(2), draft=Draft())
+    with pytest.raises(UnsupportedError, match="draft=True: no replica"):
+        publisher.push_tensors(iter(pairs_of(3)), draft=True)
+    with pytest.raises(InvalidRequestError, match="draft"):
+        publisher.push_base(Model(2), draft=3)  # type: ignore[arg-type]
+    assert not any(engine.base_version for engine in engines)
+
+
+def test_a_replica_that_does_not_draft_is_beside_one_that_does(
+    pool: Pool, drafting: EngineDouble, publisher: Publisher
+) -> None:
+    pool.add_replica("replica-1", EngineDouble(weights(Model())))
+    _, report = publisher.push_base(Model(2), draft=Draft(), require=2)
+    assert report.num_replicas == 2
 
 
 def test_what_is_staged_and_its_digest_do_not_depend_on_the_order(

@@ -315,7 +315,9 @@ class CoordinatorClient:
     def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
         """Return every tensor of the base that the pool serves; asked for once. A coordinator that
         is too old to say is an UnsupportedError."""
-        served = target.base_fingerprint, target.base_dtype, dict(target.base_dtype_exceptions)
+        drafts = [tensor.name for tensor in target.draft_tensors]
+        exceptions = dict(target.base_dtype_exceptions)
+        served = target.base_fingerprint, target.base_dtype, exceptions, drafts
         if self._reference is None or self._reference[0] != served:
             request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
             read = partial(self.stub.GetReference, request)

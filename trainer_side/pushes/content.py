@@ -24,11 +24,13 @@ from trainer_side.sources.adapter_source import (
     adapter_of_model,
     adapter_parameters,
 )
+from trainer_side.sources.drafted_source import DraftedSource
 from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, Source
+from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 from weft_rl.contract.tensors import Reference, base_fingerprint
 from weft_rl.rpc.codec import dtype_from_proto
@@ -149,7 +151,7 @@ class ModelBase(PushContent):
         rule = _base_rule(target, self.cast)
         settings = None if self.merged is None else merge_settings(module, self.merged)
         served = target.base_fingerprint if self.opened.buffers else ""
-        key = self.merged, settings, rule.key, served
+        key = self.merged, settings, rule.key, served, self._left_out(target)
         source: ModuleSource | None = self.opened.sources.get(key)
         if source is None:
             if self.merged is not None:
@@ -171,11 +173,35 @@ class ModelBase(PushContent):
         buffers = self.opened.buffers
         if self.merged is not None:
             buffers = frozenset(base_name_in_peft(name, self.merged) or "" for name in buffers)
-        source = ModuleSource(module, params, rule, without=buffers)
+        left_out = self._left_out(target)
+        source = ModuleSource(module, params, rule, without=buffers | left_out)
         if buffers and not _is_base(source, target):
-            whole = ModuleSource(module, params, rule)
+            whole = ModuleSource(module, params, rule, without=left_out)
             if _is_base(whole, target):
-                return whole
+                source = whole
+        if left_out:
+            source.description += f", without {len(left_out)} of layers for drafts"
+        return source
+
+    def _left_out(self, target: pb.DescribeTargetResponse) -> frozenset[str]:
+        """Return the layers for drafts that no replica takes."""
+        if not target.draft_prefixes:
+            return frozenset()
+        taken, prefixes = _draft_names(target), tuple(target.draft_prefixes)
+        names = self.opened.params.metas
+        return frozenset(n for n in names if is_draft(n, prefixes) and n not in taken)
+
+    def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
+        """Return the source of a model that drafts tokens, by its own names.
+
+        Raises:
+            WeftError: The weights cannot be pushed; says why.
+        """
+        rule = _draft_rule(target, self.cast)
+        source: ModuleSource | None = self.opened.sources.get(("draft", rule.key))
+        if source is None:
+            source = ModuleSource(self.opened.module, self.opened.params, rule)
+            self.opened.sources.put(("draft", rule.key), source)
         return source
 
     def kept(self, memory: SnapshotMemory) -> ModelBase:
@@ -213,7 +239,14 @@ class ModelBase(PushContent):
 
 
 def _is_base(source: Source, target: pb.DescribeTargetResponse) -> bool:
-    return base_fingerprint(target.architecture, source.metas) == target.base_fingerprint
+    drafts = _draft_names(target)
+    metas = [meta for meta in source.metas if meta.name not in drafts]
+    return base_fingerprint(target.architecture, metas) == target.base_fingerprint
+
+
+def _draft_names(target: pb.DescribeTargetResponse) -> frozenset[str]:
+    """Return the names, in a base, of the tensors that the pool's replicas draft tokens with."""
+    return frozenset(tensor.name for tensor in target.draft_tensors)
 
 
 @dataclass(frozen=True)
@@ -269,7 +302,13 @@ class FileBase(PushContent):
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``PushContent.source``."""
-        return CheckpointSource(self.path, _base_rule(target, self.cast)), None
+        rule = _base_rule(target, self.cast)
+        return CheckpointSource(self.path, rule, _draft_names(target)), None
+
+    def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
+        """Return the source of a model that drafts tokens, by its own names."""
+        rule = _draft_rule(target, self.cast)
+        return CheckpointSource(self.path, rule, rule.exceptions)
 
     def kept(self, memory: SnapshotMemory) -> FileBase:
         """See ``Content.kept``: files are not copied."""
@@ -279,6 +318,33 @@ class FileBase(PushContent):
     def base(self) -> AdapterBase:
         """See ``Content.base``: no module of this process."""
         return AdapterBase()
+
+
+@dataclass(frozen=True)
+class DraftedBase(PushContent):
+    """Content with every weight of a base, and of the model that drafts tokens for it."""
+
+    model: ModelBase | FileBase
+    draft: ModelBase | FileBase
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
+        """See ``PushContent.source``."""
+        source, _ = self.model.source(target)
+        return DraftedSource(source, self.draft.draft_source(target), target), None
+
+    def kept(self, memory: SnapshotMemory) -> DraftedBase:
+        """See ``Content.kept``."""
+        return DraftedBase(self.model.kept(memory), self.draft.kept(memory))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """See ``Content.remarks``."""
+        return (*self.model.remarks, *self.draft.remarks)
+
+    @property
+    def base(self) -> AdapterBase:
+        """See ``Content.base``."""
+        return self.model.base
 
 
 @dataclass(frozen=True)
@@ -312,11 +378,13 @@ class NamedBase:
         steps: This rank's iteration over them.
         cast: Cast floats to the reference's dtypes.
         metadata: Names in order, with shapes and dtypes; None if not known beforehand.
+        draft: True if the tensors of the model that drafts tokens are among them.
     """
 
     steps: NamedSteps
     cast: bool
     metadata: Metadata | None
+    draft: bool = False
     remarks: tuple[str, ...] = ()
 
     @property
@@ -339,9 +407,9 @@ class NamedBase:
             return FollowedPush(self.steps), None
         backend = target.backends[0]
         if self.metadata is None:
-            arriving = RunSource(self.steps, reference(), self.cast)
+            arriving = RunSource(self.steps, reference(), self.cast, self.draft)
             return packings.announced_push(arriving, backend), None
-        ordered = OrderedSource(self.steps, self.metadata, reference(), self.cast)
+        ordered = OrderedSource(self.steps, self.metadata, reference(), self.cast, self.draft)
         return packings.ordered_push(ordered, backend), None
 
     def kept(self, memory: SnapshotMemory) -> NamedBase:
@@ -365,9 +433,23 @@ def _base_of(opened: OpenedModel) -> AdapterBase:
 
 
 def base_content(
-    model: Model, ranks: Ranks, cast: bool, merged: str | None = None, kind: Kind = "auto"
+    model: Model,
+    ranks: Ranks,
+    cast: bool,
+    merged: str | None = None,
+    kind: Kind = "auto",
+    draft: Model | None = None,
 ) -> Content:
     """Return the content of a call of ``push_base`` or ``push_merged``."""
+    base = _base_of_model(model, ranks, cast, merged, kind)
+    if draft is None:
+        return base
+    return DraftedBase(base, _base_of_model(draft, ranks, cast, None, "auto"))
+
+
+def _base_of_model(
+    model: Model, ranks: Ranks, cast: bool, merged: str | None, kind: Kind
+) -> ModelBase | FileBase:
     if isinstance(model, str | Path):
         return FileBase(Path(model), cast)
     return ModelBase.of(model, ranks, cast, merged, kind)
@@ -393,7 +475,21 @@ def _base_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:
     exceptions = {
         name: dtype_from_proto(dtype) for name, dtype in target.base_dtype_exceptions.items()
     }
+    exceptions |= {
+        tensor.name: dtype_from_proto(tensor.dtype)
+        for tensor in target.draft_tensors
+        if tensor.dtype != target.base_dtype
+    }
     return CastRule(cast, dtype_from_proto(target.base_dtype), exceptions)
+
+
+def _draft_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:
+    """Return the rule for the model that drafts tokens, by its own names."""
+    dtypes = {
+        tensor.name.removeprefix(DRAFT_MODEL): dtype_from_proto(tensor.dtype)
+        for tensor in target.draft_tensors
+    }
+    return CastRule(cast, dtype_from_proto(target.base_dtype), dtypes)
 
 
 def _adapter_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:

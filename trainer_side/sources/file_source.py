@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,11 @@ class CheckpointSource:
     Tensors are read in the order of their names, layer by layer, each from disk as
     it is packed: extra memory is that of the largest tensor.
 
+    Args:
+        path: Directory or file.
+        cast: Rule for the dtype that each tensor travels in.
+        drafts: Names to keep among the layers for drafts, which are left out otherwise.
+
     Raises:
         InvalidRequestError: There is no safetensors file.
         InvalidManifestError: Two files hold a tensor of one name.
@@ -113,7 +118,7 @@ class CheckpointSource:
 
     is_collective = False
 
-    def __init__(self, path: Path, cast: CastRule) -> None:
+    def __init__(self, path: Path, cast: CastRule, drafts: Collection[str] = ()) -> None:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(f.is_file() for f in files):
             raise InvalidRequestError(f"{path} holds no .safetensors file")
@@ -126,8 +131,8 @@ class CheckpointSource:
                     raise InvalidManifestError(f"two files of {path} hold a tensor {name!r}")
                 if name != tied:
                     by_name[name] = file
-        drafts = draft_prefixes(by_name, num_layers)
-        left_out = [name for name in by_name if is_draft(name, drafts)]
+        prefixes = draft_prefixes(by_name, num_layers)
+        left_out = [name for name in by_name if is_draft(name, prefixes) and name not in drafts]
         for name in left_out:  # the engine has no place for them
             del by_name[name]
         more = f", without {len(left_out)} of layers for drafts" if left_out else ""

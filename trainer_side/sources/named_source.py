@@ -9,8 +9,11 @@ import torch
 
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import CastRule, make_metas
-from weft_rl.contract.draft_layers import is_draft
-from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
+from weft_rl.contract.errors import (
+    InvalidManifestError,
+    InvalidRequestError,
+    UnsupportedError,
+)
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta, check_base, shape_text
@@ -256,6 +259,17 @@ def torch_dtype(dtype: DataType) -> torch.dtype:
 DESCRIPTION = "named tensors"
 
 
+def _check_draft(reference: Reference, draft: bool) -> None:
+    if draft and not reference.draft:
+        raise UnsupportedError(
+            "draft=True: no replica of the pool takes a model that drafts tokens; push without it"
+        )
+
+
+def _is_for_drafts(name: str, reference: Reference) -> bool:
+    return name in reference.draft_by_name or reference.ignores(name)
+
+
 class RunSource:
     """Source of named tensors in any order; each is read before the next is asked for.
 
@@ -263,13 +277,20 @@ class RunSource:
         steps: The sender's iteration over them.
         reference: Tensors that they must match.
         cast: Cast floats to the dtypes of the reference.
+        draft: True if the tensors of the model that drafts tokens are among them.
+
+    Raises:
+        UnsupportedError: The pool takes no such model.
     """
 
     description = DESCRIPTION
 
-    def __init__(self, steps: NamedSteps, reference: Reference, cast: bool) -> None:
+    def __init__(
+        self, steps: NamedSteps, reference: Reference, cast: bool, draft: bool = False
+    ) -> None:
+        _check_draft(reference, draft)
         self._steps, self._reference, self._cast = steps, reference, cast
-        self.metas = reference.tensors
+        self.metas = reference.tensors + (reference.draft if draft else ())
         self._slots: Mapping[str, tuple[int, TensorSlot]] = {}
         self._seen: set[str] = set()
         self._tied = TiedTensors([])
@@ -341,7 +362,7 @@ class RunSource:
             name, tensor = pair
             found = self._slots.get(name)
             if found is None:
-                if not is_draft(name, self._reference.draft_prefixes):
+                if not _is_for_drafts(name, self._reference):
                     self._tied.drop(name, tensor)
                 continue
             index, slot = found
@@ -370,26 +391,35 @@ class OrderedSource:
         metadata: Names in order, with shapes and dtypes.
         reference: Tensors that they must match.
         cast: Cast floats to the dtypes of the reference.
+        draft: True if ``metadata`` must list the tensors of the model that drafts tokens.
 
     Raises:
         InvalidManifestError: ``metadata`` does not list exactly the reference's tensors, tied
             duplicates aside. Nothing was asked for.
+        UnsupportedError: The pool takes no model that drafts tokens.
     """
 
     description = DESCRIPTION
     is_collective = False
 
     def __init__(
-        self, steps: NamedSteps, metadata: Metadata, reference: Reference, cast: bool
+        self,
+        steps: NamedSteps,
+        metadata: Metadata,
+        reference: Reference,
+        cast: bool,
+        draft: bool = False,
     ) -> None:
+        _check_draft(reference, draft)
         self._steps, self._cast = steps, cast
         pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
-        self._drafts = reference.draft_prefixes
+        self._reference = reference
         known, by_shape = reference.by_name, TiedTensors(reference.tensors)
+        known = {**known, **reference.draft_by_name}
         metas: list[TensorMeta] = []
         tied_to: set[str] = set()
         for name, said in pairs:
-            if is_draft(name, self._drafts):
+            if reference.ignores(name):
                 continue
             want = known.get(name)
             candidates = by_shape.candidates(tuple(said.shape)) if want is None else []
@@ -400,6 +430,11 @@ class OrderedSource:
             elif not candidates:
                 metas += make_metas([(name, said)], CastRule(enabled=False))  # refused below
         check_base(metas, reference)
+        if draft and not reference.brings_draft(metas):
+            raise InvalidManifestError(
+                f"draft=True: metadata lists no {reference.draft[0].name!r}, which is a tensor of "
+                "the model that drafts tokens"
+            )
         self.metas = tuple(metas)
         self._order = [name for name, _ in pairs]
         self._tied_to = tied_to
@@ -441,7 +476,7 @@ class OrderedSource:
                 )
             if name == wanted:
                 return tensor
-            if not is_draft(name, self._drafts):
+            if not self._reference.ignores(name):
                 self._tied.drop(name, tensor)
         if wanted is not None or self._steps.num_tensors < len(self._order):
             raise InvalidManifestError(

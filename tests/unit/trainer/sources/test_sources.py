@@ -57,6 +57,8 @@ def test_a_checkpoint_leaves_out_layers_for_drafts(tmp_path):
     source = CheckpointSource(tmp_path, KEEP)
     assert [meta.name for meta in source.metas] == ["a.weight", "model.layers.0.up.weight"]
     assert source.description.endswith("2 tensors, without 2 of layers for drafts")
+    kept = CheckpointSource(tmp_path, KEEP, {"mtp.fc.weight"})
+    assert [meta.name for meta in kept.metas] == sorted({*names} - {"model.layers.1.up.weight"})
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3", "qwen3_moe", "mixtral"])
