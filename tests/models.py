@@ -67,6 +67,86 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
     return path
 
 
+def make_drafted(kind: str, path: Path, *, seed: int = 0) -> tuple[Path, Path | None]:
+    """Save a model whose next token follows from the last one, and one that drafts for it.
+
+    Both depend on signs that are drawn with the weights: a draft of another seed is of no use.
+
+    Args:
+        kind: "mtp" (GLM-4-MoE: its checkpoint has the draft), "eagle" or "draft_model".
+        path: Where both are saved; returned, with the draft's directory where it has one.
+        seed: Of the weights.
+    """
+    from safetensors.torch import load_file, save_file
+
+    target = make_model(_DRAFTED[kind], path / "model", seed=seed)
+    tensors = load_file(target / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.rand(_COMMON["hidden_size"], generator=generator) > 0.5) * 2.0 - 1
+    order = torch.randperm(VOCAB, generator=generator)
+    tensors = {name: _quiet(name, tensor) for name, tensor in tensors.items()}
+    tensors["model.norm.weight"] = signs
+    tensors["lm_head.weight"] = torch.empty_like(tensors["lm_head.weight"])
+    tensors["lm_head.weight"][order] = tensors["model.embed_tokens.weight"] * signs
+    draft = _draft_of(kind, tensors, signs, generator)
+    config = json.loads((target / "config.json").read_text())
+    if kind == "mtp":
+        config["num_nextn_predict_layers"] = 1
+        save_file({**tensors, **draft}, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(config))
+        return target, None
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    if kind == "eagle":
+        config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    (path / "draft").mkdir()
+    save_file(draft, path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    (path / "draft" / "config.json").write_text(json.dumps(config))
+    make_tokenizer(path / "draft")
+    return target, path / "draft"
+
+
+#: How much more a draft's layers add than the model's own.
+_NOISE = 15.0
+_DRAFTED = {"mtp": "glm4_moe", "eagle": "llama", "draft_model": "qwen3"}
+
+
+def _quiet(name: str, tensor: torch.Tensor, factor: float = 0.05) -> torch.Tensor:
+    """Let layers add little to what they are given: the embedding of the last token."""
+    is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return tensor * factor if is_output else tensor.clone()
+
+
+def _draft_of(
+    kind: str, tensors: dict[str, torch.Tensor], signs: torch.Tensor, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """The tensors of a draft that is mostly right: noise in its layers is what makes it fail."""
+    width = len(signs)
+    last = f"model.layers.{LAYERS - 1}."
+    layer = {
+        name.removeprefix(last): _quiet(name, tensor, _NOISE)
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    projection = torch.cat([torch.eye(width), torch.zeros(width, width)], 1)
+    noise = 0.2 if kind == "mtp" else 0.04  # whose input is not normed
+    projection += torch.randn(projection.shape, generator=generator) * noise
+    if kind == "mtp":
+        more = f"model.layers.{LAYERS}."
+        norms = {"enorm": torch.ones(width), "hnorm": torch.ones(width), "shared_head.norm": signs}
+        return {
+            **{more + name: tensor for name, tensor in layer.items()},
+            **{f"{more}{name}.weight": norm.clone() for name, norm in norms.items()},
+            f"{more}eh_proj.weight": projection,
+            f"{more}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+            f"{more}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+        }
+    if kind == "eagle":
+        del layer["input_layernorm.weight"]  # its first layer has none
+        layer = {f"layers.0.{name}": tensor for name, tensor in layer.items()}
+        return {**layer, "fc.weight": signs[:, None] * projection}
+    return {name: layer.get(name.removeprefix(last), tensor) for name, tensor in tensors.items()}
+
+
 def make_vision_model(path: Path, *, seed: int = 0) -> Path:
     """Save a random Idefics3, whose processor needs no torchvision; returns ``path``.
 

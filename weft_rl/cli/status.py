@@ -202,8 +202,8 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             state.append(f"\n{replica.state_reason}", "dim")
         if not_compared := _not_compared(pool, replica):
             state.append(f"\n{not_compared}", "dim")
-        if stale_draft := _stale_draft(replica):
-            state.append(f"\n{stale_draft}", "dim")
+        if stale := stale_draft(replica):
+            state.append(f"\n{stale}", "dim")
         seen = duration_from_proto(replica.since_heartbeat)
         table.add_row(
             replica.replica_id,
@@ -228,12 +228,15 @@ def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
     return f"base@0 not compared: {replica.checkpoint_reason}"
 
 
-def _stale_draft(replica: pb.Replica) -> str:
+def stale_draft(replica: pb.Replica) -> str:
     """Tell of a replica whose model of drafts is not of the base that it serves."""
-    method = replica.capabilities.draft_method
-    if not method or not replica.version_vector.base:
+    method, version = replica.capabilities.draft_method, replica.report.draft_version
+    if not method or replica.version_vector.base == version:
         return ""
-    return f"drafts tokens by {method}, which no push updates: fewer drafts are accepted"
+    if not replica.capabilities.draft_fingerprint:
+        return f"drafts tokens by {method}, which no push updates: fewer drafts are accepted"
+    of = f"base@{version}" if version >= 0 else "no base, since a load failed"
+    return f"drafts tokens by {method} of {of}: fewer drafts are accepted"
 
 
 def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from weft_rl.cli.status import render, vector_text
+from weft_rl.cli.status import render, stale_draft, vector_text
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -78,6 +78,19 @@ def test_a_draft_that_no_push_updates_is_said_after_a_push() -> None:
         drafts.capabilities.draft_method = "eagle3"
         pool = pb.GetPoolResponse(version_vector=vector(base), replicas=[drafts])
         assert ("eagle3" in shown(pool)) is is_said
+
+
+@pytest.mark.parametrize(
+    ("version", "base", "said"),
+    [(0, 0, ""), (3, 3, ""), (2, 3, "by mtp of base@2"), (0, 3, "of base@0"), (-1, 3, "no base")],
+)
+def test_a_draft_of_another_base_is_said(version: int, base: int, said: str) -> None:
+    drafts = replica(0, vector(base))
+    drafts.capabilities.draft_method, drafts.capabilities.draft_fingerprint = "mtp", "f" * 64
+    drafts.report.draft_version = version
+    text = stale_draft(drafts)
+    assert bool(text) is bool(said)
+    assert said in text
 
 
 def test_replicas_of_several_names_show_them() -> None:
