@@ -73,7 +73,7 @@ def make_drafted(kind: str, path: Path, *, seed: int = 0) -> tuple[Path, Path | 
     Both depend on signs that are drawn with the weights: a draft of another seed is of no use.
 
     Args:
-        kind: "mtp" (GLM-4-MoE: its checkpoint has the draft), "eagle" or "draft_model".
+        kind: "mtp" (GLM-4-MoE: its checkpoint has the draft), "eagle", "eagle3" or "draft_model".
         path: Where both are saved; returned, with the draft's directory where it has one.
         seed: Of the weights.
     """
@@ -89,6 +89,8 @@ def make_drafted(kind: str, path: Path, *, seed: int = 0) -> tuple[Path, Path | 
     tensors["lm_head.weight"] = torch.empty_like(tensors["lm_head.weight"])
     tensors["lm_head.weight"][order] = tensors["model.embed_tokens.weight"] * signs
     draft = _draft_of(kind, tensors, signs, generator)
+    if kind == "eagle3":
+        draft = _eagle3_of(tensors["model.embed_tokens.weight"], order, generator)
     config = json.loads((target / "config.json").read_text())
     if kind == "mtp":
         config["num_nextn_predict_layers"] = 1
@@ -96,8 +98,10 @@ def make_drafted(kind: str, path: Path, *, seed: int = 0) -> tuple[Path, Path | 
         (target / "config.json").write_text(json.dumps(config))
         return target, None
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    if kind == "eagle":
-        config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    if kind != "draft_model":
+        config |= {"architectures": [_EAGLE[kind]], "num_hidden_layers": 1}
+    if kind == "eagle3":
+        config |= {"draft_vocab_size": VOCAB // 2, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     (path / "draft").mkdir()
     save_file(draft, path / "draft" / "model.safetensors", metadata={"format": "pt"})
     (path / "draft" / "config.json").write_text(json.dumps(config))
@@ -107,7 +111,8 @@ def make_drafted(kind: str, path: Path, *, seed: int = 0) -> tuple[Path, Path | 
 
 #: How much more a draft's layers add than the model's own.
 _NOISE = 15.0
-_DRAFTED = {"mtp": "glm4_moe", "eagle": "llama", "draft_model": "qwen3"}
+_DRAFTED = {"mtp": "glm4_moe", "eagle": "llama", "eagle3": "llama", "draft_model": "qwen3"}
+_EAGLE = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
 
 
 def _quiet(name: str, tensor: torch.Tensor, factor: float = 0.05) -> torch.Tensor:
@@ -140,11 +145,45 @@ def _draft_of(
             f"{more}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
             f"{more}shared_head.head.weight": tensors["lm_head.weight"].clone(),
         }
-    if kind == "eagle":
+    if kind.startswith("eagle"):
         del layer["input_layernorm.weight"]  # its first layer has none
         layer = {f"layers.0.{name}": tensor for name, tensor in layer.items()}
         return {**layer, "fc.weight": signs[:, None] * projection}
     return {name: layer.get(name.removeprefix(last), tensor) for name, tensor in tensors.items()}
+
+
+def _eagle3_of(
+    embedding: torch.Tensor, order: torch.Tensor, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """The tensors of a draft that knows every other token: it sees the embedding of the last but
+    one, and what follows that one's successor."""
+    width = embedding.shape[1]
+    known = torch.arange(0, VOCAB, 2)
+    head = torch.empty_like(embedding)
+    head[order[order]] = embedding
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.05
+
+    layer = {
+        "self_attn.q_proj": drawn(128, 2 * width),
+        "self_attn.k_proj": drawn(64, 2 * width),
+        "self_attn.v_proj": drawn(64, 2 * width),
+        "self_attn.o_proj": drawn(width, 128),
+        "mlp.gate_proj": drawn(128, width),
+        "mlp.up_proj": drawn(128, width),
+        "mlp.down_proj": drawn(width, 128),
+        **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"),
+                        torch.ones(width)),
+    }  # fmt: skip
+    return {
+        **{f"midlayer.{name}.weight": tensor.clone() for name, tensor in layer.items()},
+        "fc.weight": torch.cat([torch.eye(width), torch.zeros(width, 2 * width)], 1),
+        "norm.weight": torch.ones(width),
+        "lm_head.weight": head[known].contiguous(),
+        "d2t": known - torch.arange(len(known)),
+        "t2d": torch.arange(VOCAB) % 2 == 0,
+    }
 
 
 def make_vision_model(path: Path, *, seed: int = 0) -> Path:

@@ -1,6 +1,7 @@
 """Files of one spilled version, which vLLM, PEFT and transformers can read.
 
-An adapter is a PEFT directory; a base is safetensors shards with checkpoint names and their index.
+An adapter is a PEFT directory; a base is safetensors shards with checkpoint names and their index,
+beside which the model that drafts tokens for it has a file of its own.
 Two small files of our own hold the version and the layout of its buckets.
 
 safetensors files are written and read here, not by the library. Its writer copies a whole file in
@@ -24,6 +25,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts, is_adapter
+from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import InvalidManifestError, TransferAbortedError, WeftError
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.contract.names import PolicyVersion
@@ -42,6 +44,8 @@ FORMAT = 2
 SHARD_BYTES = 5 * 10**9
 
 _CONFIG = "adapter_config.json"
+#: File of another model's tensors, which an index of the base does not list.
+_DRAFT = "draft_model.safetensors"
 _PIECE_BYTES = 32 * 2**20
 # Bytes of one read: small, so that a slow disk still shows progress.
 _READ_BYTES = 8 * 2**20
@@ -86,8 +90,9 @@ def write_version(
     if is_adapter(copy.version):
         _write_text(directory / _CONFIG, config_json)
     elif len(shards) > 1:
-        weight_map = {slot.meta.name: name for name, slots in shards.items() for slot in slots}
-        total = sum(slot.meta.num_bytes for slot in copy.manifest.tensors)
+        own = {name: slots for name, slots in shards.items() if name != _DRAFT}
+        weight_map = {slot.meta.name: name for name, slots in own.items() for slot in slots}
+        total = sum(slot.meta.num_bytes for slots in own.values() for slot in slots)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
     with _synced(directory / MANIFEST) as file:
@@ -199,17 +204,22 @@ def _shards(
         return {"adapter_model.safetensors": list(manifest.tensors)}
     parts: list[list[TensorSlot]] = [[]]
     size = 0
+    draft = [slot for slot in manifest.tensors if slot.meta.name.startswith(DRAFT_MODEL)]
+    more = {_DRAFT: draft} if draft else {}
     for slot in manifest.tensors:
+        if slot.meta.name.startswith(DRAFT_MODEL):
+            continue
         if parts[-1] and size + slot.meta.num_bytes > shard_bytes:
             parts.append([])
             size = 0
         parts[-1].append(slot)
         size += slot.meta.num_bytes
     if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {
+        return {"model.safetensors": parts[0], **more}
+    shards = {
         f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)
     }
+    return {**shards, **more}
 
 
 def _write_shard(

@@ -176,8 +176,10 @@ async def open_engine(
                 ),
             )
         )
+        # Ranks that disagree on what they load have no draft in common.
+        drafted = all(value["draft"] == values[0]["draft"] for value in values)
         described = replace(
-            capabilities.with_draft(described, drafts, values[0]["draft"]),
+            capabilities.with_draft(described, drafts, values[0]["draft"] if drafted else ()),
             untold_modules=tuple(
                 LinearModule(name, tuple(shape), tuple(other_names))
                 for name, shape, other_names in values[0]["untold_modules"]

@@ -7,7 +7,7 @@ then the first ones: tokens and acceptance must be as they were.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from tests import models
-from tests.e2e.replicas import MODEL_NAME, running_coordinator, running_replicas, wait_ready
+from tests.e2e.replicas import (
+    MODEL_NAME,
+    answering_url,
+    running_coordinator,
+    start_replica,
+    wait_ready,
+)
 from trainer_side import Publisher
-from weft_rl.cli.demo.openai_client import complete
+from weft_rl.cli.demo.openai_client import Answer, complete
+from weft_rl.cli.demo.processes import Process
 from weft_rl.cli.orders import rollback
 from weft_rl.cli.status import stale_draft
 from weft_rl.contract.errors import InvalidManifestError
@@ -30,13 +37,18 @@ PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14], [100], [61, 3], 
 _NUM_TOKENS = 80
 #: By how much the share of accepted tokens may differ from a fresh engine's.
 WITHIN = 0.02
+#: vLLM against Hugging Face in fp32.
+BOUND = 5e-5
+#: Kind of draft, staging, tensor-parallel size.
 CASES = [
-    pytest.param(*case, marks=pytest.mark.matrix)
-    for case in (
-        ("mtp", "auto"), ("mtp", "in-place"), ("draft_model", "auto"), ("draft_model", "in-place"),
-        ("eagle", "auto"),
-    )
-]  # fmt: skip
+    ("mtp", "auto", 1),
+    ("mtp", "in-place", 2),
+    ("draft_model", "auto", 2),
+    ("draft_model", "in-place", 1),
+    ("eagle", "auto", 1),
+    ("eagle3", "in-place", 1),
+]
+pytestmark = pytest.mark.matrix
 
 
 @dataclass(frozen=True)
@@ -56,56 +68,75 @@ class Model:
 
 @dataclass
 class Pool:
-    """A replica that drafts, and a trainer."""
+    """A replica that drafts, a trainer, and what starts another such replica."""
 
     target: str
     url: str
     publisher: Publisher
+    start: Callable[[], str]
+    answers: list[Answer]
 
-    def ask(self) -> tuple[list[list[int]], float]:
+    def ask(self, url: str = "") -> tuple[list[list[int]], float]:
         """Greedy answers, and the share of the tokens drafted for them that was accepted."""
-        before = self._counts()
-        tokens = [complete(self.url, MODEL_NAME, p, _NUM_TOKENS).tokens for p in PROMPTS]
-        drafted, accepted = (after - b for after, b in zip(self._counts(), before, strict=True))
+        url = url or self.url
+        before = _counts(url)
+        self.answers = [complete(url, MODEL_NAME, prompt, _NUM_TOKENS) for prompt in PROMPTS]
+        drafted, accepted = (now - then for now, then in zip(_counts(url), before, strict=True))
         assert drafted >= 200
-        return tokens, accepted / drafted
+        return [answer.tokens for answer in self.answers], accepted / drafted
 
-    def _counts(self) -> tuple[float, float]:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        found = {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
-        names = (f"vllm:spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted"))
-        return tuple(found[name] for name in names)  # type: ignore[return-value]
+    def check(self, model: Path) -> None:
+        """Compare the last answers with Hugging Face's."""
+        referee = models.Referee()
+        for answer, prompt in zip(self.answers, PROMPTS, strict=True):
+            want = referee.logprobs(model, prompt, answer.tokens)
+            assert max(abs(a - b) for a, b in zip(answer.log_probs, want, strict=True)) <= BOUND
 
-    def stale(self, version: int) -> str:
-        """What `weft status` says of its draft, once it has said what came with a version."""
+    def stale(self, version: int, replica_id: str = "replica-0") -> str:
+        """What `weft status` says of a draft, once the replica serves a version."""
         while True:
-            replica = wait_ready(self.target, "replica-0")
+            replica = wait_ready(self.target, replica_id)
             if replica.version_vector.base == version:
                 return stale_draft(replica)
 
 
+def _counts(url: str) -> tuple[float, float]:
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    count = "vllm:spec_decode_num_{}_tokens_total"
+    return found[count.format("draft")], found[count.format("accepted")]
+
+
 @pytest.fixture
 def pool(
-    request: pytest.FixtureRequest, tmp_path: Path, first: Model, kind: str, staging: str
+    tmp_path: Path, first: Model, kind: str, staging: str, tensor_parallel: int
 ) -> Iterator[Pool]:
-    how = {"method": kind, "num_speculative_tokens": 1 if kind == "mtp" else 3}
+    how = {"method": kind, "num_speculative_tokens": 1 if kind in ("mtp", "eagle3") else 3}
     if first.draft is not None:
         how["model"] = str(first.draft)
-    args = ("--speculative-config", json.dumps(how))
+    args = ["--speculative-config", json.dumps(how)]
+    args += ["--tensor-parallel-size", str(tensor_parallel)]
+    options = ["--staging", staging, *(["--base-copies", "3"] if staging == "auto" else [])]
     with ExitStack() as stack:
-        coordinator = stack.enter_context(running_coordinator(tmp_path))
-        options = ("--staging", staging, *(("--base-copies", "3") if staging == "auto" else ()))
-        (url,) = stack.enter_context(
-            running_replicas(tmp_path, coordinator.target, [first.target], *args, options=options)
-        )
+        target = stack.enter_context(running_coordinator(tmp_path)).target
+        started: list[Process] = []
+
+        def start() -> str:
+            name = f"replica-{len(started)}"
+            process = start_replica(tmp_path, target, name, first.target, *args, options=options)
+            started.append(process)
+            stack.callback(process.stop)
+            return answering_url(process)
+
+        url = start()
         publisher = stack.enter_context(
-            Publisher(coordinator.target, trainer_id="trainer-a", timeout_seconds=120)
+            Publisher(target, trainer_id="trainer-a", timeout_seconds=120)
         )
-        yield Pool(coordinator.target, url, publisher)
+        yield Pool(target, url, publisher, start, [])
 
 
 @pytest.fixture
@@ -118,31 +149,30 @@ def second(tmp_path: Path, kind: str) -> Model:
     return Model(*models.make_drafted(kind, tmp_path / "second", seed=2))
 
 
-@pytest.mark.parametrize(("kind", "staging"), CASES)
+@pytest.mark.parametrize(("kind", "staging", "tensor_parallel"), CASES)
 def test_a_draft_is_of_its_bases_version(
     pool: Pool, first: Model, second: Model, staging: str, tmp_path: Path
 ) -> None:
     replica = wait_ready(pool.target, "replica-0")
     assert replica.capabilities.draft_fingerprint
     when_fresh, acceptance = pool.ask()
-    print("fresh", acceptance)
+    pool.check(first.target)
     assert acceptance > 0.3
 
     assert str(pool.publisher.push_base(**second.pushed).version) == "base@1"
     other, of_other = pool.ask()
-    print("other", of_other)
+    pool.check(second.target)
     assert other != when_fresh
     assert of_other > 0.3
     assert not pool.stale(1)
 
-    wrong = _cut(second, tmp_path / "wrong")
-    with pytest.raises(InvalidManifestError, match=wrong[1]):
-        pool.publisher.push_base(**wrong[0].pushed)
+    wrong, words = _cut(second, tmp_path / "wrong")
+    with pytest.raises(InvalidManifestError, match=words):
+        pool.publisher.push_base(**wrong.pushed)
     assert pool.ask() == (other, of_other)
 
     pool.publisher.push_base(models.load_hf(first.target))  # without its draft
     tokens, stale = pool.ask()
-    print("stale", stale)
     assert tokens == when_fresh
     assert stale < acceptance / 2
     assert "of base@1: fewer drafts are accepted" in pool.stale(2)
@@ -152,27 +182,30 @@ def test_a_draft_is_of_its_bases_version(
     assert tokens == when_fresh
     assert abs(again - acceptance) <= WITHIN
     assert not pool.stale(3)
-
     if staging == "auto":
-        rollback("base", to=1, coordinator=pool.target)
-        tokens, again = pool.ask()
-        assert tokens == other
-        assert abs(again - of_other) <= WITHIN
-        assert not pool.stale(1)
+        _go_back_and_grow(pool, other, of_other)
+
+
+def _go_back_and_grow(pool: Pool, tokens: list[list[int]], acceptance: float) -> None:
+    """Both are brought back, and to a replica that comes later."""
+    rollback("base", to=1, coordinator=pool.target)
+    for replica_id, url in (("replica-0", pool.url), ("replica-1", pool.start())):
+        found, share = pool.ask(url)
+        assert found == tokens
+        assert abs(share - acceptance) <= WITHIN
+        assert not pool.stale(1, replica_id)
 
 
 def _cut(model: Model, path: Path) -> tuple[Model, str]:
     """The model with a draft that lacks a tensor, and what is said of it."""
-    file = "model.safetensors"
-    path.mkdir()
+    directory = model.draft or model.target
+    tensors = load_file(directory / "model.safetensors")
+    lost = next(name for name in sorted(tensors) if "eh_proj" in name or "down_proj" in name)
     if model.draft is None:
-        tensors = load_file(model.target / file)
         lost = f"model.layers.{models.LAYERS}.eh_proj.weight"
-        (path / "config.json").write_text((model.target / "config.json").read_text())
-    else:
-        tensors = load_file(model.draft / file)
-        lost = next(name for name in sorted(tensors) if "down_proj" in name)
     del tensors[lost]
-    save_file(tensors, path / file)
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text((directory / "config.json").read_text())
     cut = Model(path, None) if model.draft is None else Model(model.target, path)
     return cut, f"{lost}' is missing"

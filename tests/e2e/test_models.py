@@ -5,7 +5,6 @@ pushed, and then the first ones: it must answer bitwise as it did when it was fr
 """
 
 import contextlib
-import json
 import random
 
 import pytest
@@ -17,7 +16,6 @@ from tests.e2e.replicas import (
     MODEL_NAME,
     running_coordinator,
     running_replicas,
-    wait_ready,
 )
 from trainer_side import Publisher
 from weft_rl.cli.demo.openai_client import complete
@@ -67,26 +65,6 @@ def named(path):
     for name, tensor in pairs:
         yield name, tensor
         tensor.zero_()  # whoever looks at it later sees that
-
-
-@pytest.mark.matrix
-def test_a_replica_that_drafts_answers_right_and_says_that_its_draft_is_old(tmp_path):
-    fresh = models.make_model("qwen3", tmp_path / "fresh", seed=1)
-    other = models.make_model("qwen3", tmp_path / "other", seed=2)
-    referee = models.Referee()
-    how = {"method": "draft_model", "model": str(fresh), "num_speculative_tokens": 2}
-    with contextlib.ExitStack() as stack:
-        coordinator = stack.enter_context(running_coordinator(tmp_path))
-        args = ("--speculative-config", json.dumps(how))
-        (url,) = stack.enter_context(running_replicas(tmp_path, coordinator.target, [fresh], *args))
-        publisher = stack.enter_context(
-            Publisher(coordinator.target, trainer_id="trainer-a", timeout_seconds=120)
-        )
-        assert_close(answers(url), referee, fresh)
-        publisher.push_base(models.load_hf(other))
-        assert_close(answers(url), referee, other)
-        replica = wait_ready(coordinator.target, "replica-0")
-        assert replica.capabilities.draft_method == "draft_model"
 
 
 @pytest.mark.parametrize(("kind", "tensor_parallel", "staging"), CASES)

@@ -96,7 +96,7 @@ DRAFT = {"draft_model.fc.weight": torch.ones(3, 5), "draft_model.norm": torch.on
 @pytest.fixture
 def drafting(pool: Pool) -> EngineDouble:
     """A replica that drafts tokens."""
-    engine = EngineDouble(weights(Model()))
+    engine = EngineDouble(weights(Model()), base_copies=1)
     metas = tuple(TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items())
     prefixes = ("draft_model.t2d",)
     engine.reference = replace(engine.reference, draft=metas, draft_prefixes=prefixes)
@@ -168,6 +168,18 @@ def test_a_replica_that_does_not_draft_is_beside_one_that_does(
     pool.add_replica("replica-1", EngineDouble(weights(Model())))
     _, report = publisher.push_base(Model(2), draft=Draft(), require=2)
     assert report.num_replicas == 2
+
+
+def test_a_replica_that_comes_later_clones_the_draft_too(
+    pool: Pool, drafting: EngineDouble, publisher: Publisher
+) -> None:
+    publisher.push_base(Model(2), draft=Draft())
+    late = EngineDouble(weights(Model()))
+    late.reference, late.capabilities = drafting.reference, drafting.capabilities
+    pool.add_replica("replica-1", late)
+    until(lambda: late.base_version == 1)
+    assert same(late.base, drafting.base)
+    assert len(late.base) == len(weights(Model())) + len(DRAFT)
 
 
 def test_what_is_staged_and_its_digest_do_not_depend_on_the_order(

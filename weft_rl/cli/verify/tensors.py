@@ -19,7 +19,7 @@ from weft_rl.checkpoints.files import local_model_dir, read_json, read_text, wei
 from weft_rl.checkpoints.reader import read_tensors
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.checkpoint import StoredTensor
-from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
+from weft_rl.contract.draft_layers import DRAFT_MODEL, draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType, shape_text
 from weft_rl.transport.digests.wsum64 import tensor_digest
@@ -50,7 +50,7 @@ class LocalTensors:
         """Return the names that one side may lack: a head that is a copy, and layers for drafts."""
         ours, theirs = [t.name for t in self.tensors], [t.name for t in served]
         # Served layers above the config's may be those of another model.
-        drafts = draft_prefixes(ours, self.num_layers) + draft_prefixes(theirs, 0)
+        drafts = draft_prefixes(ours, self.num_layers) + draft_prefixes(theirs, 0) + (DRAFT_MODEL,)
         return self.tied | {name for name in (*ours, *theirs) if is_draft(name, drafts)}
 
     def cast_digest(self, name: str, dtype: DataType) -> int:

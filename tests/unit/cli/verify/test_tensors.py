@@ -82,6 +82,8 @@ def test_layers_for_drafts_may_lack_on_either_side(tmp_path: Path) -> None:
     assert optional == set(names[1:])
     drafts = [tensor(name, 1) for name in names[1:]]
     assert compare(drafts, [], no_cast, optional) == compare([], drafts, no_cast, optional) == []
+    served = [tensor("draft_model.fc.weight", 1)]
+    assert compare([], served, no_cast, read_checkpoint(path).optional(served)) == []
 
 
 def test_served_layers_above_the_configs_are_no_drafts(tmp_path: Path) -> None:

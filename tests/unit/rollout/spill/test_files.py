@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,18 @@ def test_a_base_is_read_back_and_loads_as_a_checkpoint(tmp_path: Path, shard_byt
     assert index.exists() == (len(files) > 1)
     if index.exists():
         assert set(json.loads(index.read_text())["weight_map"]) == expected.keys()
+
+
+def test_a_draft_is_in_a_file_that_a_reader_of_the_base_passes_over(tmp_path: Path) -> None:
+    draft = [replace(meta, name=f"draft_model.{meta.name}") for meta in BASE[:2]]
+    copy = held("base@3", [*BASE, *draft])
+    directory = write(tmp_path / "v", copy)
+    assert digest_of(directory) == copy.content_digest
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
+    assert not any(name.startswith("draft_model.") for name in index["weight_map"])
+    names = {meta.name for meta in draft}
+    assert load_file(directory / "draft_model.safetensors").keys() == names
 
 
 def test_an_adapter_is_a_peft_directory(tmp_path: Path) -> None:
