@@ -48,7 +48,7 @@ CASES = [
     ("eagle", "auto", 1),
     ("eagle3", "in-place", 1),
 ]
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(400)]
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,11 @@ class Pool:
     def ask(self, url: str = "") -> tuple[list[list[int]], float]:
         """Greedy answers, and the share of the tokens drafted for them that was accepted."""
         url = url or self.url
-        before = _counts(url)
+        before = draft_counts(url)
         self.answers = [complete(url, MODEL_NAME, prompt, _NUM_TOKENS) for prompt in PROMPTS]
-        drafted, accepted = (now - then for now, then in zip(_counts(url), before, strict=True))
+        drafted, accepted = (
+            now - then for now, then in zip(draft_counts(url), before, strict=True)
+        )
         assert drafted >= 200
         return [answer.tokens for answer in self.answers], accepted / drafted
 
@@ -100,7 +102,8 @@ class Pool:
                 return stale_draft(replica)
 
 
-def _counts(url: str) -> tuple[float, float]:
+def draft_counts(url: str) -> tuple[float, float]:
+    """How many tokens an engine has drafted, and how many of them were accepted."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     found = {
         sample.name: sample.value
