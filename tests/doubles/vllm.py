@@ -258,6 +258,7 @@ def make_replica(
     holdings: HoldingsPage | None = None,
     running_requests: RunningRequests = "recompute",
     can_sleep: bool = False,
+    draft_fingerprint: str = "",
 ) -> VllmReplica:
     serving = SimpleNamespace(
         lora_requests={}, base_model_paths=[SimpleNamespace(name="tiny", model_path="tiny")]
@@ -281,6 +282,7 @@ def make_replica(
         capabilities=Capabilities(
             engine_version="0",
             can_sleep=can_sleep,
+            draft_fingerprint=draft_fingerprint,
             base_fingerprint="",
             architecture="",
             base_dtype=DataType.FLOAT32,
