@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, tensors_in
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, learn_from_files
+from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.reload import apply_base, load_in_place
 from tests.unit.rollout.vllm_engine.loading.test_reload import (
     REFERENCE,
@@ -37,7 +39,7 @@ from tests.unit.rollout.vllm_engine.loading.toy_model import (
 )
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.layout.manifest import plan_buckets
-from weft_rl.contract.tensors import DataType, Reference
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 
@@ -307,3 +309,69 @@ def test_whatever_goes_wrong_is_no_plan(caplog: pytest.LogCaptureFixture) -> Non
     assert "vLLM's own reload" in caplog.text
     reference = Reference("Toy", (SimpleNamespace(name="x"),))  # type: ignore[arg-type]
     assert learn_from_files(model, reference, []) is None
+
+
+# -- of a model that is drafted for ------------------------------------------------
+
+
+class Drafter(torch.nn.Module):
+    """Drafts with the served model's output layer and one of its own."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.fc, self.down = torch.nn.Linear(HIDDEN, 3, bias=False), model.down
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            self.get_parameter(name).data.copy_(weight)
+
+
+FC = TensorMeta("draft_model.fc.weight", DataType.FLOAT32, (3, HIDDEN))
+
+
+def with_draft(version: StagedVersion, seed: int, meta: TensorMeta = FC) -> StagedVersion:
+    """The same tensors, then one of a draft."""
+    values = dict(version.tensors())
+    manifest = plan_buckets([*METAS, meta], 2**22)
+    segment = HostSegment.allocate(manifest.wire_bytes)
+    drawn = torch.rand(meta.shape, generator=torch.Generator().manual_seed(seed))
+    for name, tensor in tensors_in(manifest, segment.data):
+        tensor.copy_(values.get(name, drawn))
+    return dataclasses.replace(version, manifest=manifest, segment=segment)
+
+
+@torch.no_grad()
+def test_a_draft_is_copied_with_its_model() -> None:
+    model = load_own_way(Model(), staged(1))
+    drafted = DraftedModel(model, Drafter(model), REFERENCE, [FC])
+    first, second = with_draft(staged(1), 1), with_draft(staged(2), 2)
+    drafted.load_weights(first.tensors())
+    plan = learn(drafted, first)
+    assert plan is not None
+
+    load = partial(apply_base, worker(model), reference=REFERENCE, drafted=drafted)
+    assert load(staged=second, plan=plan) is plan
+    fc = dict(second.tensors())[FC.name]
+    assert torch.equal(drafted.draft.fc.weight, fc)
+    assert model.digests() == load_own_way(Model(), staged(2)).digests()
+
+    alone = load(staged=staged(1), plan=plan)  # the draft stays
+    assert alone is not None
+    assert torch.equal(drafted.draft.fc.weight, fc)
+    assert model.digests() == load_own_way(Model(), staged(1)).digests()
+    assert alone.for_layout(first.manifest) is None, "it does not know the draft's tensors"
+
+
+@torch.no_grad()
+def test_another_draft_is_passed_over() -> None:
+    model = load_own_way(Model(), staged(1))
+    other = dataclasses.replace(FC, name="draft_model.other.weight")
+    pushed = with_draft(staged(2), 2, other)
+    plan = learn(model, staged(1))
+    assert plan is not None
+    used = apply_base(worker(model), pushed, REFERENCE, plan)
+    assert used is not None
+    assert not used.is_readable, "it does not hold all of that version"
+    assert model.digests() == load_own_way(Model(), staged(2)).digests()
+    assert learn(model, pushed, {other.name}) is not None
+    assert learn(model, pushed) is None
