@@ -156,9 +156,13 @@ def manifest_from_chunks(chunks: Iterable[types_pb2.ManifestChunk]) -> Manifest:
 
 
 def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChunk]:
-    """Yield chunks of at most 4096 tensors, then of at most 512 modules, then of tensors of the
-    draft; the first has fingerprint and architecture."""
-    first = True
+    """Yield chunks of at most 4096 tensors, then of at most 512 modules; the first has fingerprint
+    and architecture.
+
+    Tensors of a draft are beside others where there is room: a coordinator of a release that does
+    not know them refuses a chunk that holds nothing else.
+    """
+    first, draft = True, reference.draft
     for part in chunk_ranges(len(reference.tensors)):
         chunk = types_pb2.ReferenceChunk(
             tensors=map(reference_tensor_to_proto, reference.tensors[part])
@@ -168,6 +172,9 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
             chunk.architecture = reference.architecture
             chunk.draft_prefixes.extend(reference.draft_prefixes)
             first = False
+        if draft and len(chunk.tensors) + len(draft) <= CHUNK_ENTRIES:
+            chunk.draft_tensors.extend(map(reference_tensor_to_proto, draft))
+            draft = ()
         yield chunk
     modules = reference.untold_modules
     for i in range(0, len(modules), _CHUNK_MODULES):
@@ -177,10 +184,8 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
                 for m in modules[i : i + _CHUNK_MODULES]
             ]
         )
-    for part in chunk_ranges(len(reference.draft)):
-        yield types_pb2.ReferenceChunk(
-            draft_tensors=map(reference_tensor_to_proto, reference.draft[part])
-        )
+    for part in chunk_ranges(len(draft)):
+        yield types_pb2.ReferenceChunk(draft_tensors=map(reference_tensor_to_proto, draft[part]))
 
 
 def reference_tensor_to_proto(meta: TensorMeta) -> types_pb2.ReferenceTensor:

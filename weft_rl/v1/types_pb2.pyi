@@ -751,8 +751,7 @@ class ReferenceChunk(_message.Message):
 
     @_builtins.property
     def draft_tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReferenceTensor]:
-        """Next tensors of the model that drafts tokens, after all modules; at most 4096 a chunk. Not in
-        the fingerprint. A push of the base holds all of them, and they are of its version, or none.
+        """Next tensors of the model that drafts tokens; at most 4096 a chunk. Not in the fingerprint. A push of the base holds all of them, and they are of its version, or none.
         Layers of the base's own checkpoint have their names there; another model's begin with
         "draft_model.", as no tensor of a base does.
         """

@@ -57,6 +57,21 @@ def test_references(metas: list[TensorMeta]) -> None:
     assert drafted.fingerprint == reference.fingerprint
 
 
+@pytest.mark.parametrize(("num_tensors", "sizes"), [
+    (4000, [(4000, 50)]), (4090, [(4090, 0), (0, 50)]), (5000, [(4096, 0), (904, 50)]),
+])  # fmt: skip
+def test_a_draft_is_beside_other_tensors_where_there_is_room(
+    num_tensors: int, sizes: list[tuple[int, int]]
+) -> None:
+    """A coordinator that does not know of drafts takes no chunk without any others."""
+    metas = [TensorMeta(f"{i}", DataType.INT8, (1,)) for i in range(num_tensors)]
+    draft = tuple(replace(meta, name=f"draft_model.{meta.name}") for meta in metas[:50])
+    reference = Reference("Tiny", tuple(metas), draft=draft)
+    chunks = list(reference_to_chunks(reference))
+    assert [(len(c.tensors), len(c.draft_tensors)) for c in chunks] == sizes
+    assert reference_from_chunks(chunks) == reference
+
+
 def test_a_draft_of_too_many_tensors_is_refused() -> None:
     own = TensorMeta("a", DataType.INT8, (1,))
     draft = tuple(TensorMeta(f"draft_model.{i}", DataType.INT8, (1,)) for i in range(16_385))
