@@ -7,11 +7,12 @@ One file: every case is a push of such a trainer's processes, which take seconds
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
@@ -20,6 +21,7 @@ from tests.models import load_hf, make_model
 from tests.trainers.launch import running_ranks
 from trainer_side import Publisher
 from weft_rl.contract.errors import CapacityError, TransferTimeoutError
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 
 def is_merged(engine, whole):
@@ -42,6 +44,7 @@ def is_merge_of(reference, engine, whole):
 
 _UNIT = torch.finfo(torch.float32).eps
 
+DRAFT = {"draft_model.fc.weight": torch.rand(6, 5), "draft_model.norm": torch.rand(3)}
 KINDS = ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "tp", "zero1", "zero2", "zero3")
 
 #: What the report says was found.
@@ -61,6 +64,10 @@ def pool(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(pool):
     engine = EngineDouble(weights(Model(9)))
+    metas = tuple(TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items())
+    engine.reference = replace(engine.reference, draft=metas)
+    fingerprint = engine.reference.draft_fingerprint
+    engine.capabilities = replace(engine.capabilities, draft_fingerprint=fingerprint)
     pool.add_replica("replica-0", engine)
     return engine
 
@@ -82,6 +89,18 @@ def test_every_kind_of_trainer_pushes_its_own_weights_bit_by_bit(kind, engine, t
         whole = torch.load(tmp_path / "whole.pt")
         assert same(engine.base, {name: tensor.float() for name, tensor in whole.items()})
     assert not same(engine.base, weights(Model(0)))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_draft_in_files_is_sent_beside_what_the_ranks_hold(kind, engine, trainer, tmp_path):
+    files = {name.removeprefix("draft_model."): tensor for name, tensor in DRAFT.items()}
+    save_file(files, tmp_path / "model.safetensors")
+    trainer.do("make", kind=kind)
+    trainer.do("train", steps=1)
+    answers = trainer.do("push", what="base", draft=str(tmp_path))
+    assert not any("error" in answer for answer in answers), answers
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    assert same(engine.base, {**torch.load(tmp_path / "whole.pt"), **DRAFT})
 
 
 # FSDP1 without use_orig_params takes no model that is trained in part.
