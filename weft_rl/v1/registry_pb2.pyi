@@ -214,9 +214,9 @@ class Capabilities(_message.Message):
 
     @_builtins.property
     def lora_unapplied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What names of modules of the base begin with to which its engine applies no LoRA, though
-        lora_modules has their last component ("model.vision_model"): adapters with such modules
-        are refused. At most 1,024.
+        """What names of modules of the base begin with to which its engine applies no LoRA, those of an
+        encoder ("model.vision_model") even where lora_modules has their last component: adapters
+        with such modules are refused. At most 1,024.
         """
 
     def __init__(
