@@ -45,8 +45,8 @@ class Capabilities:
     lora_modules: tuple[str, ...] = ()
     """Last name components of the modules that can carry a LoRA."""
     lora_unapplied: tuple[str, ...] = ()
-    """Prefixes of the names of modules to which its engine applies no LoRA all the same, as those
-    of an encoder; whole components (``model.vision_model``)."""
+    """Prefixes of the names of modules to which its engine applies no LoRA, as those of an encoder;
+    whole components (``model.vision_model``)."""
     lora_on_experts: bool = False
     """True if LoRA on expert parameters can be served."""
     staging_capacity_bytes: int = 0

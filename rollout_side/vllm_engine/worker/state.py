@@ -225,8 +225,9 @@ def lora_modules(adapters: Any, reference: Reference) -> tuple[set[str], list[st
     carry, ignored = lora_hook.lora_targets(adapters, names)
     kinds = {name.rpartition(".")[2] for name in carry}
     never = {name.rpartition(".")[2] for name in ignored} - kinds
-    some = [name for name in ignored if name.rpartition(".")[2] in kinds]
-    prefixes = lora_hook.shortest_prefixes(some, carry)
+    # One in each layer, of a kind that carries none anywhere, is refused by that: not one by one.
+    known = {name for name in ignored if name.rpartition(".")[2] in never}
+    prefixes = [p for p in lora_hook.shortest_prefixes(ignored, carry) if p not in known]
     return lora_hook.expected_modules(adapters) - never, prefixes
 
 

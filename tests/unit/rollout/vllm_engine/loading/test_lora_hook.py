@@ -60,6 +60,15 @@ def test_an_encoder_that_is_not_wrapped_is_named_by_what_its_modules_begin_with(
     assert modules == {*TEXT, "experts"}
 
 
+def test_an_encoder_whose_modules_have_names_of_their_own_is_named_too() -> None:
+    """As Qwen3-VL's; one of such a name in each layer of the language model is not."""
+    names = ["visual.blocks.0.fc1", "model.language.layers.0.fc1", "model.language.layers.0.o_proj"]
+    metas = tuple(TensorMeta(f"{name}.weight", DataType.FLOAT32, (4, 4)) for name in names)
+    modules, unapplied = lora_modules(adapters(), Reference("M", metas))
+    assert unapplied == ["visual"]
+    assert "fc1" not in modules
+
+
 def test_a_model_that_is_wrapped_whole_has_none_of_these() -> None:
     wrapped = adapters()
     for name in NAMES:
