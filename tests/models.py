@@ -18,20 +18,8 @@ LAYERS = 2
 #: Adapters of the tests; vLLM's engines here allow rank 16.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-#: Of the images of ``make_vision_model``: edge in pixels, what stands for one, and how often.
-IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS = 56, 10, 4
-_IMAGE_WORDS = {
-    IMAGE_TOKEN: "<image>",
-    11: "<fake_token_around_image>",
-    12: "<global-img>",
-    13: "<end_of_utterance>",
-}
-_CHAT_TEMPLATE = (
-    "{% for m in messages %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'text' %} {{ part['text'] }} {% else %} <image> {% endif %}"
-    "{% endfor %}{% endfor %}"
-)
-_COMMON: dict[str, Any] = {
+#: What tiny text models share.
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -82,7 +70,7 @@ def make_drafted(kind: str, path: Path, *, seed: int = 0) -> tuple[Path, Path | 
     target = make_model(_DRAFTED[kind], path / "model", seed=seed)
     tensors = load_file(target / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
-    signs = (torch.rand(_COMMON["hidden_size"], generator=generator) > 0.5) * 2.0 - 1
+    signs = (torch.rand(COMMON["hidden_size"], generator=generator) > 0.5) * 2.0 - 1
     order = torch.randperm(VOCAB, generator=generator)
     tensors = {name: _quiet(name, tensor) for name, tensor in tensors.items()}
     tensors["model.norm.weight"] = signs
@@ -184,114 +172,6 @@ def _eagle3_of(
         "d2t": known - torch.arange(len(known)),
         "t2d": torch.arange(VOCAB) % 2 == 0,
     }
-
-
-def make_vision_model(path: Path, *, seed: int = 0) -> Path:
-    """Save a random Idefics3, whose processor needs no torchvision; returns ``path``.
-
-    An image is ``<image>`` in a prompt, and ``IMAGE_TOKENS`` of these of the model.
-    """
-    import transformers
-
-    config = transformers.Idefics3Config(
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": IMAGE_SIZE,
-            "patch_size": 14,
-        },
-        text_config=transformers.LlamaConfig(**_COMMON),
-        image_token_id=IMAGE_TOKEN,
-        scale_factor=2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    model = transformers.Idefics3ForConditionalGeneration(config).float()
-    draw_base(model, seed)
-    model.save_pretrained(path)
-    make_tokenizer(path, _IMAGE_WORDS)
-    edge = {"longest_edge": IMAGE_SIZE}
-    transformers.Idefics3Processor(
-        image_processor=transformers.Idefics3ImageProcessorPil(
-            size=edge, max_image_size=edge, do_image_splitting=False
-        ),
-        tokenizer=transformers.AutoTokenizer.from_pretrained(path),
-        image_seq_len=IMAGE_TOKENS,
-        chat_template=_CHAT_TEMPLATE,
-    ).save_pretrained(path)
-    return path
-
-
-def make_two_towers(kind: str, path: Path, *, seed: int = 0) -> Path:
-    """Save a random model that sees, whose modules files, memory and vLLM name in different ways.
-
-    It has no processor of images: an engine must be told to take none.
-
-    Args:
-        kind: "paligemma"; or "llava" or "qwen2_5_vl", which vLLM imports only beside torchvision.
-        path: Where; returned.
-        seed: Of its weights.
-    """
-    config, named = _two_towers(kind)
-    import transformers
-
-    model = getattr(transformers, f"{named}ForConditionalGeneration")(config).float()
-    draw_base(model, seed)
-    model.save_pretrained(path)
-    make_tokenizer(path, _IMAGE_WORDS)
-    return path
-
-
-def _two_towers(kind: str) -> tuple[Any, str]:
-    import transformers
-
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": IMAGE_SIZE,
-        "patch_size": 14,
-    }
-    if kind == "llava":
-        config = transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**_COMMON),
-            vision_config=transformers.CLIPVisionConfig(**vision),
-            image_token_index=IMAGE_TOKEN,
-            tie_word_embeddings=False,
-        )
-        return config, "Llava"
-    if kind == "paligemma":
-        text = {**_COMMON, "tie_word_embeddings": True}
-        config = transformers.PaliGemmaConfig(
-            text_config=transformers.GemmaConfig(**text),
-            vision_config=transformers.SiglipVisionConfig(**vision),
-            image_token_id=IMAGE_TOKEN,
-            projection_dim=64,
-        )
-        return config, "PaliGemma"
-    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
-    text = {**_COMMON, "hidden_size": 128, "rope_parameters": rope}
-    del text["head_dim"]
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config={
-            "depth": 1,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 128,
-            "fullatt_block_indexes": [0],
-        },
-        tie_word_embeddings=False,
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=11,
-        vision_start_token_id=12,
-        vision_end_token_id=13,
-    )
-    return config, "Qwen2_5_VL"
 
 
 #: Elements of a row of a quantised weight that have one scale.
@@ -437,7 +317,7 @@ def draw_adapter(model: Any, seed: int) -> None:
 def make_config(kind: str, tied: bool) -> Any:
     import transformers
 
-    common = {**_COMMON, "tie_word_embeddings": tied}
+    common = {**COMMON, "tie_word_embeddings": tied}
     if kind == "qwen2":
         # Qwen2 has no head_dim of its own in vLLM: hidden_size / heads.
         return transformers.Qwen2Config(**{**common, "hidden_size": 128})
@@ -527,8 +407,13 @@ def _deepseek_config(kind: str, common: dict[str, Any]) -> Any:
     )
 
 
-def make_tokenizer(path: Path, special: Mapping[int, str] | None = None) -> None:
-    """Save a tokenizer of one word a token: ``w0`` to ``w255``, but for those that are special."""
+def make_tokenizer(
+    path: Path, special: Mapping[int, str] | None = None, roles: Mapping[str, str] | None = None
+) -> None:
+    """Save a tokenizer of one word a token: ``w0`` to ``w255``, but for those that are special.
+
+    ``roles`` names special tokens by attributes that the tokenizer has for them.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -543,7 +428,7 @@ def make_tokenizer(path: Path, special: Mapping[int, str] | None = None) -> None
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
-        additional_special_tokens=list(named.values()),
+        extra_special_tokens=dict(roles) if roles else list(named.values()),
     ).save_pretrained(path)
 
 

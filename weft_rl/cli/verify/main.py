@@ -262,7 +262,7 @@ def _add_parity(
         report.failures.append(_NOT_COMPARED + error.message)
         return
     asked: list[str | generate_pb2.TokenIds] = [*prompts]
-    asked = asked or [*parity.default_prompts(model.vocab_size)]
+    asked = asked or [*parity.default_prompts(model.vocab_size, model.special_tokens)]
     addresses = {replica.replica_id: replica.address for replica in pool.ready}
     sampled = [
         (row, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,18 @@ def compared(
     return Parity(len(apart), max(apart), sum(apart) / len(apart), bound)
 
 
-def default_prompts(vocab_size: int) -> list[pb.TokenIds]:
-    """Return prompts of token ids, spread over the vocabulary; the same at each call."""
+def default_prompts(vocab_size: int, special: Set[int] = frozenset()) -> list[pb.TokenIds]:
+    """Return prompts of token ids, spread over the vocabulary; the same at each call.
+
+    Args:
+        special: Token ids that no prompt has: an engine expects an image at the one that stands
+            for images.
+    """
+    usual = [token for token in range(vocab_size) if token not in special]
     return [
-        pb.TokenIds(ids=[(7919 * k + 104_729 * i) % vocab_size for i in range(_PROMPT_TOKENS)])
+        pb.TokenIds(
+            ids=[usual[(7919 * k + 104_729 * i) % len(usual)] for i in range(_PROMPT_TOKENS)]
+        )
         for k in range(1, _NUM_PROMPTS + 1)
     ]
 
@@ -149,7 +157,10 @@ class LocalModel:
         transformers.logging.disable_progress_bar()
         kind = getattr(torch, dtype.torch_name)
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            config = transformers.AutoConfig.from_pretrained(base, local_files_only=True)
+            # As vLLM does: of a model that sees, no class for text alone has all the weights.
+            named = getattr(transformers, (config.architectures or [""])[0], None)
+            model = (named or transformers.AutoModelForCausalLM).from_pretrained(
                 base, dtype=kind, local_files_only=True
             )
             if adapter is not None:
@@ -167,6 +178,15 @@ class LocalModel:
     def vocab_size(self) -> int:
         """Size of its vocabulary."""
         return int(self._model.config.get_text_config().vocab_size)
+
+    @property
+    def special_tokens(self) -> set[int]:
+        """Token ids that its configuration names: of an image, say, or of the end of a text."""
+        return {
+            value
+            for key, value in self._model.config.to_dict().items()
+            if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+        }
 
     def score(self, sequences: Sequence[SampledTokens]) -> tuple[list[list[float]], float]:
         """Compute the tokens' log-probabilities in float32, of weights rounded to the replicas'

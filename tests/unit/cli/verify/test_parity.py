@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import Referee, make_adapter, make_model
+from tests.vision_models import IMAGE_TOKEN, make_vision_model
 from weft_rl.cli.verify.parity import LocalModel, SampledTokens, bound_of, compared, default_prompts
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType
@@ -39,6 +40,8 @@ def test_prompts_are_of_the_vocabulary_and_always_the_same() -> None:
         assert prompts == [list(prompt.ids) for prompt in default_prompts(size)]
         assert all(0 <= token < size for prompt in prompts for token in prompt)
         assert len({tuple(prompt) for prompt in prompts}) == 3
+        others = [token for prompt in default_prompts(size, {*prompts[0]}) for token in prompt.ids]
+        assert not {*prompts[0]} & {*others}
 
 
 def test_the_model_here_is_scored_as_transformers_does(tmp_path: Path) -> None:
@@ -60,3 +63,16 @@ def test_the_model_here_is_scored_as_transformers_does(tmp_path: Path) -> None:
         assert exact[0] != pytest.approx(expected[0], abs=1e-5), "of rounded weights"
     with pytest.raises(InvalidRequestError, match="transformers cannot load"):
         LocalModel(tmp_path, None, DataType.FLOAT32)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_a_model_that_sees_is_loaded_by_the_class_that_its_files_name(
+    kind: str, tmp_path: Path
+) -> None:
+    base = make_vision_model(kind, tmp_path / "base")
+    model = LocalModel(base, None, DataType.FLOAT32)
+    assert model.vocab_size == 256
+    assert {IMAGE_TOKEN, 11, 12} <= model.special_tokens
+    (exact,), _ = model.score([sampled([0.0] * 5)])
+    one = sampled([0.0] * 5)
+    assert exact == pytest.approx(Referee().logprobs(base, one.prompt, one.tokens), abs=1e-5)
