@@ -39,6 +39,7 @@ class ArchitectureModel:
             kept = model.state_dict()
             buffers = {name: each for name, each in model.named_buffers() if name in kept}
             self.saved = _saved_names(model, {**self.in_memory, **buffers})
+            self._model = model
         except Exception as error:  # any model's own code may run here
             raise UnsupportedError(
                 f"transformers cannot describe the served model ({type(error).__name__}: {error})"
@@ -48,13 +49,17 @@ class ArchitectureModel:
         """Return the linear modules; of those that are parts in memory, as experts are, only those
         whose weight is not in the reference."""
         names = {id(tensor): name for name, tensor in self.in_memory.items()}
+        of_files = self.saved
+        if not of_files.keys() <= reference.by_name.keys():
+            names_of = (of_files, _published_names(self._model, self.in_memory))
+            of_files = max(names_of, key=lambda saved: len(reference.by_name.keys() & saved.keys()))
         return [
             MemoryModule(
                 names.get(id(tensor), saved).removesuffix(_WEIGHT),
                 saved.removesuffix(_WEIGHT),
                 tuple(tensor.shape),
             )
-            for saved, tensor in self.saved.items()
+            for saved, tensor in of_files.items()
             if tensor.dim() == 2
             and saved.endswith(_WEIGHT)
             and (id(tensor) in names or saved not in reference.by_name)
@@ -80,3 +85,14 @@ def _saved_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         return tensors
     reverted: Mapping[str, Any] = revert_weight_conversion(model, dict(tensors))
     return reverted
+
+
+def _published_names(model: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the names of files that transformers can load, but saves otherwise from a model that
+    it has not loaded: ``vision_tower.vision_model.`` of LLaVA's and PaliGemma's encoders."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return {}
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False) or None
+    return _saved_names(model, tensors)

@@ -14,7 +14,8 @@ from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.linear_modules import ModuleTable, vllm_namer
 from rollout_side.vllm_engine.server.architecture import ArchitectureModel
 from rollout_side.vllm_engine.server.capabilities import build_reference, memory_modules
-from tests.models import make_quantised, make_two_towers
+from tests.models import make_quantised
+from tests.vision_models import make_vision_model
 from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta
 
 F32 = DataType.FLOAT32
@@ -123,13 +124,28 @@ def test_packed_experts_have_their_full_shapes() -> None:
 
 
 def test_memorys_names_are_those_of_transformers_own_model(tmp_path: Path) -> None:
-    model = make_two_towers("qwen2_5_vl", tmp_path / "model")
+    model = make_vision_model("qwen2_5_vl", tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(model)
     served = build_reference(model, config, F32)
     found = {m.name: m.saved_name for m in memory_modules(config, served)}
     layer = "layers.0.mlp.up_proj"
     assert found[f"model.language_model.{layer}"] == f"model.{layer}"
     assert f"model.{layer}.weight" in served.by_name
+
+
+def test_an_encoders_names_are_those_of_the_files_that_people_have(tmp_path: Path) -> None:
+    """transformers saves them without one component."""
+    model = make_vision_model("llava", tmp_path / "model")
+    served = build_reference(model, transformers.AutoConfig.from_pretrained(model), F32)
+    found = memory_modules(transformers.AutoConfig.from_pretrained(model), served)
+    table = ModuleTable(served, found, namer(None))
+    (module,) = [
+        m for m in table.untold if m.name.endswith("vision_model.encoder.layers.0.mlp.fc1")
+    ]
+    assert module.names == (
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1",
+        "model.vision_tower.encoder.layers.0.mlp.fc1",
+    )
 
 
 def test_an_architecture_that_transformers_does_not_know_has_the_names_of_files() -> None:
