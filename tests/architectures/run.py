@@ -16,16 +16,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import models
+from tests import models, vision_models
 from tests.architectures.specs import Architecture
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
 from tests.models import LAYERS
-from trainer_side import Publisher, WeftError
+from trainer_side import ImagePrompt, Publisher, RolloutClient, Sampling, WeftError
 from weft_rl.cli.demo.openai_client import complete
 
-#: Largest difference of a log-probability, in nats, that is rounding: vLLM against transformers.
-BOUND = 1e-4
-PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14], [100])
+#: Of images that a model with an encoder is asked about, at every step the same.
+IMAGE_SEEDS = (1, 2)
 #: What is done, in the order that it is done in.
 STEPS = ("start", "base", "back", "adapter", "merged")
 
@@ -40,10 +39,10 @@ def run(architecture: Architecture) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         work = Path(folder)
         fresh, other = (_save(architecture, work / name, i) for i, name in enumerate(("a", "b")))
-        lora = {"seed": 1, "targets": architecture.targets}
-        adapter = models.make_adapter(fresh, work / "adapter", **lora)  # type: ignore[arg-type]
+        targets = architecture.adapter_targets
+        adapter = models.make_adapter(fresh, work / "adapter", seed=1, target_modules=targets)
         coordinator = stack.enter_context(running_coordinator(work))
-        args = LORA_ARGS if architecture.has_adapters else ()
+        args = [*(LORA_ARGS if architecture.has_adapters else ()), "--dtype", architecture.dtype]
         with _recorded(found, "start"):
             if architecture.has_drafts:
                 _add_drafts(fresh)
@@ -54,8 +53,11 @@ def run(architecture: Architecture) -> dict[str, str]:
         publisher = stack.enter_context(
             Publisher(coordinator.target, trainer_id="models", timeout_seconds=120)
         )
-        check = _Checks(url, found)
-        when_fresh = check.compare("start", fresh)
+        client = stack.enter_context(RolloutClient(coordinator.target, timeout_seconds=120))
+        check = _Checks(url, client, architecture, found)
+        when_fresh: list[Any] = []
+        with _recorded(found, "start"):
+            when_fresh = check.compare("start", fresh)
         with _recorded(found, "base"):
             publisher.push_base(models.load_hf(other))
             check.compare("base", other)
@@ -77,21 +79,48 @@ def run(architecture: Architecture) -> dict[str, str]:
 class _Checks:
     """Answers of one replica, compared with transformers'."""
 
-    def __init__(self, url: str, found: dict[str, str]) -> None:
-        self._url, self._found, self._referee = url, found, models.Referee()
+    def __init__(
+        self, url: str, client: RolloutClient, architecture: Architecture, found: dict[str, str]
+    ) -> None:
+        self._url, self._client, self._found = url, client, found
+        self._kind, self._prompts = architecture.vision, architecture.prompts
+        self._referee = models.Referee()
+        self._seeing = vision_models.VisionReferee(self._kind) if self._kind else None
 
     def compare(
         self, step: str, base: Path, adapter: Path | None = None, model: str = MODEL_NAME
     ) -> list[Any]:
         """Ask for all prompts; record how far the answers are off, and return them."""
-        answers = [complete(self._url, model, prompt) for prompt in PROMPTS]
+        answers = [complete(self._url, model, prompt) for prompt in self._prompts]
         off = 0.0
-        for answer, prompt in zip(answers, PROMPTS, strict=True):
+        for answer, prompt in zip(answers, self._prompts, strict=True):
             want = self._referee.logprobs(base, prompt, answer.tokens, adapter)
             pairs = zip(answer.log_probs, want, strict=True)
             off = max(off, *(abs(ours - theirs) for ours, theirs in pairs))
-        self._found[step] = f"{off:.0e}"
-        return [(answer.tokens, answer.log_probs) for answer in answers]
+        about_images, off_images = self._ask_about_images(base, adapter, model)
+        self._found[step] = f"{max(off, off_images):.0e}"
+        return [*((answer.tokens, answer.log_probs) for answer in answers), *about_images]
+
+    def _ask_about_images(
+        self, base: Path, adapter: Path | None, model: str
+    ) -> tuple[list[Any], float]:
+        if self._seeing is None:
+            return [], 0.0
+        answers, off = [], 0.0
+        for image in (vision_models.random_image(seed) for seed in IMAGE_SEEDS):
+            (group,) = self._client.generate(
+                [ImagePrompt(vision_models.KINDS[self._kind].prompt_with_image, [image])],
+                model="base" if model == MODEL_NAME else model,
+                sampling=Sampling(temperature=0, max_tokens=12, ignore_eos=True),
+            )
+            (sample,) = group.samples
+            tokens, ours = sample.token_ids.tolist(), sample.logprobs.tolist()
+            told, want = self._seeing.logprobs(base, image, tokens, adapter)
+            if told != group.prompt_token_ids:
+                raise AssertionError(f"the prompt is {told}, not {group.prompt_token_ids}")
+            off = max(off, *(abs(a - b) for a, b in zip(ours, want, strict=True)))
+            answers.append((tokens, ours))
+        return answers, off
 
 
 @contextlib.contextmanager
@@ -107,6 +136,9 @@ def _recorded(found: dict[str, str], step: str) -> Iterator[None]:
 
 
 def _save(architecture: Architecture, path: Path, seed: int) -> Path:
+    if architecture.vision:
+        dtype = getattr(torch, architecture.dtype)
+        return vision_models.make_vision_model(architecture.vision, path, seed=seed, dtype=dtype)
     config = architecture.make_config()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     models.draw_base(model, seed)
@@ -134,11 +166,11 @@ def _add_drafts(path: Path) -> None:
     save_file({**tensors, **drafts}, file, metadata={"format": "pt"})
 
 
-def is_fine(result: str) -> bool:
-    """Return whether a step's result is an answer within ``BOUND``."""
+def is_fine(result: str, bound: float) -> bool:
+    """Return whether a step's result is an answer within ``Architecture.bound``."""
     if result == "equal":
         return True
     try:
-        return float(result) <= BOUND
+        return float(result) <= bound
     except ValueError:
         return False

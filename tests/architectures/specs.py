@@ -7,7 +7,22 @@ from typing import Any
 
 from tests import models
 from tests.models import LAYERS, VOCAB
+from tests.vision_models import KINDS
 
+#: Largest difference of a log-probability, in nats, that is rounding: vLLM against transformers,
+#: which computes in float32. By itself in bfloat16 it is 0.46 off at tiny models.
+_BOUNDS = {"float32": 1e-4, "bfloat16": 0.5}
+PROMPTS = ([5, 17, 99, 200, 33], [7, 8, 9, 10, 11, 12, 13, 14], [100])
+#: Files of ``tests/e2e`` in which ``make test`` pushes some of them, too, and their names there.
+_TESTED = {
+    "Qwen2": ("test_vllm_engine_base.py", "qwen2"),
+    "GptOss": ("test_models.py", "gpt_oss"),
+    "DeepseekV3": ("test_models.py", "deepseek_v3"),
+    "Qwen2_5_VL": ("test_vllm_engine_vision.py", "qwen2_5_vl"),
+    "Qwen3VL": ("test_vllm_engine_vision.py", "qwen3_vl"),
+}
+#: Of models that see: without tokens that stand for images.
+_TEXTS = ([5, 17, 99, 200, 33], [7, 8, 9, 20, 21, 22, 23, 24], [100])
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 #: What most configurations share. Heads have 32 elements: vLLM's CPU attention takes no fewer.
@@ -42,11 +57,34 @@ class Architecture:
     has_drafts: bool = False
     """True if the replica's files hold a layer for multi-token prediction, too, which transformers'
     model has not."""
+    dtype: str = "float32"
+    """Type that the replica computes in."""
+    prompts: tuple[list[int], ...] = PROMPTS
+    vision: str = ""
+    """Kind of ``tests.vision_models`` that it is, with an encoder of images."""
+
+    @property
+    def test(self) -> tuple[str, str] | None:
+        """File of ``tests/e2e`` in which ``make test`` pushes it, too, and its name there."""
+        return _TESTED.get(self.name)
 
     @property
     def name(self) -> str:
         """Name of the architecture, in the table and on the command line."""
         return self.config.removesuffix("Config")
+
+    @property
+    def bound(self) -> float:
+        """Largest difference, in nats, that is rounding."""
+        return _BOUNDS[self.dtype]
+
+    @property
+    def adapter_targets(self) -> list[str] | str:
+        """``target_modules`` of the adapter; of the language model alone where there are two."""
+        if self.vision:
+            language = KINDS[self.vision].language
+            return rf"model\.{language}\..*\.({'|'.join(self.targets)})"
+        return list(self.targets)
 
     def make_config(self) -> Any:
         """Return the configuration."""
@@ -77,6 +115,10 @@ def _moe(
     """Make one with experts, beside which vLLM serves no adapters without Triton."""
     settings = {**_COMMON, **more}
     return Architecture(config, settings, targets, has_adapters=False, has_drafts=has_drafts)
+
+
+def _seeing(kind: str, targets: tuple[str, ...] = (*ATTENTION, *MLP), **more: Any) -> Architecture:
+    return Architecture(f"{KINDS[kind].name}Config", {}, targets, vision=kind, **more)
 
 
 _HEAD = {"head_dim": 32}
@@ -112,7 +154,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
            partial_rotary_factor=0.5),
     _dense("SmolLM3Config"),
     _dense("Exaone4Config", **_HEAD, sliding_window=16, sliding_window_pattern=2),
-    _dense("GPTNeoXConfig", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+    _dense("GPTNeoXConfig", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+           num_key_value_heads=4),  # it shares none, and vLLM would
     Architecture("FalconConfig", {
         **{k: v for k, v in _COMMON.items() if k not in ("intermediate_size",)},
         "num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 512,
@@ -151,5 +194,18 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         **_COMMON, **_HEAD, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32,
         "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
     }, ATTENTION, has_adapters=False),
+    # -- with an encoder of images
+    _seeing("qwen2_vl"),
+    _seeing("qwen2_5_vl"),
+    _seeing("qwen3_vl"),
+    # On a CPU vLLM's linear attention takes bfloat16 alone, and no prompt of one token.
+    _seeing("qwen3_5", dtype="bfloat16", prompts=_TEXTS[:2]),
+    _seeing("gemma3"),
+    _seeing("mistral3"),
+    _seeing("llava"),
+    _seeing("internvl"),
+    _seeing("idefics3"),
+    _seeing("paligemma"),
+    _seeing("glm4v", (*ATTENTION, "gate_up_proj", "down_proj")),
 )  # fmt: skip
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}

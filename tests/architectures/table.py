@@ -28,19 +28,23 @@ def save(results: Results) -> None:
 
 def render(results: Results) -> str:
     """Return the rows of the page's table."""
-    rows = ["| architecture | " + " | ".join(STEPS) + " | vLLM |", "|---" * (len(STEPS) + 2) + "|"]
+    heads = ("architecture", *STEPS, "vLLM", "in `make test`")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for architecture in ARCHITECTURES:
         found = results.get(architecture.name)
         if found is not None:
-            cells = [_cell(found.get(step, "")) for step in STEPS]
-            rows.append(f"| {architecture.name} | {' | '.join(cells)} | {found['vllm']} |")
+            cells = [_cell(found.get(step, ""), architecture.bound) for step in STEPS]
+            test = f"[yes](../tests/e2e/{architecture.test[0]})" if architecture.test else ""
+            rows.append(f"| {' | '.join((architecture.name, *cells, found['vllm'], test))} |")
     return "\n".join(rows)
 
 
-def _cell(result: str) -> str:
+def _cell(result: str, bound: float) -> str:
     if not result:
         return "-"
-    return result if is_fine(result) else f"**{result.splitlines()[0][:300]}**".replace("|", "/")
+    if is_fine(result, bound):
+        return result
+    return f"**{result.splitlines()[0][:300]}**".replace("|", "/")
 
 
 def page(text: str, results: Results) -> str:
