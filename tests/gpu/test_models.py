@@ -1,4 +1,4 @@
-"""Models of many kinds on GPUs: what is pushed is served as by an engine that started from it.
+"""Models of text of many kinds on GPUs: what is pushed is served as by an engine that started from it.
 
 Two replicas of a kind, each in a pool of its own, start from other weights: one stages bases, one
 loads them in place. Each is then given what the other one started from, and answers as that did,
@@ -7,8 +7,6 @@ bit for bit; then its own again. The first is on the trainer's GPU, the second o
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,7 @@ from safetensors.torch import save_file
 from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
 from tests.gpu.test_pushes import DEVICE, DRY, LORA, NUM_GPUS, PROMPTS, Pushed
-from tests.models import IMAGE_SIZE, draw_base, make_tokenizer, make_vision_model
+from tests.models import draw_base, make_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,11 +89,6 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {**_COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
         LORA,
     ),
-    "images": (
-        "",
-        {},
-        ("--limit-mm-per-prompt", '{"image": 2}', "--mm-encoder-attn-backend", "TORCH_SDPA"),
-    ),
 }
 #: Layers that a copy plan processes, four in each of four layers of a model.
 _PROCESSED = {kind: 16 for kind in _KINDS if kind.startswith("fp8")}
@@ -118,11 +111,6 @@ def make_model(kind: str, seed: int, path: Path) -> Any:
     import transformers
 
     name, settings, _ = _KINDS[kind]
-    if kind == "images":
-        make_vision_model(path, seed=seed)
-        return transformers.AutoModelForImageTextToText.from_pretrained(
-            path, dtype=torch.bfloat16
-        ).to(DEVICE)
     config = getattr(transformers, name)(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     draw_base(model, seed)
@@ -181,10 +169,8 @@ def make_adapters(path: Path, seed: int) -> tuple[Path, Path]:
     return path / "one-by-one", path / "at-once"
 
 
-def answers(kind: str, url: str, model: str = "base-model") -> list[tuple[list[str], list[float]]]:
+def answers(url: str, model: str = "base-model") -> list[tuple[list[str], list[float]]]:
     """Greedy tokens and their log-probabilities, one prompt at a time."""
-    if kind == "images":
-        return [_about_image(url, seed) for seed in (0, 1, 0)]
     found = []
     for prompt in PROMPTS:
         body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0.0,
@@ -194,24 +180,6 @@ def answers(kind: str, url: str, model: str = "base-model") -> list[tuple[list[s
         logprobs = answer.json()["choices"][0]["logprobs"]
         found.append((logprobs["tokens"], logprobs["token_logprobs"]))
     return found
-
-
-def _about_image(url: str, seed: int) -> tuple[list[str], list[float]]:
-    from PIL import Image
-
-    size = (IMAGE_SIZE, IMAGE_SIZE, 3)
-    pixels = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(seed))
-    file = io.BytesIO()
-    Image.fromarray(pixels.to(torch.uint8).numpy()).save(file, "PNG")
-    image = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    content = [{"type": "text", "text": "w20 w21"},
-               {"type": "image_url", "image_url": {"url": image}}]  # fmt: skip
-    body = {"model": "base-model", "messages": [{"role": "user", "content": content}],
-            "max_tokens": 8, "temperature": 0, "logprobs": True, "ignore_eos": True}  # fmt: skip
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    found = answer.json()["choices"][0]["logprobs"]["content"]
-    return [each["token"] for each in found], [each["logprob"] for each in found]
 
 
 @pytest.fixture(scope="module", params=list(_KINDS))
@@ -248,8 +216,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair
 
 def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
     """Three times: by vLLM's reload, then by what that has taught."""
-    first = answers(pair.kind, pair.staged.url)
-    second = answers(pair.kind, pair.in_place.url)
+    first = answers(pair.staged.url)
+    second = answers(pair.in_place.url)
     assert first != second
     for pushed, order in ((pair.staged, (1, 0, 1)), (pair.in_place, (0, 1, 0))):
         seconds = []
@@ -257,7 +225,7 @@ def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
             for number in order:
                 report = publisher.push_base(pair.models[number]).report
                 seconds.append(report.seconds)
-                assert answers(pair.kind, pushed.url) == (first, second)[number], report
+                assert answers(pushed.url) == (first, second)[number], report
         how = pushed.how()
         took = ", ".join(f"{each * 1e3:.0f}" for each in seconds)
         where = "staged" if pushed is pair.staged else "in place"
@@ -275,16 +243,16 @@ def test_adapters_of_experts_answer_as_from_disk(pair: Pair, at_once: bool, note
         with pushed.publisher() as publisher:
             publisher.push_base(pair.models[1])
     pushed, seconds = pair.staged, []
-    expected = [answers(pair.kind, pair.in_place.url, f"disk{i}") for i in range(2)]
-    assert expected[0] != expected[1] != answers(pair.kind, pushed.url)
+    expected = [answers(pair.in_place.url, f"disk{i}") for i in range(2)]
+    assert expected[0] != expected[1] != answers(pushed.url)
     with pushed.publisher() as publisher:
         for _ in range(3):
             results = [publisher.push_adapter(each[at_once], "math") for each in pair.adapters]
             seconds += [each.report.seconds for each in results]
             names = [str(each.version) for each in results]
-            assert [answers(pair.kind, pushed.url, name) for name in names] == expected
+            assert [answers(pushed.url, name) for name in names] == expected
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda name: answers(pair.kind, pushed.url, name), names))
+        found = list(pool.map(lambda name: answers(pushed.url, name), names))
     for version, right in zip(found, expected, strict=True):
         for (_, got), (_, wanted) in zip(version, right, strict=True):
             assert abs(got[0] - wanted[0]) < 0.05  # the first token has no history of others
