@@ -1,4 +1,4 @@
-"""Models of text of many kinds on GPUs: what is pushed is served as by an engine that started from it.
+"""Models of text on GPUs: what is pushed is served as by an engine that started from it.
 
 Two replicas of a kind, each in a pool of its own, start from other weights: one stages bases, one
 loads them in place. Each is then given what the other one started from, and answers as that did,
