@@ -16,7 +16,14 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot, align_up
 from weft_rl.contract.layout.runs import Run
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta, check_base, shape_text
+from weft_rl.contract.tensors import (
+    DataType,
+    Reference,
+    TensorMeta,
+    check_base,
+    check_scales_missing,
+    shape_text,
+)
 from weft_rl.transport.digests.wsum64 import part_digests, tensor_digest
 from weft_rl.transport.wire.buckets import run_parts
 
@@ -375,6 +382,7 @@ class RunSource:
 
     def _missing(self) -> InvalidManifestError:
         missing = [meta.name for meta in self.metas if meta.name not in self._seen]
+        check_scales_missing(missing)
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         return InvalidManifestError(
             f"{missing[0]!r} is missing{more}: the iterator ended after "

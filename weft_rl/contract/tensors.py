@@ -237,6 +237,10 @@ class Reference:
         return base_fingerprint(self.architecture, self.tensors)
 
 
+#: Last components of what checkpoints call the scales of the KV cache and of attention.
+_KV_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
+
+
 def base_fingerprint(architecture: str, tensors: Sequence[TensorMeta]) -> str:
     """Compute the SHA-256 (hex) over the architecture and every name and shape; not dtypes.
 
@@ -309,6 +313,8 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
     missing = [ref.name for ref in reference.tensors if ref.name not in given]
     if wrong or missing:
         _check_quantised(given, reference)
+    if missing and not wrong:
+        check_scales_missing(missing)
     wrong += [f"{name!r} is missing: the served model expects it" for name in missing]
     if not given.isdisjoint(reference.draft_by_name):
         wrong += [
@@ -321,6 +327,23 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise InvalidManifestError(
             wrong[0] + more, metadata={"num_problems": str(len(wrong)), "first": wrong[0]}
+        )
+
+
+def check_scales_missing(missing: Sequence[str]) -> None:
+    """Refuse a base that lacks these tensors in words of their own, if all are scales of the KV
+    cache: no trainer's model has them.
+
+    Raises:
+        InvalidManifestError: Says what to do.
+    """
+    if all(name.rpartition(".")[2] in _KV_SCALES for name in missing):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InvalidManifestError(
+            f"the base has no scales of the KV cache ({missing[0]!r}{more}), and the served model "
+            "was started with some: push them with it by push_tensors, those of the checkpoint or "
+            "new ones, since a replica that kept its own could answer otherwise than another",
+            metadata={"num_problems": str(len(missing)), "first": missing[0]},
         )
 
 

@@ -80,6 +80,21 @@ def test_plain_weights_for_quantised_ones_are_refused_in_one_sentence(reference,
         check_base(reference.tensors[:-1], reference)
 
 
+def test_scales_of_the_kv_cache_are_pushed_with_a_base_that_was_started_with_some():
+    scales = tuple(TensorMeta(f"attn.{side}_scale", F32, (1,)) for side in "kv")
+    reference = Reference("Tiny", (*METAS, *scales))
+    check_base(reference.tensors, reference)
+    with pytest.raises(InvalidManifestError) as caught:
+        check_base(METAS, reference)
+    assert caught.value.message.startswith(
+        "the base has no scales of the KV cache ('attn.k_scale' and 1 more), and the served model "
+        "was started with some: push them with it by push_tensors"
+    )
+    assert caught.value.metadata["num_problems"] == "2"
+    with pytest.raises(InvalidManifestError, match=r"'b.weight' is missing: .* \(and 2 more\)"):
+        check_base(METAS[:1], reference)
+
+
 def test_modules_are_told_by_tensors_where_no_other_shape_is_given():
     assert Reference("Tiny", METAS).modules == (LinearModule("a", (4, 2)),)
     packed = Reference("Tiny", (TensorMeta("a.weight", DataType.UINT8, (4, 1)), *AWQ), UP)
