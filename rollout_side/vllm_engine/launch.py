@@ -124,6 +124,7 @@ async def open_engine(
         refusals.refuse_keep(args)
         args.scheduler_cls = requests.SCHEDULER
     refusals.refuse_caches_beyond_reach(args, os.environ)
+    refusals.refuse_ranks_on_cpu(args)
     refusals.refuse_experts_without_triton(args)
     async with contextlib.AsyncExitStack() as stack:
         sock = listen(http_host, http_port)

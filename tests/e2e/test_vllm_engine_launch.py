@@ -42,6 +42,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (("m", "--data-parallel-size", "2"), "more replicas"),
         (("--model", "m", "-dp", "2"), "more replicas"),
         (("m", "--pipeline-parallel-size", "2"), "--tensor-parallel-size"),
+        (("m", "-pcp", "2"), "--prefill-context-parallel-size 2: .* same part of a model"),
+        (("m", "--decode-context-parallel-size", "2"), "on a CPU: vLLM has no attention there"),
+        (("m", "--enable-expert-parallel", "--enable-eplb"), "--enable-eplb: vLLM moves experts"),
+        (("m", "--enable-elastic-ep"), "--enable-elastic-ep: vLLM adds and removes ranks"),
+        (("m", "--nnodes", "2"), "on one machine"),
+        (("m", "--offload-group-size", "2"), "from the host's memory"),
         (("m", "--worker-extension-cls", "a.B"), "a.B"),
         (("m", "--api-server-count", "2"), "one API"),
         (("m", "--headless"), "--headless"),
@@ -149,6 +155,14 @@ async def test_adapters_of_experts_on_a_cpu(tmp_path: Path) -> None:
     save_config("qwen3_moe", tmp_path)
     with pytest.raises(UnsupportedError, match="4 experts, on a CPU"):
         await start(str(tmp_path), "--enable-lora")
+
+
+async def test_experts_on_ranks_of_a_cpu(tmp_path: Path) -> None:
+    """vLLM's engine would end at the first request: its kernel knows no expert map."""
+    save_config("qwen3_moe", tmp_path)
+    args = ("--enable-expert-parallel", "--tensor-parallel-size", "2")
+    with pytest.raises(UnsupportedError, match="4 experts, on 2 ranks of a CPU"):
+        await start(str(tmp_path), *args)
 
 
 async def test_an_address_that_is_taken(tmp_path: Path) -> None:

@@ -34,6 +34,34 @@ _CLOSED = frozenset({"/scale_elastic_ep"})
 #: its tiers of files and of other machines keep theirs.
 _RESETTABLE = "OffloadingConnector"
 _RESETTABLE_SPEC = "CPUOffloadingSpec"
+_OVER_TCP = "the replica serves OpenAI's API over TCP"
+#: Arguments of vLLM that must not be above 1, and why.
+_ONE_ALONE = {
+    "data_parallel_size": "a replica has one engine; start more replicas instead",
+    "pipeline_parallel_size": (
+        "Weft cannot load ranks that lack layers; use --tensor-parallel-size"
+    ),
+    "prefill_context_parallel_size": (
+        "Weft never loaded ranks that hold the same part of a model; use --tensor-parallel-size"
+    ),
+    "api_server_count": "a replica has one API server, in its own process; leave it out",
+    "nnodes": "all ranks of a replica must be on one machine; leave it out",
+}
+#: Arguments of vLLM that must not be given, and why.
+_NEVER = {
+    "headless": _OVER_TCP,
+    "grpc": _OVER_TCP,
+    "uds": _OVER_TCP,
+    "enable_eplb": (
+        "vLLM moves experts between ranks as it serves, and its loader puts those of a base where "
+        "they were at the start, so that tokens would go to other experts than those they chose"
+    ),
+    "enable_elastic_ep": "vLLM adds and removes ranks as it serves, which would lack a base",
+    "offload_group_size": (
+        "before each use vLLM copies such layers from the host's memory, where its reload puts no "
+        "base: answers would be mixed"
+    ),
+}
 # Names in a model's config, of which it has at most one.
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
@@ -98,30 +126,12 @@ def refuse_unsupported(args: Namespace) -> None:
     Raises:
         UnsupportedError: Names the argument and the way out.
     """
-    if (getattr(args, "data_parallel_size", 1) or 1) > 1:
-        raise UnsupportedError(
-            f"--data-parallel-size {args.data_parallel_size}: a replica has one engine; start more "
-            "replicas instead"
-        )
-    if (getattr(args, "pipeline_parallel_size", 1) or 1) > 1:
-        raise UnsupportedError(
-            f"--pipeline-parallel-size {args.pipeline_parallel_size}: Weft cannot load ranks that "
-            "lack layers; use --tensor-parallel-size"
-        )
-    if getattr(args, "api_server_count", None) and args.api_server_count > 1:
-        raise UnsupportedError(
-            f"--api-server-count {args.api_server_count}: a replica has one API server, in its own "
-            "process; leave it out"
-        )
-    if getattr(args, "nnodes", 1) and getattr(args, "nnodes", 1) > 1:
-        raise UnsupportedError(
-            "--nnodes: all ranks of a replica must be on one machine; leave it out"
-        )
-    for flag in ("headless", "grpc", "uds"):
-        if getattr(args, flag, None):
-            raise UnsupportedError(
-                f"--{flag}: the replica serves OpenAI's API over TCP; leave it out"
-            )
+    for name, why in _ONE_ALONE.items():
+        if (number := getattr(args, name, None) or 1) > 1:
+            raise UnsupportedError(f"--{name.replace('_', '-')} {number}: {why}")
+    for name, why in _NEVER.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(f"--{name.replace('_', '-')}: {why}; leave it out")
 
 
 def refuse_missing_model(model: str) -> None:
@@ -280,6 +290,33 @@ def _why_beyond_reach(name: str, args: Namespace) -> str:
     return ""
 
 
+def refuse_ranks_on_cpu(args: Namespace) -> None:
+    """Refuse splits of a model over ranks that vLLM cannot serve on a CPU.
+
+    Its engine would fail minutes later, or at the first request. Reads the model's config.
+
+    Raises:
+        UnsupportedError: Names the argument and the way out.
+    """
+    if not _is_cpu():
+        return
+    if (number := getattr(args, "decode_context_parallel_size", None) or 1) > 1:
+        raise UnsupportedError(
+            f"--decode-context-parallel-size {number} on a CPU: vLLM has no attention there whose "
+            "ranks share a context; leave it out"
+        )
+    num_ranks = getattr(args, "tensor_parallel_size", None) or 1
+    if getattr(args, "enable_expert_parallel", False) and num_ranks > 1:
+        experts = num_experts(_model_config(args))
+        if experts:
+            raise UnsupportedError(
+                f"--enable-expert-parallel with {args.model}, a mixture of {experts} experts, on "
+                f"{num_ranks} ranks of a CPU: vLLM's kernel there looks for every expert on every "
+                "rank, and ends the engine at the first request; leave it out, "
+                "--tensor-parallel-size splits each expert, or start on GPUs"
+            )
+
+
 def refuse_experts_without_triton(args: Namespace) -> None:
     """Refuse LoRA on a mixture of experts where vLLM lacks Triton, as CPU builds do.
 
@@ -289,7 +326,7 @@ def refuse_experts_without_triton(args: Namespace) -> None:
     Raises:
         UnsupportedError: Names the model and the way out.
     """
-    if not getattr(args, "enable_lora", False) or not _lacks_triton():
+    if not getattr(args, "enable_lora", False) or not _is_cpu() or _has_triton():
         return
     experts = num_experts(_model_config(args))
     if experts:
@@ -315,10 +352,13 @@ def close_endpoints(app: Any) -> None:
     routes[:] = [route for route in routes if getattr(route, "path", "") not in _CLOSED]
 
 
-def _lacks_triton() -> bool:
+def _is_cpu() -> bool:
     platform: Any = importlib.import_module("vllm.platforms").current_platform
-    triton: Any = importlib.import_module("vllm.triton_utils")
-    return bool(platform.is_cpu()) and not triton.HAS_TRITON
+    return bool(platform.is_cpu())
+
+
+def _has_triton() -> bool:
+    return bool(importlib.import_module("vllm.triton_utils").HAS_TRITON)
 
 
 def _model_config(args: Namespace) -> Any:
