@@ -40,7 +40,7 @@ def make_model(kind: str, path: Path, *, seed: int = 0, tied: bool = False) -> P
 
     Args:
         kind: "qwen2", "llama", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2",
-            "deepseek_v3" or "gpt_oss".
+            "deepseek_v3", "gpt_oss" or "lfm2".
         path: Where; returned.
         seed: Of its weights.
         tied: Whether lm_head shares the embedding's weight.
@@ -214,6 +214,36 @@ def make_quantised(method: str, path: Path, plain: Path, *, seed: int = 0) -> Pa
     return path
 
 
+def make_kv_scaled(path: Path, scale: float, *, seed: int = 0) -> Path:
+    """Save a random Qwen3 with scales for a KV cache of 8 bits; returns ``path``."""
+    from safetensors.torch import load_file, save_file
+
+    make_model("qwen3", path, seed=seed)
+    file = path / "model.safetensors"
+    scales = {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor([scale])
+        for layer in range(LAYERS)
+        for side in "kv"
+    }
+    save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "float-quantized",
+        "config_groups": {},
+        "kv_cache_scheme": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor",
+            "dynamic": False,
+            "symmetric": True,
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def _packed(method: str, codes: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what a format holds in place of a weight (out, in) of these codes, 0 to 15."""
     out, width = codes.shape
@@ -265,6 +295,7 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
     "compressed-tensors": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
+        "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {
             "group_0": {
@@ -359,6 +390,15 @@ def make_config(kind: str, tied: bool) -> Any:
             num_experts_per_tok=2,
             sliding_window=16,
             layer_types=["sliding_attention", "full_attention"],
+        )
+    if kind == "lfm2":  # vLLM reads widths that the files of real ones name
+        lfm2 = {key: value for key, value in common.items() if key != "head_dim"}
+        widths = dict.fromkeys(("conv_dim", "conv_dim_out", "block_dim"), lfm2["hidden_size"])
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        return transformers.Lfm2Config(
+            **{**lfm2, **heads, **widths},
+            block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "full_attention"],
         )
     raise ValueError(f"no tiny model of kind {kind!r}")
 
@@ -556,9 +596,14 @@ def load_hf(model: Path) -> Any:
 
 def load_peft(model: Path, adapter: Path) -> Any:
     """A saved adapter on a saved model, by PEFT."""
+    return put_adapter(load_hf(model), adapter)
+
+
+def put_adapter(model: Any, adapter: Path) -> Any:
+    """A saved adapter on a model in memory, by PEFT."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load_hf(model), str(adapter))
+    return PeftModel.from_pretrained(model, str(adapter))
 
 
 def load_quantised(model: Path, bits: int) -> Any:

@@ -28,6 +28,7 @@ from rollout_side.vllm_engine.server import capabilities, refusals
 from rollout_side.vllm_engine.server.architecture import MemoryModule
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
+from rollout_side.vllm_engine.server.reload_verdict import ReloadVerdict, engine_identity
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
 from rollout_side.vllm_engine.server.worker_calls import Deadlines
 from rollout_side.vllm_engine.worker.holdings import HoldingsPage
@@ -156,6 +157,7 @@ async def open_engine(
             _make_folder(spill, described)
         holdings = HoldingsPage()
         stack.callback(holdings.close)
+        verdict = ReloadVerdict(engine_identity(config, version, local_model_dir(model, revision)))
         values = check_results(
             await engine.collective_rpc(
                 "weft_open",
@@ -173,10 +175,12 @@ async def open_engine(
                         spill,
                         holdings,
                         traced_as,
+                        verdict.get(),
                     ),
                 ),
             )
         )
+        verdict.put([value["reload_verdict"] for value in values])
         # Ranks that disagree on what they load have no draft in common.
         drafted = all(value["draft"] == values[0]["draft"] for value in values)
         described = replace(
@@ -319,6 +323,7 @@ def _open_config(
     spill: SpillSettings | None,
     holdings: HoldingsPage,
     traced_as: str,
+    reload_verdict: str | None,
 ) -> dict[str, Any]:
     """Return the fields of ``worker.state.OpenConfig`` as plain values."""
     return {
@@ -338,6 +343,7 @@ def _open_config(
         "in_memory": [tuple(module) for module in in_memory],
         "spill": asdict(spill) if spill else None,
         "traced_as": traced_as,
+        "reload_verdict": reload_verdict,
     }
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from rollout_side.vllm_engine.server import refusals
 from rollout_side.vllm_engine.worker.rank_results import check_results
 from tests.e2e.conftest import TinyModels
-from tests.e2e.engine_process import EngineProcess
+from tests.e2e.engine_process import EngineProcess, run_child
 from tests.e2e.logprobs import PROMPT, check
-from tests.models import Referee
+from tests.models import Referee, make_model
 from weft_rl.contract.errors import LoadFailedError, PeerUnavailableError
 
 _LONG = [3 + (7 * i) % 250 for i in range(300)]
@@ -68,5 +69,32 @@ def test_packed_again_after_it(kind: str, request: pytest.FixtureRequest, refere
     try:
         load(engine, "base@1", models.other)
         check(referee, engine.complete("tiny", PROMPT), models.other)
+    finally:
+        engine.stop()
+
+
+def run_on_ranks_of_a_cpu(pipe: Any, *args: Any) -> None:
+    """Start what is refused because no request would survive it: loads do."""
+    refusals.refuse_ranks_on_cpu = lambda args: None
+    run_child(pipe, *args)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+def test_ranks_that_have_some_of_the_experts_load_these(kind: str, tmp_path: Path) -> None:
+    base, other = (make_model(kind, tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
+    args = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+    engine = EngineProcess(base, args, child=run_on_ranks_of_a_cpu).start()
+
+    def unlike() -> list[str]:
+        found = check_results(engine.rpc("weft_test_compare"))  # type: ignore[arg-type]
+        return [value["why"] for value in found]
+
+    try:
+        assert unlike() == ["", ""]
+        engine.push_base("base@1", other)
+        assert all("other values than vLLM's start" in why for why in unlike())
+        engine.push_base("base@2", base)
+        assert unlike() == ["", ""]
     finally:
         engine.stop()

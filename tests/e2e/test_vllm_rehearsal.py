@@ -1,4 +1,5 @@
-"""A replica learns at its start how its model is reloaded, and whether each parameter gets a value.
+"""A replica learns at its start how its model is reloaded, and whether each parameter gets a value,
+the same that a start gives it.
 
 Models of a few tensors, over vLLM's own reload; real ones are in ``test_models.py``.
 """
@@ -6,12 +7,16 @@ Models of a few tensors, over vLLM's own reload; real ones are in ``test_models.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
@@ -20,9 +25,11 @@ from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
-from tests.e2e.conftest import TinyModels
-from tests.e2e.engine_process import EngineProcess, run_child
+from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
+from rollout_side.vllm_engine.server.reload_verdict import engine_identity
+from tests.e2e.engine_process import LORA_ARGS, EngineProcess, run_child
 from tests.e2e.logprobs import PROMPT
+from tests.models import make_adapter, make_model
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
@@ -30,6 +37,9 @@ from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 AttentionLayerBase = pytest.importorskip(
     "vllm.model_executor.layers.attention_layer_base"
 ).AttentionLayerBase
+QuantizeMethodBase = pytest.importorskip(
+    "vllm.model_executor.layers.quantization.base_config"
+).QuantizeMethodBase
 
 # vLLM's and torch's own, at import
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -91,11 +101,11 @@ class Model(nn.Module):
 NAMES = ("up.weight", "up.bias", "down.weight")
 
 
-def worker_of(model: Model, quantization: str | None = None) -> Any:
+def worker_of(model: nn.Module, quantization: str | None = None, load_format: str = "auto") -> Any:
     return SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         model_config=SimpleNamespace(quantization=quantization, dtype=torch.float32),
-        vllm_config=None,
+        vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)),
         device=torch.device("cpu"),
     )
 
@@ -196,6 +206,10 @@ CANNOT: dict[str, tuple[Callable[[Model], object], str]] = {
         lambda m: setattr(m, "unreported", frozenset({"down.weight"})), "'down.weight'"
     ),
     "fails": (lambda m: setattr(m, "does", fail), "KeyError: 'layers.0.mlp.experts'"),
+    "ends a start by more than layers do": (
+        lambda m: setattr(m, "process_weights_after_loading", lambda: None),
+        "it does not call the model's own process_weights_after_loading",
+    ),
 }  # fmt: skip
 
 
@@ -366,6 +380,12 @@ def test_loaders_may_look_at_values(
     assert seen == ["meta"] * (large_bytes == 1) + ["cpu"] * 3
 
 
+def test_a_model_may_call_at_the_end_of_loading_what_a_start_calls(model: Model) -> None:
+    model.process_weights_after_loading = lambda: None
+    model.does = lambda m: m.process_weights_after_loading()  # type: ignore[operator]
+    assert rehearse(model) == ""
+
+
 class Drafter(Model):
     """Drafts with the served model's last layer, and one of its own."""
 
@@ -430,27 +450,260 @@ def test_a_draft_that_cannot_be_loaded_stays(model: Model) -> None:
     assert drafted_model(worker, reference, DRAFT[1:2]) is None
 
 
-WHY = "vLLM's reload of a model would leave mixed weights: 'up.sinks' and 0 more get no weights"
+# -- the same files again, value by value
 
 
-def run_without_reload(pipe: Any, *args: Any) -> None:
-    """Serve a model that this vLLM cannot reload; workers are forks of this process."""
-    from rollout_side.vllm_engine.worker import state as worker_state
+class Method(QuantizeMethodBase):
+    """Keeps weights doubled, and counts; ``process`` may do otherwise."""
 
-    worker_state.why_not_reloaded = lambda worker, reference: WHY
-    run_child(pipe, *args)
+    def __init__(self) -> None:
+        self.num_processed = 0
+        self.process: Callable[[Any], object] = lambda layer: layer.weight.data.mul_(2)
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.num_processed += 1
+        self.process(layer)
 
 
-@pytest.mark.matrix
-def test_an_engine_that_cannot_reload_says_so_and_serves_on(qwen2: TinyModels) -> None:
-    engine = EngineProcess(qwen2.base, child=run_without_reload).start()
+class Started(nn.Module):
+    """Two lists of like layers, an embedding and a head; started from ``FILES``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = Layer("weight"), Layer("weight", "bias")
+        self.layers = nn.ModuleList(Layer("weight", "bias") for _ in range(4))
+        self.layers[3] = Layer("weight")  # of another kind
+        for layer in self.layers:
+            layer.quant_method = Method()
+        self.given: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            self.given.append(name)
+            by_loader(self.get_parameter(name), weight)
+
+
+FILES = {name: torch.rand(4) for name, _ in Started().named_parameters()}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    return start(monkeypatch)
+
+
+@torch.no_grad()
+def start(monkeypatch: pytest.MonkeyPatch, change: Callable[[Started], object] = id) -> Started:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    monkeypatch.setattr(bridges, "vllm_config_context", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(bridges, "checkpoint_tensors", lambda worker, **how: iter(FILES.items()))
+    made = Started()
+    change(made)
+    record_metadata_for_reloading(made)
+    made.load_weights(FILES.items())
+    for layer in made.layers:
+        layer.quant_method.process_weights_after_loading(layer)
+    made.given.clear()
+    return made
+
+
+def all_values(model: nn.Module) -> list[Any]:
+    return [
+        *((name, id(t), t.data_ptr(), t.tolist(), sorted(vars(t)))
+          for name, t in model.named_parameters()),
+        *((name, sorted(vars(m))) for name, m in model.named_modules()),
+        *(sorted(vars(m.quant_method).items(), key=str)
+          for m in model.modules() if hasattr(m, "quant_method")),
+    ]  # fmt: skip
+
+
+def test_one_layer_of_each_kind_is_loaded_again_beside_the_model(started: Started) -> None:
+    before = all_values(started)
+    for _ in range(2):
+        assert why_not_repeated(worker_of(started)) == ""
+        assert all_values(started) == before
+    once = {name for name in FILES if not name.startswith(("layers.1.", "layers.2."))}
+    assert sorted(started.given) == sorted([*once, *once])
+
+
+def add_up(layer: Any) -> None:
+    layer.quant_method.sum = getattr(layer.quant_method, "sum", 0) + layer.weight.data
+    layer.weight.data.copy_(layer.quant_method.sum)
+
+
+def of_every_layer(process: Callable[[Any], object]) -> Callable[[Started], object]:
+    return lambda m: [setattr(layer.quant_method, "process", process) for layer in m.layers]
+
+
+def share_a_parameter(model: Started) -> None:
+    """As LFM2's head and embedding do, whatever the files hold."""
+    model.head.weight = model.embed.weight
+
+
+NOT_REPEATED: dict[str, tuple[Callable[[Started], object], str]] = {
+    "processing that depends on what was before": (
+        of_every_layer(add_up), "'layers.0.weight' and 3 more"
+    ),
+    "processing that makes another shape": (
+        of_every_layer(lambda layer: layer.quant_method.num_processed > 1
+                       and setattr(layer, "weight", nn.Parameter(torch.ones(5)))),
+        "'layers.0.weight' and 3 more",
+    ),
+    "a parameter of two tensors": (share_a_parameter, "'embed.weight'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOT_REPEATED)
+def test_what_a_reload_would_give_other_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, text = NOT_REPEATED[kind]
+    started = start(monkeypatch, change)
+    before = all_values(started)
+    why = why_not_repeated(worker_of(started))
+    assert why is not None
+    assert why.startswith(f"vLLM's reload of Started gives {text} other values than")
+    assert all_values(started) == before
+
+
+def test_tensors_that_are_loaded_where_they_lie_are_compared(started: Started) -> None:
+    """vLLM never builds a bias anew."""
+    started.head.bias.data[2] += 1
+    before = all_values(started)
+    why = why_not_repeated(worker_of(started))
+    assert why is not None
+    assert "gives 'head.bias' other values" in why
+    assert all_values(started) == before
+
+
+def test_what_attention_would_derive_is_compared(started: Started) -> None:
+    started.attn = Attention(started.embed)  # type: ignore[arg-type]
+    assert why_not_repeated(worker_of(started)) == ""
+    started.attn.W_UV.data[1] += 1
+    why = why_not_repeated(worker_of(started))
+    assert why is not None
+    assert "gives 'attn.W_UV' other values" in why
+
+
+@torch.no_grad()
+def test_padding_is_zero_after_a_reload_as_at_a_start(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.model_loader import reload as vllm_reload
+
+    def load_in_part(param: Any, weight: torch.Tensor) -> None:
+        param.data[:3].copy_(weight[:3])
+
+    def make_of_garbage(meta: Any) -> torch.Tensor:
+        made = make(meta)
+        made.fill_(7)
+        return made
+
+    make = vllm_reload.meta.materialize_meta_tensor
+    monkeypatch.setattr(vllm_reload.meta, "materialize_meta_tensor", make_of_garbage)
+    files = {name: torch.rand(4) for name in NAMES}
+    monkeypatch.setattr(bridges, "checkpoint_tensors", lambda worker, **how: iter(files.items()))
+    model.down.weight.data.zero_()
+    model.down.weight.weight_loader = load_in_part
+    vllm_reload.record_metadata_for_reloading(model)
+    model.load_weights(files.items())
+    assert rehearse(model) == ""
+    assert why_not_repeated(worker_of(model)) == ""
+    tensors = reload(model)
+    assert torch.equal(model.down.weight[:3], tensors["down.weight"][:3])
+    assert model.down.weight[3] == 0
+
+
+def test_files_that_number_layers_otherwise_are_loaded_whole(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Started.load_weights
+    swap = {"layers.0.bias": "layers.1.bias", "layers.1.bias": "layers.0.bias"}
+    files = {swap.get(name, name): tensor for name, tensor in FILES.items()}
+    monkeypatch.setattr(bridges, "checkpoint_tensors", lambda worker, **how: iter(files.items()))
+    monkeypatch.setattr(Started, "load_weights", lambda model, weights: load(
+        model, ((swap.get(name, name), tensor) for name, tensor in weights)
+    ))  # fmt: skip
+    assert why_not_repeated(worker_of(started)) == ""
+
+
+def test_what_cannot_be_told(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_repeated(worker_of(started, load_format="dummy")) is None
+    assert not started.given
+    before = all_values(started)
+
+    def unreadable(worker: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed.weight", FILES["embed.weight"]
+        raise OSError("the files have gone")
+
+    monkeypatch.setattr(bridges, "checkpoint_tensors", unreadable)
+    assert why_not_repeated(worker_of(started)) is None
+    assert all_values(started) == before
+
+
+def test_a_start_is_the_same_by_its_files_vllm_and_settings(tmp_path: Path) -> None:
+    def config(settings: str = "a", text: str = "{}") -> Any:
+        hf_config = SimpleNamespace(to_json_string=lambda: text)
+        return SimpleNamespace(
+            compute_hash=lambda: settings, model_config=SimpleNamespace(hf_config=hf_config)
+        )
+
+    assert engine_identity(config(), "0.32.0", tmp_path) == ""  # no files
+    assert engine_identity(config(), "0.32.0", None) == ""
+    save_file(FILES, tmp_path / "model.safetensors")
+    same = engine_identity(config(), "0.32.0", tmp_path)
+    assert same
+    assert engine_identity(config(), "0.32.0", tmp_path) == same
+    others = [
+        engine_identity(config(), "0.31.0", tmp_path),
+        engine_identity(config(settings="b"), "0.32.0", tmp_path),
+        engine_identity(config(text="{ }"), "0.32.0", tmp_path),
+    ]
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    others.append(engine_identity(config(), "0.32.0", tmp_path))
+    assert len({same, *others}) == 5
+
+
+# -- a real engine
+
+
+def run_with_own_cache(pipe: Any, argv: list[str], *args: Any) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(Path(argv[0]).parent / "cache")
+    run_child(pipe, argv, *args)
+
+
+def test_an_engine_that_cannot_reload_says_so_and_serves_on(tmp_path: Path) -> None:
+    """vLLM's LFM2 has one parameter for the two tensors that these files have."""
+    base = make_model("lfm2", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", seed=1, targets=("q_proj", "w1", "w2"))
+    args = (*LORA_ARGS, "--lora-modules", f"disk={adapter}")
+    engine = EngineProcess(base, args, child=run_with_own_cache).start()
     try:
-        assert engine.facts["capabilities"].base_refusal == WHY
+        why = engine.facts["capabilities"].base_refusal
+        assert why.startswith("vLLM's reload of Lfm2ForCausalLM gives 'lm_head' and 1 more other")
         before = engine.complete("tiny", PROMPT)
         with pytest.raises(LoadFailedError, match="can load no base: vLLM's reload") as refused:
-            engine.push_base("base@1", qwen2.other)
+            engine.push_base("base@1", base)
         assert "dirty" not in refused.value.metadata
         assert not engine.call("dirty_reason")
+        assert engine.complete("tiny", PROMPT) == before
+        engine.push_adapter("math@1", adapter)
+        adapted = engine.complete("math@1", PROMPT)
+        assert adapted.logprobs == engine.complete("disk", PROMPT).logprobs != before.logprobs
+    finally:
+        engine.stop()
+    # The next start of the same engine loads nothing again: it is told.
+    (kept,) = (tmp_path / "cache" / "weft" / "reloads").iterdir()
+    entry = json.loads(kept.read_text())
+    assert entry["found"] == why
+    kept.write_text(json.dumps({**entry, "found": "as was found before"}))
+    engine = EngineProcess(base, args, child=run_with_own_cache).start()
+    try:
+        assert engine.facts["capabilities"].base_refusal == "as was found before"
         assert engine.complete("tiny", PROMPT) == before
     finally:
         engine.stop()

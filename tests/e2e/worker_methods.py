@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_side.vllm_engine.loading.reload import load_in_place
+from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
 from rollout_side.vllm_engine.worker.extension import WeftWorker
 from rollout_side.vllm_engine.worker.rank_results import guarded
 from tests.e2e.arriving_file import FromFile
@@ -53,9 +54,16 @@ def _break(worker: Any, rank: int, after: int) -> None:
         break_next_load(after)
 
 
+@guarded
+def _compare(worker: Any) -> dict[str, Any]:
+    """Why the weights are not those of the files that the engine was started with."""
+    return {"why": why_not_repeated(worker)}
+
+
 class WorkerUnderTest(WeftWorker):
     """What ``EngineProcess`` has mixed into vLLM's workers."""
 
     weft_test_arriving = _arriving
     weft_test_break = _break
+    weft_test_compare = _compare
     weft_test_load_in_place = _load

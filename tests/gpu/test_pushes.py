@@ -253,6 +253,15 @@ def test_copies_are_learnt_from_files_before_the_first_push(place: Place, note: 
     note(place.kind, "nothing, to one that has files", f"{place.pushed.how()} learnt from them")
 
 
+def test_a_reload_repeats_the_start(place: Place, note: Note) -> None:
+    """Compared before the replica was ready, since nothing was known of these files."""
+    compared = re.search(r"compared a reload in ([\d.]+) s: (.*)", place.pushed.log())
+    assert compared is not None
+    assert compared[2] == "''"
+    assert float(compared[1]) <= 1
+    note(place.kind, "nothing", f"a reload was found to repeat the start in {compared[1]} s")
+
+
 def check_how(place: Place, pushed: Pushed) -> None:
     """What is loaded as it is held was loaded by copies."""
     if not DRY:

@@ -1,7 +1,7 @@
-"""Digests of files that were read before, kept for the next process of the same user.
+"""Findings about files that were read before, kept for the next process of the same user.
 
-A file is known by its real path, size, time of change and inode. One small JSON file each,
-written beside and renamed: a reader sees a whole one or none. Nothing here fails: a cache
+A file is known by its real path, size, time of change and inode. One small JSON file for each
+finding, written beside and renamed: a reader sees a whole one or none. Nothing here fails: a cache
 that cannot be used is as good as an empty one.
 """
 
@@ -13,16 +13,18 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft_rl.contract.checkpoint import StoredTensor
 
 _log = logging.getLogger(__name__)
 
 #: Changes with what is digested, or how.
-_FORMAT = 1
-#: Files that are remembered; the ones written longest ago go first.
+_FORMAT = 2
+#: Entries of a folder; the ones written longest ago go first.
 MAX_ENTRIES = 512
 #: A longer entry is not kept.
 _MAX_ENTRY_BYTES = 32 * 2**20
@@ -49,6 +51,86 @@ class FileState:
         stat = os.stat(real)
         return cls(real, stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev)
 
+    def fields(self) -> tuple[str, int, int, int, int]:
+        """Return the identity as plain values."""
+        path = os.fsencode(self.path).hex()
+        return path, self.size, self.mtime_ns, self.inode, self.device
+
+
+def user_folder(name: str) -> Path | None:
+    """Return a folder of the user's own, ``$XDG_CACHE_HOME/weft/NAME`` or below ``~/.cache``.
+
+    None for a user without a home.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(root):  # as its specification says
+        try:
+            root = str(Path.home() / ".cache")
+        except RuntimeError:
+            return None
+    return Path(root) / "weft" / name
+
+
+class CacheFolder:
+    """Folder of findings by what they were found of.
+
+    Args:
+        folder: Made when something is put; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def path(self, name: bytes) -> Path | None:
+        """Return the file of what is kept under a name."""
+        if self._folder is None:
+            return None
+        return self._folder / f"{hashlib.sha256(name).hexdigest()[:32]}.json"
+
+    def get(self, name: bytes, of: Sequence[Any], *, format: int) -> Any:
+        """Return what was put under a name with the same ``of`` and format; None if nothing was."""
+        path = self.path(name)
+        if path is None:
+            return None
+        try:
+            entry = json.loads(path.read_bytes())
+            if entry["format"] != format or entry["of"] != list(of):
+                return None
+            return entry["found"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            _log.info("ignoring the cache's %s: %s", path, error)
+            return None
+
+    def put(self, name: bytes, of: Sequence[Any], found: Any, *, format: int) -> None:
+        """Keep what was found, in the place of what was put under that name before.
+
+        Args:
+            of: What ``get`` must be asked for: plain values.
+            found: Plain values.
+        """
+        path = self.path(name)
+        if path is None:
+            return
+        text = json.dumps({"format": format, "of": of, "found": found}, separators=(",", ":"))
+        if len(text) > _MAX_ENTRY_BYTES:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                file.write(text)
+            os.replace(file.name, path)
+            self._forget_oldest(path.parent)
+        except OSError as error:
+            _log.info("could not keep %s: %s", path, error)
+
+    def _forget_oldest(self, folder: Path) -> None:
+        entries = [(entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(folder)]
+        for _, path in sorted(entries)[:-MAX_ENTRIES]:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
 
 class DigestCache:
     """The digests of files that were read before, by what identifies a file.
@@ -58,72 +140,26 @@ class DigestCache:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self._folder = CacheFolder(folder)
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """Return the user's own cache: ``$XDG_CACHE_HOME/weft/checkpoints``, or below
-        ``~/.cache``."""
-        root = os.environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(root):  # as its specification says
-            try:
-                root = str(Path.home() / ".cache")
-            except RuntimeError:  # a user without a home
-                return cls(None)
-        return cls(Path(root) / "weft" / "checkpoints")
+        """Return the user's own cache."""
+        return cls(user_folder("checkpoints"))
 
     def get(self, identity: FileState) -> tuple[StoredTensor, ...] | None:
         """Return the tensors that a file held when it was put in that state; None if not known."""
-        if self._folder is None:
-            return None
+        found = self._folder.get(os.fsencode(identity.path), identity.fields(), format=_FORMAT)
         try:
-            entry = json.loads(self._file(identity).read_bytes())
-            if entry["format"] != _FORMAT or entry["file"] != list(_fields(identity)):
-                return None
-            return tuple(
+            return found and tuple(
                 StoredTensor(str(name), str(dtype), tuple(map(int, shape)), int(digest, 16))
-                for name, dtype, shape, digest in entry["tensors"]
+                for name, dtype, shape, digest in found
             )
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            _log.info("ignoring the digest cache %s: %s", self._file(identity), error)
+        except (ValueError, TypeError) as error:
+            _log.info("ignoring the cached digests of %s: %s", identity.path, error)
             return None
 
     def put(self, identity: FileState, tensors: tuple[StoredTensor, ...]) -> None:
         """Remember the tensors that a file holds."""
-        if self._folder is None:
-            return
-        entry = {
-            "format": _FORMAT,
-            "file": _fields(identity),
-            "tensors": [(t.name, t.dtype, t.shape, f"{t.digest:016x}") for t in tensors],
-        }
-        text = json.dumps(entry, separators=(",", ":"))
-        if len(text) > _MAX_ENTRY_BYTES:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
-                file.write(text)
-            os.replace(file.name, self._file(identity))
-            self._forget_oldest()
-        except OSError as error:
-            _log.info("could not keep the digests of %s: %s", identity.path, error)
-
-    def _forget_oldest(self) -> None:
-        assert self._folder is not None
-        entries = [(entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(self._folder)]
-        for _, path in sorted(entries)[:-MAX_ENTRIES]:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-
-    def _file(self, identity: FileState) -> Path:
-        assert self._folder is not None
-        name = hashlib.sha256(os.fsencode(identity.path)).hexdigest()[:32]
-        return self._folder / f"{name}.json"
-
-
-def _fields(identity: FileState) -> tuple[str, int, int, int, int]:
-    path = os.fsencode(identity.path).hex()
-    return path, identity.size, identity.mtime_ns, identity.inode, identity.device
+        found = [(t.name, t.dtype, t.shape, f"{t.digest:016x}") for t in tensors]
+        self._folder.put(os.fsencode(identity.path), identity.fields(), found, format=_FORMAT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import importlib
 import math
 import re
@@ -314,18 +315,28 @@ def without_lora(model: Any) -> Iterator[None]:
             module.lora_base_layer_prefix = prefix
 
 
-def checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
+def checkpoint_tensors(worker: Any, *, lazily: bool = False) -> Iterator[tuple[str, Any]]:
     """Return the tensors of the files that an engine was started with, by checkpoint name.
+
+    Args:
+        lazily: Whether to read no more than what is used of them, where vLLM can.
 
     Raises:
         UnsupportedError: Its loader cannot read them again.
     """
     config, model = worker.vllm_config, worker.model_runner.get_model()
-    return _read_again(config.load_config, worker.model_config, model)
+    return _read_again(config.load_config, worker.model_config, model, lazily=lazily)
 
 
-def _read_again(load_config: Any, config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+def _read_again(
+    load_config: Any, config: Any, model: Any, *, lazily: bool = False
+) -> Iterator[tuple[str, Any]]:
     loaders = importlib.import_module("vllm.model_executor.model_loader")
+    load_config = copy.copy(load_config)
+    if load_config is not None:
+        load_config.use_tqdm_on_load = False  # it would show a second start
+        if lazily and getattr(load_config, "safetensors_load_strategy", "") != "torchao":
+            load_config.safetensors_load_strategy = "lazy"
     loader = loaders.get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedError(

@@ -109,6 +109,29 @@ def followed(model: torch.nn.Module) -> Iterator[DirectWriteRecord]:
         layerwise.get_numel_loaded, layerwise.materialize_layer = count, materialise
 
 
+@contextlib.contextmanager
+def padded_with_zeros() -> Iterator[None]:
+    """Let vLLM's layerwise reload build layers that are not filled whole on zeros, not on garbage.
+
+    Weights that are padded for a kernel (MXFP4 experts, say) are made of zeros at a start.
+    """
+    layerwise: Any = importlib.import_module(LAYERWISE)
+    materialise = layerwise.materialize_layer
+
+    def materialised(layer: torch.nn.Module, info: Any, *args: Any) -> None:
+        made = [name for name, x in layerwise.get_layer_tensors(layer).items() if x.is_meta]
+        materialise(layer, info, *args)
+        if info.load_numel < info.load_numel_total:
+            for name in made:
+                getattr(layer, name).data.zero_()
+
+    layerwise.materialize_layer = materialised
+    try:
+        yield
+    finally:
+        layerwise.materialize_layer = materialise
+
+
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that holds back direct writes to tensors of layers on the meta device."""
 

@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,10 +38,11 @@ from weft_rl.contract.tensors import Reference, TensorMeta
 
 _log = logging.getLogger(__name__)
 
-#: Of what a replica declares, at most: ``Capabilities.base_refusal``.
-_MAX_CHARS = 480
 #: Of tensors whose values no loader looks at, as it may at those of scales.
 _LARGE_BYTES = 2**16
+#: Method of a whole model, of few architectures.
+_AT_END = "process_weights_after_loading"
+_OF_HELPERS = ("vllm.model_executor.", "vllm.v1.attention.")
 
 
 def why_not_reloaded(worker: Any, reference: Reference) -> str:
@@ -55,9 +56,7 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     why = _why_not_reloaded(worker, model, reference.tensors, _LoadRecord())
     if not why:
         return ""
-    named = f"vLLM's reload of {type(model).__name__} would leave mixed weights: {why}"
-    _log.info("this replica takes no base: %s", named)
-    return named[:_MAX_CHARS]
+    return f"vLLM's reload of {type(model).__name__} would leave mixed weights: {why}"
 
 
 def drafted_model(
@@ -146,7 +145,7 @@ def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
     MLA's, say, from those of another layer. A reload ends with that, too.
     """
     found: set[str] = set()
-    blocker = WriteBlocker(_tensors_of(model))
+    blocker = WriteBlocker(tensors_of(model))
     for name, layer in model.named_modules():
         own = {key: value for key, value in layer._parameters.items() if value is not None}
         process = getattr(layer, "process_weights_after_loading", None)
@@ -195,7 +194,7 @@ def _rehearse(
     with unchanged(model), bridges.without_lora(model):
         try:
             layerwise.initialize_layerwise_reload(model)
-            blocker = WriteBlocker(_tensors_of(model))
+            blocker, ending = WriteBlocker(tensors_of(model)), _note_end(model)
             with blocker, followed(model) as writes, _unprocessed(layerwise, writes, loads):
                 loaded = model.load_weights(given())  # type: ignore[operator]
             for layer in model.modules():
@@ -208,7 +207,23 @@ def _rehearse(
                 layerwise.get_layerwise_info(layer).reset()
             layerwise.LOADING_LAYERS.clear()
     facts = ReloadFacts(overwritten=frozenset(overwritten), writes_directly=bool(writes.by_layer))
-    return loaded, facts, f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
+    why = f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
+    if not why and ending == [False]:
+        why = f"it does not call the model's own {_AT_END}, which a start ends with"
+    return loaded, facts, why
+
+
+def _note_end(model: Any) -> list[bool]:
+    """Note in the list whether a model's loader calls what else only a start calls; empty if there
+    is no such thing."""
+    called = [False] if hasattr(model, _AT_END) else []
+
+    def end() -> None:
+        called[:] = [True]
+
+    if called:
+        setattr(model, _AT_END, end)
+    return called
 
 
 def _filled_in_part(model: torch.nn.Module, layerwise: Any, writes: DirectWriteRecord) -> list[str]:
@@ -284,7 +299,7 @@ def _unprocessed(layerwise: Any, writes: DirectWriteRecord, loads: _LoadRecord) 
         layerwise._layerwise_process = process
 
 
-def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the tensors that a model has, whatever it keeps them as.
 
     Those on meta are left out: they have no values.
@@ -301,11 +316,21 @@ def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which no operation writes to these tensors, or to views of them."""
+    """Dispatch mode in which no operation writes to these tensors, or to views of them.
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    Args:
+        tensors: Those tensors.
+        on_copy: Called with target and source of each copy that is held back.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        on_copy: Callable[[torch.Tensor, torch.Tensor], object] = lambda target, source: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = list(tensors)  # which keeps what names their storages
+        self._on_copy = on_copy
         self._held = {storage_of(tensor) for tensor in self._tensors}
         self.blocked: set[int] = set()
         """Storages that something would have been written to."""
@@ -324,6 +349,8 @@ class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = storage_of(value)
                 if storage in self._held:
                     self.blocked.add(storage)
+                    if func.overloadpacket.__name__ == "copy_":
+                        self._on_copy(value, args[1])
                     return value
         return func(*args, **kwargs)
 
@@ -332,7 +359,8 @@ class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Put every module of a model, and every tensor of a module, back as it was.
 
-    That is which tensors it has, what these refer to, and the attributes of either.
+    That is which tensors it has, what these refer to, the attributes of either, and those of
+    vLLM's objects that compute for a module.
     """
     modules = [
         (
@@ -351,6 +379,7 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     ]
+    helpers = [(helper, dict(vars(helper))) for helper in _helpers_of(model)]
     try:
         yield
     finally:
@@ -365,3 +394,21 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
                 tensor.data = data
             vars(tensor).clear()
             vars(tensor).update(noted)
+        for helper, attributes in helpers:
+            vars(helper).clear()
+            vars(helper).update(attributes)
+
+
+def _helpers_of(model: torch.nn.Module) -> list[Any]:
+    """Return the objects of vLLM's that modules refer to, and these to others: methods, kernels."""
+    found: dict[int, Any] = {}
+    waiting = [value for module in model.modules() for value in vars(module).values()]
+    while waiting:
+        value = waiting.pop()
+        is_other = isinstance(value, torch.nn.Module | torch.Tensor | type)
+        if is_other or id(value) in found or not hasattr(value, "__dict__"):
+            continue
+        if any(kind.__module__.startswith(_OF_HELPERS) for kind in type(value).__mro__):
+            found[id(value)] = value
+            waiting += vars(value).values()
+    return list(found.values())

@@ -37,6 +37,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     facts_of,
     followed,
     is_attention,
+    padded_with_zeros,
 )
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.layout.manifest import Manifest
@@ -209,7 +210,8 @@ def _reload(
 
     with bridges.without_lora(model):
         reload.initialize_layerwise_reload(model)
-        with followed(model) if facts.writes_directly else contextlib.nullcontext():
+        follow = followed(model) if facts.writes_directly else contextlib.nullcontext()
+        with padded_with_zeros(), follow:
             loaded = model.load_weights(given())  # type: ignore[operator]
             if num_tensors is not None and num_given != num_tensors:
                 raise LoadFailedError(f"the model took {num_given} of {num_tensors} tensors")

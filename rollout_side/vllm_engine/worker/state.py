@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pkgutil
 import select
@@ -35,6 +36,7 @@ from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, Module
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import load_in_place
+from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
 from rollout_side.vllm_engine.worker.holdings import HoldingsReport, HoldingsWriter, ProgressWriter
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
 from weft_rl import logs
@@ -48,6 +50,11 @@ from weft_rl.transport.backends import available_backends, gpu_uuid
 from weft_rl.transport.digests.wsum64 import warm
 from weft_rl.transport.group import on_device
 from weft_rl.transport.one_sided.trial import TrialAnswerer
+
+_log = logging.getLogger(__name__)
+
+#: Of what a replica declares, at most: ``Capabilities.base_refusal``.
+_MAX_REFUSAL_CHARS = 480
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,8 @@ class OpenConfig:
     """``SpillSettings`` of the replica's spill directory, which exists."""
     traced_as: str = ""
     """Replica to name in this worker's spans; empty if it makes none."""
+    reload_verdict: str | None = None
+    """Result of ``why_not_repeated`` at an earlier start of the same; None to prove it now."""
 
     def reference(self) -> Reference:
         """Return the tensors as contract values."""
@@ -189,6 +198,12 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     state = WorkerState(store, reference, settings.ranks_secret)
     state.progress = ProgressWriter(settings.holdings_path, worker.rank)
     state.base_refusal = why_not_reloaded(worker, reference)
+    verdict = settings.reload_verdict
+    if verdict is None and not state.base_refusal:
+        verdict = why_not_repeated(worker)
+    state.base_refusal = (state.base_refusal or verdict or "")[:_MAX_REFUSAL_CHARS]
+    if state.base_refusal:
+        _log.info("this replica takes no base: %s", state.base_refusal)
     if not state.base_refusal:
         state.drafted = drafted_model(worker, reference, _metas(settings.draft_files))
     warm()
@@ -211,6 +226,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
         "lora_unapplied": unapplied,
         "untold_modules": [(m.name, m.shape, m.other_names) for m in names.untold],
         "base_refusal": state.base_refusal,
+        "reload_verdict": verdict,
         "draft": [] if state.drafted is None else list(state.drafted.reference.draft_by_name),
         "staging_bytes": staging_bytes,
         "backends": backends,

@@ -33,7 +33,9 @@ OTHERS = {
     "--calculate-kv-scales", "--enable-tower-connector-lora", "--ec-transfer-config",
     "--kv-offloading-size", "--speculative-config",
     "--kv-transfer-config", "--quantization", "--served-model-name", "--standalone",
-    "--tensor-parallel-size",
+    "--tensor-parallel-size", "--prefill-context-parallel-size", "--decode-context-parallel-size",
+    "--nnodes", "--enable-eplb", "--enable-elastic-ep", "--enable-expert-parallel",
+    "--offload-group-size", "--cpu-offload-gb",
     "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
     "--generation-config", "--logprobs-mode",
 }  # fmt: skip

@@ -125,6 +125,28 @@ def test_a_loader_that_cannot_read_its_files_again_is_refused(
         bridges.checkpoint_tensors(worker)
 
 
+@pytest.mark.parametrize(
+    ("lazily", "strategy", "used"),
+    [(True, None, "lazy"), (True, "torchao", "torchao"), (False, "prefetch", "prefetch")],
+)
+def test_files_are_read_again_without_a_word_and_no_more_of_them_than_is_used(
+    monkeypatch: pytest.MonkeyPatch, lazily: bool, strategy: str | None, used: str
+) -> None:
+    def get_model_loader(config: Any) -> Any:
+        return SimpleNamespace(get_all_weights=lambda *of: iter([config]))
+
+    loaders = SimpleNamespace(get_model_loader=get_model_loader)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loaders)
+    config = SimpleNamespace(use_tqdm_on_load=True, safetensors_load_strategy=strategy)
+    runner = SimpleNamespace(get_model=lambda: None)
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(load_config=config), model_config=None, model_runner=runner
+    )
+    (given,) = bridges.checkpoint_tensors(worker, lazily=lazily)
+    assert vars(given) == {"use_tqdm_on_load": False, "safetensors_load_strategy": used}
+    assert vars(config) == {"use_tqdm_on_load": True, "safetensors_load_strategy": strategy}
+
+
 def _module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
 

@@ -1,0 +1,265 @@
+"""Proof that vLLM's reload gives a model the bits that its start gave it.
+
+A reload that fills every parameter may still leave other values. Of two tensors of a checkpoint
+that share a parameter another one may come last, and what processes a layer may not do the same
+twice. So a worker loads a part of the files once more at its start: one layer of each kind, and all
+that is in no layer. vLLM builds and processes each layer beside the model; where vLLM would copy
+the result into the model, the two are compared. The model stays as it is, and about one layer is
+held twice.
+
+Packed weights that only a CPU's kernels can read are compared by their product with fixed inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rollout_side.vllm_engine.compat import bridges, cpu_fixes
+from rollout_side.vllm_engine.loading.copy_plan import bits, can_learn, processed_modules
+from rollout_side.vllm_engine.loading.layerwise import (
+    LAYERWISE,
+    facts_of,
+    followed,
+    is_attention,
+    padded_with_zeros,
+)
+from rollout_side.vllm_engine.loading.processed_modules import storage_of
+from rollout_side.vllm_engine.loading.rehearsal import WriteBlocker, tensors_of, unchanged
+from rollout_side.vllm_engine.loading.reload import quiet_about_idle_layers
+
+_log = logging.getLogger(__name__)
+
+#: Number of a layer in a name, and the name of the list that has it.
+_LAYER = re.compile(r"(?:^|\.)([^.]+)\.(\d+)\.")
+#: Rows of what packed weights are multiplied with.
+_NUM_ROWS = 2
+#: Parameters that no kernel reads. Of a fused compressed-tensors layer's parts, each brings its
+#: shape: the last one's stays at a start, the first one's at a reload.
+_NOT_COMPUTED_WITH = frozenset({"weight_shape"})
+
+
+def why_not_repeated(worker: Any) -> str | None:
+    """Return why a reload would not repeat a worker's start; empty if it would, None if unknown.
+
+    Unknown for dummy weights, for files that cannot be read again, and where this load fails. The
+    reason is a sentence without its full stop. Never raises; nothing that the model computes with
+    changes. Blocks on the thread of the engine.
+    """
+    begin = time.perf_counter()
+    model = worker.model_runner.get_model()
+    why: str | None = None
+    try:
+        if str(worker.vllm_config.load_config.load_format) != "dummy":
+            with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
+                why = _why_not(worker, model)
+    except Exception as error:  # noqa: BLE001 - of any kind, from the model's own code
+        _log.warning(
+            "a reload of what the engine was started with was not compared with it: %s: %s",
+            type(error).__name__,
+            error,
+        )
+    _log.debug("compared a reload in %.3f s: %r", time.perf_counter() - begin, why)
+    return why
+
+
+def _why_not(worker: Any, model: torch.nn.Module) -> str:
+    if can_learn(worker) and _is_as_loaded(model):
+        return ""
+    unlike: list[str] = []
+    # A layer that another one's tensors went to, since files number them otherwise, proves nothing.
+    for is_taken in (_one_of_each_kind(model), lambda name: True):
+        try:
+            unlike = _unlike(worker, model, is_taken)
+        except Exception:
+            if not is_taken(""):
+                raise
+            continue
+        if not unlike:
+            return ""
+    more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+    return (
+        f"vLLM's reload of {type(model).__name__} gives {unlike[0]!r}{more} other values than "
+        "vLLM's start does from the same files"
+    )
+
+
+def _is_as_loaded(model: torch.nn.Module) -> bool:
+    """Return whether every layer of a model on a GPU computes with what was loaded, as it is."""
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    kinds = {type(getattr(method, "old_quant_method", method)).__name__ for method in methods}
+    try:
+        return "UnquantizedFusedMoEMethod" not in kinds and not processed_modules(model)
+    except ValueError:
+        return False
+
+
+def _one_of_each_kind(model: torch.nn.Module) -> Callable[[str], bool]:
+    """Return a choice among checkpoint names that leaves out layers like one that it takes.
+
+    Layers are alike if they have the same modules, of the same classes, with the same tensors.
+    Lists of layers are told apart by the last part of their names, since files may have other ones
+    before it.
+    """
+    layers: dict[tuple[str, str], list[object]] = {}
+    for name, module in model.named_modules():
+        if found := _LAYER.search(f"{name}."):
+            tensors = [
+                (key, t.shape, t.dtype) for key, t in module._parameters.items() if t is not None
+            ]
+            kinds = type(module), type(getattr(module, "quant_method", None))
+            described = (name[found.end() :], *kinds, tuple(tensors))
+            layers.setdefault((name[: found.end(1)], found[2]), []).append(described)
+    taken: dict[str, set[str]] = {}
+    seen = set()
+    for (path, number), modules in layers.items():
+        if (kind := (path, tuple(modules))) not in seen:
+            seen.add(kind)
+            taken.setdefault(path.rpartition(".")[2], set()).add(number)
+
+    def is_taken(name: str) -> bool:
+        found = _LAYER.search(name)
+        return found is None or found[2] in taken.get(found[1], {found[2]})
+
+    return is_taken
+
+
+def _unlike(worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]) -> list[str]:
+    """Load the tensors with such names beside a model; return the names of what would change."""
+    layerwise = importlib.import_module(LAYERWISE)
+    facts = facts_of(model)
+    with unchanged(model), bridges.without_lora(model):
+        proof = _ReloadProof(model, layerwise, worker)
+        if worker.device.type == "cpu":
+            cpu_fixes.rebuild_moe_kernels(model)
+            cpu_fixes.refill_released(model)
+        tensors = (
+            (name, tensor.clone() if name in facts.overwritten else tensor)
+            for name, tensor in bridges.checkpoint_tensors(worker, lazily=True)
+            if is_taken(name)
+        )
+        try:
+            layerwise.initialize_layerwise_reload(model)
+            follow = followed(model) if facts.writes_directly else contextlib.nullcontext()
+            with proof.blocker(), padded_with_zeros(), follow, proof.in_place_of_copies():
+                model.load_weights(tensors)  # type: ignore[operator]
+                with quiet_about_idle_layers():
+                    layerwise.finalize_layerwise_reload(model, worker.model_config)
+            proof.compare_derived()
+        finally:
+            for layer in model.modules():
+                layerwise.get_layerwise_info(layer).reset()
+            layerwise.LOADING_LAYERS.clear()
+    if worker.device.type == "cuda":
+        torch.cuda.empty_cache()  # the rest of the GPU is for bases that are staged
+    return sorted(proof.unlike)
+
+
+class _ReloadProof:
+    """Proof of a model against what a reload would make of it."""
+
+    def __init__(self, model: torch.nn.Module, layerwise: Any, worker: Any) -> None:
+        self.unlike: set[str] = set()
+        self._model, self._layerwise = model, layerwise
+        self._is_packed, self._dtype = worker.device.type == "cpu", worker.model_config.dtype
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._products = {layer: self._product(layer) for layer in self._names}
+        self._derived = {layer: _derived_tensors(layer) for layer in self._names}
+
+    def blocker(self) -> WriteBlocker:
+        """Return what compares, and holds back, copies that are made to the model itself."""
+        owners = {
+            storage_of(tensor): f"{name}.{key}".lstrip(".")
+            for layer, name in self._names.items()
+            for key, tensor in self._layerwise.get_layer_tensors(layer).items()
+        }
+
+        def on_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            new = source.to(target.device, target.dtype).expand(target.shape)
+            if not _is_same(target, new):
+                self.unlike.add(owners.get(storage_of(target), "a tensor"))
+
+        for layer, name in self._names.items():
+            info = self._layerwise.get_layerwise_info(layer)
+            for tensors in info.kernel_tensors or ():
+                owners |= {storage_of(t): f"{name}.{k}".lstrip(".") for k, t in tensors.items()}
+        return WriteBlocker(tensors_of(self._model), on_copy)
+
+    @contextlib.contextmanager
+    def in_place_of_copies(self) -> Iterator[None]:
+        """Have vLLM compare each layer that it has built with the model's, and copy nothing."""
+        layerwise = self._layerwise
+        copy = layerwise._copy_and_restore_kernel_tensors
+        layerwise._copy_and_restore_kernel_tensors = self._compare
+        try:
+            yield
+        finally:
+            layerwise._copy_and_restore_kernel_tensors = copy
+
+    def compare_derived(self) -> None:
+        """Compare what attention layers keep beside their parameters."""
+        for layer, tensors in self._derived.items():
+            self._note(layer, tensors, _derived_tensors(layer))
+
+    def _compare(self, layer: torch.nn.Module, info: Any) -> None:
+        parameters, buffers = info.kernel_tensors
+        loaded = {name for name, _ in info.loaded_weights}
+        skipped = set(getattr(info, "kernel_non_persistent_buffers", ())) - loaded
+        copied = {k: b for k, b in buffers.items() if k in layer._buffers and k not in skipped}
+        new = {key: getattr(layer, key, None) for key in (*parameters, *copied)}
+        self._note(layer, {**parameters, **copied}, new)
+        if (product := self._products[layer]) is not None:
+            again = self._product(layer)
+            if again is not None and not _is_same(product, again):
+                self.unlike.add(self._names[layer])
+        self._layerwise._place_kernel_tensors(layer, info)
+
+    def _note(self, layer: torch.nn.Module, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        for key, tensor in old.items():
+            other = new.get(key)
+            if key in _NOT_COMPUTED_WITH:
+                continue
+            if other is None or not _is_same(tensor.data, other.data):
+                self.unlike.add(f"{self._names[layer]}.{key}".lstrip("."))
+
+    def _product(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """Return what a layer's own kernel makes of fixed inputs; None if it has none."""
+        apply = getattr(getattr(layer, "quant_method", None), "apply", None)
+        width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
+        if not self._is_packed or apply is None or not width:
+            return None
+        inputs = torch.randn(
+            _NUM_ROWS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        )
+        try:
+            product: torch.Tensor = apply(layer, inputs.to(self._dtype), None)
+        except Exception:  # noqa: BLE001 - a convolution, say, has none
+            return None
+        return product
+
+
+def _derived_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that an attention layer keeps as plain attributes: MLA's, say."""
+    if not is_attention(layer):
+        return {}
+    return {
+        key: value
+        for key, value in vars(layer).items()
+        if isinstance(value, torch.Tensor) and not value.is_meta
+    }
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits."""
+    if one is other:
+        return True
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
+        bits(one), bits(other)
+    )
