@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from tests.e2e.conftest import Served, TinyModels
 from tests.e2e.engine_process import Completion, EngineProcess
 from tests.e2e.generations import joined
 from tests.e2e.logprobs import MAX_ERROR, PROMPT, check
-from tests.models import Referee
+from tests.models import Referee, make_kv_scaled, make_model
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -356,6 +357,30 @@ def test_experts(engine_moe: EngineProcess, qwen3_moe: TinyModels, referee: Refe
     digest = engine.stage("t-lora", "no@1", qwen3_moe.base / "model.safetensors")
     with pytest.raises(NotReadyError, match="enable-lora"):
         engine.call("load_adapter", "t-lora", PolicyVersion("no", 1), "{}", digest)
+
+
+@pytest.mark.matrix
+def test_scales_of_the_kv_cache_come_with_a_base(tmp_path: Path) -> None:
+    """They are all that these two differ in."""
+    base, other = (
+        make_kv_scaled(tmp_path / name, scale) for name, scale in (("a", 0.05), ("b", 2.0))
+    )
+    asked = []
+    for model in (other, base):
+        engine = EngineProcess(model, ("--kv-cache-dtype", "fp8")).start()
+        try:
+            assert engine.facts["capabilities"].base_refusal == ""
+            asked.append(engine.complete("tiny", PROMPT))
+            if model is base:
+                engine.push_base("base@1", other)
+                assert engine.complete("tiny", PROMPT) == asked[0] != asked[1]
+                engine.push_base("base@2", base)
+                assert engine.complete("tiny", PROMPT) == asked[1]
+                with pytest.raises(InvalidManifestError, match="no scales of the KV cache"):
+                    engine.push_base("base@3", make_model("qwen3", tmp_path / "c"))
+                assert engine.complete("tiny", PROMPT) == asked[1]
+        finally:
+            engine.stop()
 
 
 @pytest.mark.matrix  # it needs an engine of its own

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.e2e.logprobs import PROMPT
-from tests.models import Referee, load_peft, make_adapter, make_quantised
+from tests.models import (
+    Referee,
+    load_hf,
+    load_peft,
+    load_quantised,
+    make_adapter,
+    make_quantised,
+    put_adapter,
+)
 from trainer_side.params.choose import open_model
 from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.adapter_source import adapter_of_model
@@ -33,6 +43,8 @@ class Case:
     """Return the model that PEFT computes with."""
     adapter: Path
     kind: str
+    model: Path
+    """Directory of the model that the engine serves."""
 
 
 @pytest.fixture(
@@ -51,7 +63,8 @@ def quantised(
     adapter = make_adapter(root / "plain", root / "adapter", seed=1)
     disk = ("--lora-modules", f"disk={adapter}")
     engine = EngineProcess(model, (*LORA_ARGS, *disk, "--dtype", "bfloat16")).start()
-    yield Case(engine, root / "plain", adapter, request.param)
+    assert engine.facts["capabilities"].base_refusal == ""  # a reload gives it the same bits
+    yield Case(engine, root / "plain", adapter, request.param, model)
     engine.stop()
 
 
@@ -72,16 +85,39 @@ def assert_served(case: Case, version: str, adapter: Path) -> float:
     return off(case.adapter)
 
 
-def test_an_adapter_is_served_over_quantised_weights(quantised: Case) -> None:
-    facts = quantised.engine.facts
-    opened = open_model(load_peft(quantised.base, quantised.adapter), OneRank())
+def assert_live_fits(case: Case, model: Any) -> None:
+    """Hold a live PEFT model's adapter against the replica, as a publisher and a coordinator do."""
+    facts = case.engine.facts
+    opened = open_model(model, OneRank())
     live = adapter_of_model(opened, "default", KEEP, check_base=True)
     assert live.base is not None
     live.base.check(facts["reference"])
     check_adapter(live.config_json, live.source.metas, facts["reference"], facts["capabilities"])
+
+
+def test_an_adapter_is_served_over_quantised_weights(quantised: Case) -> None:
+    assert_live_fits(quantised, load_peft(quantised.base, quantised.adapter))
     off = assert_served(quantised, "math@1", quantised.adapter)
     print(f"{quantised.kind}: {off:.1e} nats")
     assert off <= 0.1  # of bfloat16, which is all that vLLM's kernels of 4 bits compute in
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # a package's of compressed-tensors
+def test_an_adapter_of_a_quantised_trainer_is_served_over_quantised_weights(
+    quantised: Case, tmp_path: Path
+) -> None:
+    """bitsandbytes' 4 bits over other ones; compressed-tensors over the files that are served."""
+    trained = {"bitsandbytes": load_quantised(quantised.base, 4)}
+    if quantised.kind == "compressed-tensors":  # transformers' AWQ and GPTQ need packages for GPUs
+        trained["the same files"] = load_hf(quantised.model)
+        trained["the same files"](input_ids=torch.tensor([[5]]))  # unpacks what PEFT asks for
+    for number, (kind, model) in enumerate(trained.items(), start=2):
+        peft = put_adapter(model, quantised.adapter)
+        assert_live_fits(quantised, peft)
+        peft.save_pretrained(tmp_path / kind)
+        off = assert_served(quantised, f"math@{number}", tmp_path / kind)
+        print(f"{quantised.kind} from {kind}: {off:.1e} nats")
+        assert off <= 0.1
 
 
 def test_plain_weights_for_quantised_ones_are_refused_in_one_sentence(quantised: Case) -> None:
