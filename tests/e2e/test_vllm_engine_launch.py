@@ -46,6 +46,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (("m", "--decode-context-parallel-size", "2"), "on a CPU: vLLM has no attention there"),
         (("m", "--enable-expert-parallel", "--enable-eplb"), "--enable-eplb: vLLM moves experts"),
         (("m", "--enable-elastic-ep"), "--enable-elastic-ep: vLLM adds and removes ranks"),
+        (("m", "--enable-moe-shared-loras"), "--enable-moe-shared-loras: Weft knows no adapters"),
+        (("m", "--enable-mixed-moe-lora-format"), "lora-format: Weft takes adapters of experts"),
         (("m", "--nnodes", "2"), "on one machine"),
         (("m", "--offload-group-size", "2"), "from the host's memory"),
         (("m", "--worker-extension-cls", "a.B"), "a.B"),

@@ -57,6 +57,10 @@ _NEVER = {
         "they were at the start, so that tokens would go to other experts than those they chose"
     ),
     "enable_elastic_ep": "vLLM adds and removes ranks as it serves, which would lack a base",
+    "enable_mixed_moe_lora_format": (
+        "Weft takes adapters of experts in both forms without it, and tells them apart by itself"
+    ),
+    "enable_moe_shared_loras": "Weft knows no adapters whose experts share a factor; leave it out",
     "offload_group_size": (
         "before each use vLLM copies such layers from the host's memory, where its reload puts no "
         "base: answers would be mixed"
