@@ -175,7 +175,7 @@ def reload(model: Model, version: StagedVersion) -> dict[str, torch.Tensor]:
         vllm_config=None,
         device=torch.device("cpu"),
     )
-    reload_layers(worker, version.version, version.tensors(), len(METAS))
+    reload_layers(worker, model, version.version, version.tensors(), len(METAS))
     return model.values()
 
 
