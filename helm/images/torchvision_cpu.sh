@@ -11,16 +11,26 @@ install() {
   "$python" -m pip install --disable-pip-version-check -q --no-deps "$@"
 }
 
-if install "$build+cpu" --retries 0 --extra-index-url "$index_torch_cpu"; then
+works() {
+  "$python" -c 'import torchvision.transforms.v2'
+}
+
+if install "$build+cpu" --retries 0 --extra-index-url "$index_torch_cpu" 2>/dev/null; then
+  works
   exit
 fi
 # The package index has the build for CUDA alone. Its compiled operators cannot be loaded here, and
 # the module that declares their shapes ends `import torchvision` ("operator torchvision::nms does
 # not exist"). Only models that find boxes call them; the transforms are Python. So that module is
 # emptied.
-echo "torchvision: no build for a CPU is to be had; the one for CUDA is installed without operators"
 install "$build"
+if works 2>/dev/null; then # a build for a CPU: those for other processors than x86 are
+  exit
+fi
+echo "torchvision: no build for a CPU is to be had; the one for CUDA is installed without operators"
 package=$("$python" -c \
   'import importlib.util; print(importlib.util.find_spec("torchvision").submodule_search_locations[0])')
-: >"$package/_meta_registrations.py"
-"$python" -c 'import torchvision.transforms.v2'
+# A new file: the old one may be shared with a cache of packages.
+: >"$package/_meta_registrations.py.new"
+mv "$package/_meta_registrations.py.new" "$package/_meta_registrations.py"
+works

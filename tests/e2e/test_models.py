@@ -35,7 +35,9 @@ OWN_WAYS = {
 }
 # The rest of the matrix by `make matrix`; dense ones are in test_vllm_engine_* and
 # test_trainers, with two ranks, too.
-HERE = {("deepseek_v3", 1, "auto"), ("gpt_oss", 2, "in-place")}
+#: Kinds that `make test` runs; tests/unit/docs/test_models.py reads it.
+IN_CI = ("deepseek_v3", "gpt_oss")
+HERE = {(IN_CI[0], 1, "auto"), (IN_CI[1], 2, "in-place")}
 CASES = [
     pytest.param(*case, marks=() if case in HERE else pytest.mark.matrix)
     for kind in (*DENSE, *MOE, *OWN_WAYS)

@@ -51,7 +51,14 @@ class ArchitectureModel:
         names = {id(tensor): name for name, tensor in self.in_memory.items()}
         of_files = self.saved
         if not of_files.keys() <= reference.by_name.keys():
-            names_of = (of_files, _published_names(self._model, self.in_memory))
+            try:
+                published = _published_names(self._model, self.in_memory)
+            except Exception as error:  # any model's own code may run here
+                raise UnsupportedError(
+                    f"transformers cannot name the served model's tensors as its files do "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+            names_of = (of_files, published)
             of_files = max(names_of, key=lambda saved: len(reference.by_name.keys() & saved.keys()))
         return [
             MemoryModule(

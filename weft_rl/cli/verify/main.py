@@ -255,8 +255,9 @@ def _add_parity(
     dtype = DataType(capabilities.base_dtype)
     try:
         model = parity.LocalModel(model_dir, adapter, dtype)
-    except ModuleNotFoundError as error:
-        report.remarks.append(f"{_NOT_COMPARED}{error.name} is not installed here")
+    except ImportError as error:  # whose name transformers' classes do not set
+        missing = f"{error.name} is not installed here" if error.name else str(error).strip()
+        report.remarks.append(_NOT_COMPARED + missing[:300])
         return
     except InvalidRequestError as error:
         report.failures.append(_NOT_COMPARED + error.message)
@@ -272,7 +273,12 @@ def _add_parity(
     ]
     if not sampled:
         return
-    exact, rounding = model.score([one for _, found in sampled for one in found])
+    try:
+        exact, rounding = model.score([one for _, found in sampled for one in found])
+    except Exception as error:  # noqa: BLE001 (of the model's own code, which may need more than a text)
+        why = f"transformers' model does not score a text: {type(error).__name__}: {error}"
+        report.remarks.append(_NOT_COMPARED + why[:300])
+        return
     bound = 0.0 if capabilities.quantization else parity.bound_of(dtype, rounding)
     for row, found in sampled:
         own, exact = exact[: len(found)], exact[len(found) :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,16 @@ def _sample(
     return SampledTokens(tuple(ids), tuple(tokens), tuple(logprobs), admission.logprobs_mode)
 
 
+def _token_ids(config: Mapping[Any, Any]) -> Iterator[int]:
+    """Yield the token ids that a configuration, or one inside it, names, alone or in a list."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _token_ids(value)
+        elif str(key).endswith(("_token_id", "_token_index")):  # keys of labels are numbers
+            found = value if isinstance(value, list | tuple) else [value]
+            yield from (each for each in found if isinstance(each, int))
+
+
 class LocalModel:
     """Local model, on the CPU, in the element type that replicas compute in.
 
@@ -146,7 +156,8 @@ class LocalModel:
         dtype: Element type of the replicas.
 
     Raises:
-        ModuleNotFoundError: transformers, or PEFT for an adapter, is not here.
+        ImportError: transformers, PEFT for an adapter, or what the model's class needs, is not
+            here.
         InvalidRequestError: They cannot load it.
     """
 
@@ -182,11 +193,7 @@ class LocalModel:
     @property
     def special_tokens(self) -> set[int]:
         """Token ids that its configuration names: of an image, say, or of the end of a text."""
-        return {
-            value
-            for key, value in self._model.config.to_dict().items()
-            if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-        }
+        return set(_token_ids(self._model.config.to_dict()))
 
     def score(self, sequences: Sequence[SampledTokens]) -> tuple[list[list[float]], float]:
         """Compute the tokens' log-probabilities in float32, of weights rounded to the replicas'

@@ -8,6 +8,7 @@ import pytest
 
 from tests.models import Referee, make_adapter, make_model
 from tests.vision_models import IMAGE_TOKEN, make_vision_model
+from weft_rl.cli.verify import parity
 from weft_rl.cli.verify.parity import LocalModel, SampledTokens, bound_of, compared, default_prompts
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType
@@ -76,3 +77,15 @@ def test_a_model_that_sees_is_loaded_by_the_class_that_its_files_name(
     (exact,), _ = model.score([sampled([0.0] * 5)])
     one = sampled([0.0] * 5)
     assert exact == pytest.approx(Referee().logprobs(base, one.prompt, one.tokens), abs=1e-5)
+
+
+def test_token_ids_are_found_in_lists_and_in_configurations_inside() -> None:
+    config = {
+        "eos_token_id": [2, 7],
+        "pad_token_id": None,
+        "hidden_size": 9,
+        "vision_config": {"image_token_id": 3},
+        "image_token_index": 4,
+        "id2label": {0: "no", 1: "yes"},
+    }
+    assert sorted(parity._token_ids(config)) == [2, 3, 4, 7]
