@@ -150,8 +150,10 @@ class DigestCache:
     def get(self, identity: FileState) -> tuple[StoredTensor, ...] | None:
         """Return the tensors that a file held when it was put in that state; None if not known."""
         found = self._folder.get(os.fsencode(identity.path), identity.fields(), format=_FORMAT)
+        if found is None:
+            return None
         try:
-            return found and tuple(
+            return tuple(
                 StoredTensor(str(name), str(dtype), tuple(map(int, shape)), int(digest, 16))
                 for name, dtype, shape, digest in found
             )

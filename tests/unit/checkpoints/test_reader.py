@@ -165,6 +165,16 @@ def test_a_cache_that_is_damaged_or_of_no_use_costs_time_alone(tmp_path: Path) -
     assert read(path, cache=DigestCache(file / "below")) == known
 
 
+def test_a_file_without_tensors_is_known_by_none(tmp_path: Path) -> None:
+    cache, identity = (
+        DigestCache(tmp_path / "cache"),
+        FileState.of(save(tmp_path / "a.safetensors")),
+    )
+    assert cache.get(identity) is None
+    cache.put(identity, ())
+    assert cache.get(identity) == ()
+
+
 def test_the_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest_cache, "MAX_ENTRIES", 3)
     cache = DigestCache(tmp_path / "cache")
