@@ -7,8 +7,10 @@ Models of a few tensors, over vLLM's own reload; real ones are in ``test_models.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +22,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.loading import rehearsal
+from rollout_side.vllm_engine.loading import rehearsal, reload_proof
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
-from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
 from rollout_side.vllm_engine.server.reload_verdict import engine_identity
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess, run_child
 from tests.e2e.logprobs import PROMPT
@@ -101,12 +102,21 @@ class Model(nn.Module):
 NAMES = ("up.weight", "up.bias", "down.weight")
 
 
-def worker_of(model: nn.Module, quantization: str | None = None, load_format: str = "auto") -> Any:
+def worker_of(
+    model: nn.Module,
+    quantization: str | None = None,
+    load_format: str = "auto",
+    device: str = "cpu",
+    num_ranks: int = 1,
+) -> Any:
     return SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         model_config=SimpleNamespace(quantization=quantization, dtype=torch.float32),
-        vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format=load_format)),
-        device=torch.device("cpu"),
+        vllm_config=SimpleNamespace(
+            load_config=SimpleNamespace(load_format=load_format),
+            parallel_config=SimpleNamespace(world_size=num_ranks, data_parallel_size=1),
+        ),
+        device=torch.device(device),
     )
 
 
@@ -130,6 +140,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     monkeypatch.setattr(bridges, "vllm_config_context", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(bridges, "model_files", lambda worker: [Path(__file__)])
     made = Model()
     record_metadata_for_reloading(made)
     return made
@@ -502,6 +513,7 @@ def start(monkeypatch: pytest.MonkeyPatch, change: Callable[[Started], object] =
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     monkeypatch.setattr(bridges, "vllm_config_context", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(bridges, "model_files", lambda worker: [Path(__file__)])
     monkeypatch.setattr(bridges, "checkpoint_tensors", lambda worker, **how: iter(FILES.items()))
     made = Started()
     change(made)
@@ -511,6 +523,11 @@ def start(monkeypatch: pytest.MonkeyPatch, change: Callable[[Started], object] =
         layer.quant_method.process_weights_after_loading(layer)
     made.given.clear()
     return made
+
+
+def compare(model: nn.Module, worker: Any = None) -> str | None:
+    metas = tuple(TensorMeta(name, DataType.FLOAT32, (4,)) for name in FILES)
+    return reload_proof.why_not_repeated(worker or worker_of(model), Reference("Started", metas))
 
 
 def all_values(model: nn.Module) -> list[Any]:
@@ -526,7 +543,7 @@ def all_values(model: nn.Module) -> list[Any]:
 def test_one_layer_of_each_kind_is_loaded_again_beside_the_model(started: Started) -> None:
     before = all_values(started)
     for _ in range(2):
-        assert why_not_repeated(worker_of(started)) == ""
+        assert compare(started) == ""
         assert all_values(started) == before
     once = {name for name in FILES if not name.startswith(("layers.1.", "layers.2."))}
     assert sorted(started.given) == sorted([*once, *once])
@@ -564,7 +581,7 @@ def test_what_a_reload_would_give_other_values(kind: str, monkeypatch: pytest.Mo
     change, text = NOT_REPEATED[kind]
     started = start(monkeypatch, change)
     before = all_values(started)
-    why = why_not_repeated(worker_of(started))
+    why = compare(started)
     assert why is not None
     assert why.startswith(f"vLLM's reload of Started gives {text} other values than")
     assert all_values(started) == before
@@ -574,7 +591,7 @@ def test_tensors_that_are_loaded_where_they_lie_are_compared(started: Started) -
     """vLLM never builds a bias anew."""
     started.head.bias.data[2] += 1
     before = all_values(started)
-    why = why_not_repeated(worker_of(started))
+    why = compare(started)
     assert why is not None
     assert "gives 'head.bias' other values" in why
     assert all_values(started) == before
@@ -582,9 +599,9 @@ def test_tensors_that_are_loaded_where_they_lie_are_compared(started: Started) -
 
 def test_what_attention_would_derive_is_compared(started: Started) -> None:
     started.attn = Attention(started.embed)  # type: ignore[arg-type]
-    assert why_not_repeated(worker_of(started)) == ""
+    assert compare(started) == ""
     started.attn.W_UV.data[1] += 1
-    why = why_not_repeated(worker_of(started))
+    why = compare(started)
     assert why is not None
     assert "gives 'attn.W_UV' other values" in why
 
@@ -612,7 +629,7 @@ def test_padding_is_zero_after_a_reload_as_at_a_start(
     vllm_reload.record_metadata_for_reloading(model)
     model.load_weights(files.items())
     assert rehearse(model) == ""
-    assert why_not_repeated(worker_of(model)) == ""
+    assert compare(model) == ""
     tensors = reload(model)
     assert torch.equal(model.down.weight[:3], tensors["down.weight"][:3])
     assert model.down.weight[3] == 0
@@ -628,11 +645,13 @@ def test_files_that_number_layers_otherwise_are_loaded_whole(
     monkeypatch.setattr(Started, "load_weights", lambda model, weights: load(
         model, ((swap.get(name, name), tensor) for name, tensor in weights)
     ))  # fmt: skip
-    assert why_not_repeated(worker_of(started)) == ""
+    assert compare(started) == ""
 
 
-def test_what_cannot_be_told(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not_repeated(worker_of(started, load_format="dummy")) is None
+def test_what_cannot_be_told(
+    started: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert compare(started, worker_of(started, load_format="dummy")) is None
     assert not started.given
     before = all_values(started)
 
@@ -641,16 +660,154 @@ def test_what_cannot_be_told(started: Started, monkeypatch: pytest.MonkeyPatch) 
         raise OSError("the files have gone")
 
     monkeypatch.setattr(bridges, "checkpoint_tensors", unreadable)
-    assert why_not_repeated(worker_of(started)) is None
+    assert compare(started) is None
+    assert all_values(started) == before
+    # Nothing was read a second time, and the cause is told.
+    assert started.given == ["embed.weight"]
+    assert "was not compared with it: OSError: the files have gone" in caplog.text
+
+
+class UnquantizedLinearMethod(Method):
+    """Known by its name."""
+
+
+def hold_plainly(model: Started) -> None:
+    for layer in model.layers:
+        layer.quant_method = UnquantizedLinearMethod()
+        layer.quant_method.process = id
+
+
+def test_nothing_is_read_where_a_gpu_holds_what_was_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = start(monkeypatch, hold_plainly)
+    monkeypatch.setattr(bridges, "checkpoint_tensors", None)  # which cannot be called
+    before = all_values(started)
+    assert compare(started, worker_of(started, device="cuda")) == ""
     assert all_values(started) == before
 
 
-def test_a_start_is_the_same_by_its_files_vllm_and_settings(tmp_path: Path) -> None:
-    def config(settings: str = "a", text: str = "{}") -> Any:
+def test_a_gpu_holds_two_tensors_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = start(monkeypatch, lambda m: (hold_plainly(m), share_a_parameter(m)))
+    why = compare(started, worker_of(started, device="cuda"))
+    assert why is not None
+    assert "gives 'embed.weight' other values" in why
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpus_memory_is_given_back(
+    started: Started, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    if fails:
+        monkeypatch.setattr(bridges, "checkpoint_tensors", lambda worker, **how: 1 / 0)
+    assert compare(started, worker_of(started, device="cuda")) == (None if fails else "")
+    assert calls == [None]
+
+
+def test_what_a_part_has_shown_is_not_believed_where_all_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = start(monkeypatch, of_every_layer(add_up))
+    num_passes = 0
+
+    def once(worker: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes > 1:
+            raise MemoryError("no room")
+        return iter(FILES.items())
+
+    monkeypatch.setattr(bridges, "checkpoint_tensors", once)
+    assert compare(started) is None
+    assert "MemoryError: no room" in caplog.text
+    num_passes = 0
+    monkeypatch.setattr(reload_proof, "_MAX_BYTES", 0)
+    assert compare(started) is None
+    assert num_passes == 1
+    assert "may give 'layers.0.weight' other values" in caplog.text
+
+
+def test_ranks_that_agree_on_scales_compare_nothing(
+    started: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert compare(started, worker_of(started, num_ranks=2)) == ""
+    monkeypatch.setattr(sys.modules[__name__], "amax_for_tp_weight_quant", max, raising=False)
+    assert compare(started) == ""
+    started.given.clear()
+    assert compare(started, worker_of(started, num_ranks=2)) is None
+    assert not started.given
+    assert "the ranks agree on scales in Method" in caplog.text
+
+
+def test_files_that_are_read_whole_are_not_read_again(
+    started: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for load_format in ("fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache"):
+        assert compare(started, worker_of(started, load_format=load_format)) is None
+    assert "--load-format npcache cannot read a part" in caplog.text
+    worker = worker_of(started)
+    worker.vllm_config.load_config.model_loader_extra_config = {"enable_multithread_load": True}
+    assert compare(started, worker) is None
+    assert "enable_multithread_load reads all" in caplog.text
+    monkeypatch.setattr(bridges, "model_files", lambda worker: [])
+    assert compare(started) is None
+    assert "no safetensors files on disk" in caplog.text
+    assert not started.given
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(lambda t: t.add_(1), None), (lambda t: t.add_(0), "")]
+)
+def test_what_is_changed_by_more_than_copies_is_unknown(
+    started: Started,
+    change: Callable[[torch.Tensor], object],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bias, load = started.head.bias, Started.load_weights
+
+    def load_and_change(model: Started, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load(model, weights)
+        change(bias.data)
+
+    monkeypatch.setattr(Started, "load_weights", load_and_change)
+    before = all_values(started)
+    assert compare(started) == why
+    assert all_values(started) == before
+
+
+def test_what_a_method_keeps_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(layer: Any) -> None:
+        vars(layer.quant_method).setdefault("by_name", {})["weight"] = layer.weight.data
+        vars(layer.quant_method).setdefault("all", [])[:] = [layer.weight.data]
+
+    started = start(monkeypatch, of_every_layer(note))
+    methods = [layer.quant_method for layer in started.layers]
+    kept = [(m.by_name, m.all, m.by_name["weight"], m.all[0]) for m in methods]
+    assert compare(started) == ""
+    for method, (by_name, held, first, second) in zip(methods, kept, strict=True):
+        assert (method.by_name, method.all) == (by_name, held)
+        assert by_name["weight"] is first
+        assert held[0] is second
+
+
+def test_a_start_is_the_same_by_its_files_vllm_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(settings: str = "a", text: str = "{}", load_format: str = "auto") -> Any:
         hf_config = SimpleNamespace(to_json_string=lambda: text)
         return SimpleNamespace(
-            compute_hash=lambda: settings, model_config=SimpleNamespace(hf_config=hf_config)
+            compute_hash=lambda: settings,
+            load_config=SimpleNamespace(load_format=load_format),
+            model_config=SimpleNamespace(hf_config=hf_config),
         )
+
+    def identity() -> str:
+        return engine_identity(config(), "0.32.0", tmp_path)
 
     assert engine_identity(config(), "0.32.0", tmp_path) == ""  # no files
     assert engine_identity(config(), "0.32.0", None) == ""
@@ -662,10 +819,16 @@ def test_a_start_is_the_same_by_its_files_vllm_and_settings(tmp_path: Path) -> N
         engine_identity(config(), "0.31.0", tmp_path),
         engine_identity(config(settings="b"), "0.32.0", tmp_path),
         engine_identity(config(text="{ }"), "0.32.0", tmp_path),
+        engine_identity(config(load_format="hf"), "0.32.0", tmp_path),
     ]
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    others.append(engine_identity(config(), "0.32.0", tmp_path))
-    assert len({same, *others}) == 5
+    others.append(identity())
+    for name in ("consolidated.safetensors", "modeling_own.py"):
+        (tmp_path / name).touch()
+        others.append(identity())
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: f"of {package}")
+    others.append(identity())
+    assert len({same, *others}) == 9
 
 
 # -- a real engine

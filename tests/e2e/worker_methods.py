@@ -16,6 +16,7 @@ from rollout_side.vllm_engine.worker.rank_results import guarded
 from tests.e2e.arriving_file import FromFile
 from tests.e2e.staging_receiver import break_next_load
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.tensors import Reference
 
 
 @guarded
@@ -56,8 +57,11 @@ def _break(worker: Any, rank: int, after: int) -> None:
 
 @guarded
 def _compare(worker: Any) -> dict[str, Any]:
-    """Why the weights are not those of the files that the engine was started with."""
-    return {"why": why_not_repeated(worker)}
+    """Why the weights are not those of the files that the engine was started with.
+
+    They are compared on a GPU, too: no copy plan fills a model from no tensors.
+    """
+    return {"why": why_not_repeated(worker, Reference("", ()))}
 
 
 class WorkerUnderTest(WeftWorker):

@@ -17,8 +17,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import (
     CapacityError,
@@ -33,6 +35,9 @@ from weft_rl.contract.sampling import Sampling
 OLDEST = (0, 26)
 TOO_NEW = (0, 33)
 SUPPORTED_RANGE = ">=0.26,<0.33"
+
+#: Values of --load-format for which vLLM may map safetensors files.
+_LAZY_FORMATS = frozenset({"auto", "hf", "safetensors", "mistral"})
 
 # Of a package: "0.32.0+cpu", "0.26rc1.dev3". `packaging` is no dependency of the coordinator's
 # install, where `weft doctor` asks, too.
@@ -344,6 +349,38 @@ def _read_again(
         )
     tensors: Iterator[tuple[str, Any]] = loader.get_all_weights(config, model)
     return tensors
+
+
+def why_read_whole(worker: Any) -> str:
+    """Return why ``checkpoint_tensors`` cannot read a part alone of an engine's files; empty if it
+    can.
+
+    vLLM maps safetensors files of a directory, and no others.
+    """
+    load_config, model = worker.vllm_config.load_config, worker.model_runner.get_model()
+    load_format = str(load_config.load_format)
+    if load_format not in _LAZY_FORMATS:
+        return f"--load-format {load_format} cannot read a part of the files again"
+    extra = getattr(load_config, "model_loader_extra_config", None)
+    if isinstance(extra, dict) and extra.get("enable_multithread_load"):
+        return "enable_multithread_load reads all of the files"
+    if getattr(load_config, "safetensors_load_strategy", "") == "torchao":
+        return "--safetensors-load-strategy torchao reads all of the files"
+    if getattr(model, "secondary_weights", ()) or getattr(model, "allow_patterns_overrides", ()):
+        return f"{type(model).__name__} chooses its files itself"
+    if not model_files(worker):
+        return "there are no safetensors files on disk"
+    return ""
+
+
+def model_files(worker: Any) -> list[Path]:
+    """Return the safetensors files that an engine was started with; empty where there are none.
+
+    Raises:
+        InvalidRequestError: Their index cannot be read.
+    """
+    model_dir = local_model_dir(worker.model_config.model, worker.model_config.revision)
+    return [] if model_dir is None else weight_files(model_dir)
 
 
 def draft_model(model_runner: Any) -> Any:

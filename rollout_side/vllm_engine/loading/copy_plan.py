@@ -604,6 +604,13 @@ def make_plan(
         return None, f"{type(error).__name__}: {error}"
 
 
+def plan_for(model: torch.nn.Module, reference: Reference) -> tuple[CopyPlan | None, str]:
+    """Make a plan as ``make_plan`` does, of tensors that have no values: a tensor a bucket."""
+    manifest = plan_buckets(reference.tensors, 1)  # one layout is as good as any other
+    stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
+    return make_plan(model, manifest, stand_in)
+
+
 def accepted(plan: CopyPlan | None, why: str) -> CopyPlan | None:
     """Return the plan, or None if there is a reason against it; log which."""
     if plan is None or why:
@@ -735,10 +742,7 @@ def learn_from_files(
     try:
         digests, why = _served_as_stored(reference, stored)
         if not why:
-            # A tensor a bucket: one layout is as good as any other.
-            manifest = plan_buckets(reference.tensors, 1)
-            stand_in = torch.empty(manifest.wire_bytes, dtype=torch.uint8, device="meta")
-            plan, why = make_plan(model, manifest, stand_in)
+            plan, why = plan_for(model, reference)
             if plan is not None and plan.num_processed:
                 why = f"{plan.num_processed} layers hold what they make of the files"
             elif plan is not None:

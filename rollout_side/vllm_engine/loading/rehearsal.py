@@ -321,16 +321,21 @@ class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         tensors: Those tensors.
         on_copy: Called with target and source of each copy that is held back.
+        on_other_write: Called with the target of each other write that is held back, and with a
+            function that makes it to another tensor.
     """
 
     def __init__(
         self,
         tensors: Iterable[torch.Tensor],
         on_copy: Callable[[torch.Tensor, torch.Tensor], object] = lambda target, source: None,
+        on_other_write: Callable[
+            [torch.Tensor, Callable[[torch.Tensor], object]], object
+        ] = lambda target, write: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = list(tensors)  # which keeps what names their storages
-        self._on_copy = on_copy
+        self._on_copy, self._on_other_write = on_copy, on_other_write
         self._held = {storage_of(tensor) for tensor in self._tensors}
         self.blocked: set[int] = set()
         """Storages that something would have been written to."""
@@ -351,8 +356,21 @@ class WriteBlocker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.blocked.add(storage)
                     if func.overloadpacket.__name__ == "copy_":
                         self._on_copy(value, args[1])
+                    else:
+                        self._on_other_write(value, partial(_write, func, args, kwargs, value))
                     return value
         return func(*args, **kwargs)
+
+
+def _write(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: torch.Tensor,
+    other: torch.Tensor,
+) -> None:
+    named = {name: other if value is target else value for name, value in kwargs.items()}
+    func(*(other if value is target else value for value in args), **named)
 
 
 @contextlib.contextmanager
@@ -360,7 +378,7 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Put every module of a model, and every tensor of a module, back as it was.
 
     That is which tensors it has, what these refer to, the attributes of either, and those of
-    vLLM's objects that compute for a module.
+    vLLM's objects that compute for a module, with what these keep in dicts and lists.
     """
     modules = [
         (
@@ -380,6 +398,12 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
         if tensor is not None
     ]
     helpers = [(helper, dict(vars(helper))) for helper in _helpers_of(model)]
+    kept = [
+        (value, value.copy())
+        for _, attributes in helpers
+        for value in attributes.values()
+        if isinstance(value, dict | list)
+    ]
     try:
         yield
     finally:
@@ -397,6 +421,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
         for helper, attributes in helpers:
             vars(helper).clear()
             vars(helper).update(attributes)
+        for value, content in kept:
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(content)
 
 
 def _helpers_of(model: torch.nn.Module) -> list[Any]:

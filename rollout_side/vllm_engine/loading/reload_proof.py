@@ -5,7 +5,10 @@ that share a parameter another one may come last, and what processes a layer may
 twice. So a worker loads a part of the files once more at its start: one layer of each kind, and all
 that is in no layer. vLLM builds and processes each layer beside the model; where vLLM would copy
 the result into the model, the two are compared. The model stays as it is, and about one layer is
-held twice.
+held twice. Where that shows other values, all is loaded, a layer at a time, before it is believed.
+
+Nothing is compared, and nothing is known, where that would take long (files that vLLM reads whole,
+or too many of them) or where ranks could wait for each other for ever.
 
 Packed weights that only a CPU's kernels can read are compared by their product with fixed inputs.
 """
@@ -16,6 +19,7 @@ import contextlib
 import importlib
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,7 +27,12 @@ from typing import Any
 import torch
 
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
-from rollout_side.vllm_engine.loading.copy_plan import bits, can_learn, processed_modules
+from rollout_side.vllm_engine.loading.copy_plan import (
+    bits,
+    can_learn,
+    plan_for,
+    processed_modules,
+)
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
     facts_of,
@@ -34,6 +43,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
 from rollout_side.vllm_engine.loading.processed_modules import storage_of
 from rollout_side.vllm_engine.loading.rehearsal import WriteBlocker, tensors_of, unchanged
 from rollout_side.vllm_engine.loading.reload import quiet_about_idle_layers
+from weft_rl.contract.tensors import Reference
 
 _log = logging.getLogger(__name__)
 
@@ -44,46 +54,64 @@ _NUM_ROWS = 2
 #: Parameters that no kernel reads. Of a fused compressed-tensors layer's parts, each brings its
 #: shape: the last one's stays at a start, the first one's at a reload.
 _NOT_COMPUTED_WITH = frozenset({"weight_shape"})
+#: Files of more bytes are not read as a whole at a start.
+_MAX_BYTES = 8 * 2**30
+#: How vLLM names what ranks agree on a scale by.
+_SHARED_AMAX = "amax_for_"
 
 
-def why_not_repeated(worker: Any) -> str | None:
+def why_not_repeated(worker: Any, reference: Reference) -> str | None:
     """Return why a reload would not repeat a worker's start; empty if it would, None if unknown.
 
-    Unknown for dummy weights, for files that cannot be read again, and where this load fails. The
-    reason is a sentence without its full stop. Never raises; nothing that the model computes with
-    changes. Blocks on the thread of the engine.
+    Unknown for files of which no part can be read again, for many of them where a part was not
+    enough, for ranks that quantise together, and where this load fails. The reason is a sentence
+    without its full stop. Never raises; nothing that the model computes with changes. Blocks on the
+    thread of the engine.
+
+    Args:
+        reference: Tensors that the model consists of.
     """
     begin = time.perf_counter()
     model = worker.model_runner.get_model()
     why: str | None = None
     try:
-        if str(worker.vllm_config.load_config.load_format) != "dummy":
-            with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
-                why = _why_not(worker, model)
+        with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
+            why = _why_not(worker, model, reference)
     except Exception as error:  # noqa: BLE001 - of any kind, from the model's own code
         _log.warning(
             "a reload of what the engine was started with was not compared with it: %s: %s",
             type(error).__name__,
             error,
         )
+    finally:
+        if worker.device.type == "cuda":
+            torch.cuda.empty_cache()  # the rest of the GPU is for bases that are staged
     _log.debug("compared a reload in %.3f s: %r", time.perf_counter() - begin, why)
     return why
 
 
-def _why_not(worker: Any, model: torch.nn.Module) -> str:
-    if can_learn(worker) and _is_as_loaded(model):
+def _why_not(worker: Any, model: torch.nn.Module, reference: Reference) -> str | None:
+    if can_learn(worker) and _is_as_loaded(model, reference):
         return ""
-    unlike: list[str] = []
-    # A layer that another one's tensors went to, since files number them otherwise, proves nothing.
-    for is_taken in (_one_of_each_kind(model), lambda name: True):
-        try:
-            unlike = _unlike(worker, model, is_taken)
-        except Exception:
-            if not is_taken(""):
-                raise
-            continue
-        if not unlike:
-            return ""
+    if why := bridges.why_read_whole(worker) or _why_ranks_wait(worker, model):
+        _log.info("a reload is not compared with what the engine was started with: %s", why)
+        return None
+    unlike = _unlike(worker, model, _one_of_each_kind(model))
+    if unlike:
+        # Of a layer that another one's tensors went to, since files number them otherwise, that
+        # proves nothing.
+        num_bytes = sum(path.stat().st_size for path in bridges.model_files(worker))
+        if num_bytes > _MAX_BYTES:
+            _log.warning(
+                "a reload may give %r other values than the start did: comparing all of the "
+                "model's files (%.1f GiB) would take too long",
+                unlike[0],
+                num_bytes / 2**30,
+            )
+            return None
+        unlike = _unlike(worker, model, lambda name: True)
+    if not unlike:
+        return ""
     more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
     return (
         f"vLLM's reload of {type(model).__name__} gives {unlike[0]!r}{more} other values than "
@@ -91,14 +119,41 @@ def _why_not(worker: Any, model: torch.nn.Module) -> str:
     )
 
 
-def _is_as_loaded(model: torch.nn.Module) -> bool:
-    """Return whether every layer of a model on a GPU computes with what was loaded, as it is."""
-    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
-    kinds = {type(getattr(method, "old_quant_method", method)).__name__ for method in methods}
+def _is_as_loaded(model: torch.nn.Module, reference: Reference) -> bool:
+    """Return whether a model on a GPU computes with what was loaded, each tensor in its own place.
+
+    Two tensors that go to one parameter, as they may in LFM2, are no such case.
+    """
+    if "UnquantizedFusedMoEMethod" in {kind.__name__ for kind in _methods(model)}:
+        return False
     try:
-        return "UnquantizedFusedMoEMethod" not in kinds and not processed_modules(model)
+        if any(processed_modules(model)):
+            return False
     except ValueError:
         return False
+    plan, _ = plan_for(model, reference)
+    return plan is not None
+
+
+def _why_ranks_wait(worker: Any, model: torch.nn.Module) -> str:
+    """Return what of a load ranks do together, where there are several; empty if nothing.
+
+    Each rank fails, or loads all, on its own: another one would wait for it for ever.
+    """
+    config = worker.vllm_config.parallel_config
+    if config.world_size * config.data_parallel_size == 1:
+        return ""
+    for kind in _methods(model):
+        modules = (vars(sys.modules[base.__module__]) for base in kind.__mro__)
+        if any(name.startswith(_SHARED_AMAX) for names in modules for name in names):
+            return f"the ranks agree on scales in {kind.__name__}"
+    return ""
+
+
+def _methods(model: torch.nn.Module) -> set[type]:
+    """Return the classes by which layers hold weights, without those that LoRA puts around them."""
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    return {type(getattr(method, "old_quant_method", method)) for method in methods}
 
 
 def _one_of_each_kind(model: torch.nn.Module) -> Callable[[str], bool]:
@@ -157,8 +212,8 @@ def _unlike(worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]
             for layer in model.modules():
                 layerwise.get_layerwise_info(layer).reset()
             layerwise.LOADING_LAYERS.clear()
-    if worker.device.type == "cuda":
-        torch.cuda.empty_cache()  # the rest of the GPU is for bases that are staged
+    if proof.unknown:
+        raise ValueError(proof.unknown)
     return sorted(proof.unlike)
 
 
@@ -167,6 +222,8 @@ class _ReloadProof:
 
     def __init__(self, model: torch.nn.Module, layerwise: Any, worker: Any) -> None:
         self.unlike: set[str] = set()
+        self.unknown = ""
+        """Reason why the proof has failed; empty if it has not."""
         self._model, self._layerwise = model, layerwise
         self._is_packed, self._dtype = worker.device.type == "cpu", worker.model_config.dtype
         self._names = {layer: name for name, layer in model.named_modules()}
@@ -186,11 +243,18 @@ class _ReloadProof:
             if not _is_same(target, new):
                 self.unlike.add(owners.get(storage_of(target), "a tensor"))
 
+        def on_other_write(target: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+            new = target.clone()
+            write(new)
+            if not _is_same(target, new):  # which more writes may undo, or not
+                name = owners.get(storage_of(target), "a tensor")
+                self.unknown = self.unknown or f"{name!r} is changed by more than copies"
+
         for layer, name in self._names.items():
             info = self._layerwise.get_layerwise_info(layer)
             for tensors in info.kernel_tensors or ():
                 owners |= {storage_of(t): f"{name}.{k}".lstrip(".") for k, t in tensors.items()}
-        return WriteBlocker(tensors_of(self._model), on_copy)
+        return WriteBlocker(tensors_of(self._model), on_copy, on_other_write)
 
     @contextlib.contextmanager
     def in_place_of_copies(self) -> Iterator[None]:

@@ -1,13 +1,14 @@
 """Verdict on whether vLLM's reload repeats a start, kept for the next start of the same.
 
-"The same" are the model's files, vLLM, torch and this package, the machine's kind of device, and
-all settings of vLLM that change how weights are held.
+"The same" are the model's files and code, vLLM, this package and the others that load weights, the
+machine's kind of device, and all settings of vLLM that change how weights are held.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +18,13 @@ import torch
 
 from weft_rl import __version__
 from weft_rl.checkpoints.digest_cache import CacheFolder, FileState, user_folder
-from weft_rl.checkpoints.files import weight_files
 
 _log = logging.getLogger(__name__)
 
 #: Changes with what is compared, or how.
-_FORMAT = 1
+_FORMAT = 2
+#: Packages that load or process weights, beside vLLM and torch.
+_PACKAGES = ("transformers", "compressed-tensors", "flashinfer-python")
 
 
 class ReloadVerdict:
@@ -60,18 +62,22 @@ def engine_identity(vllm_config: Any, version: str, model_dir: Path | None) -> s
         model_dir: Directory of the model's files.
     """
     try:
-        files = weight_files(model_dir) if model_dir is not None else []
+        # All of them: which ones vLLM takes depends on its version, and on the model.
+        files = sorted(model_dir.glob("*.safetensors")) if model_dir is not None else []
         platform: Any = importlib.import_module("vllm.platforms").current_platform
         envs: Any = importlib.import_module("vllm.envs")
         settings = envs.compile_factors() if hasattr(envs, "compile_factors") else {}
-        if not files:
+        if not files or model_dir is None:
             return ""
+        files += sorted(model_dir.glob("*.py"))
         parts = [
             __version__,
             version,
             torch.__version__,
+            *map(_installed, _PACKAGES),
             f"{platform.get_device_name()} {torch.backends.cpu.get_cpu_capability()}",
             vllm_config.compute_hash(),
+            str(vllm_config.load_config.load_format),
             str(sorted(settings.items())),
             vllm_config.model_config.hf_config.to_json_string(),
             *(str(FileState.of(path).fields()) for path in files),
@@ -80,3 +86,10 @@ def engine_identity(vllm_config: Any, version: str, model_dir: Path | None) -> s
     except Exception as error:  # noqa: BLE001 - from vLLM's own code, or the disk
         _log.info("the verdict on a reload is not kept: %s: %s", type(error).__name__, error)
         return ""
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return package

@@ -200,7 +200,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     state.base_refusal = why_not_reloaded(worker, reference)
     verdict = settings.reload_verdict
     if verdict is None and not state.base_refusal:
-        verdict = why_not_repeated(worker)
+        verdict = why_not_repeated(worker, reference)
     state.base_refusal = (state.base_refusal or verdict or "")[:_MAX_REFUSAL_CHARS]
     if state.base_refusal:
         _log.info("this replica takes no base: %s", state.base_refusal)

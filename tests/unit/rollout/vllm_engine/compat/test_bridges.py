@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,28 @@ def test_files_are_read_again_without_a_word_and_no_more_of_them_than_is_used(
     (given,) = bridges.checkpoint_tensors(worker, lazily=lazily)
     assert vars(given) == {"use_tqdm_on_load": False, "safetensors_load_strategy": used}
     assert vars(config) == {"use_tqdm_on_load": True, "safetensors_load_strategy": strategy}
+
+
+def test_files_of_which_a_part_can_be_read_again(tmp_path: Path) -> None:
+    def why(model: object = None, load_format: str = "auto", **settings: object) -> str:
+        load_config = SimpleNamespace(load_format=load_format, **settings)
+        worker = SimpleNamespace(
+            vllm_config=SimpleNamespace(load_config=load_config),
+            model_config=SimpleNamespace(model=str(tmp_path), revision=None),
+            model_runner=SimpleNamespace(get_model=lambda: model),
+        )
+        return bridges.why_read_whole(worker)
+
+    (tmp_path / "pytorch_model.bin").touch()
+    assert why() == "there are no safetensors files on disk"
+    (tmp_path / "model.safetensors").touch()
+    for load_format in ("auto", "hf", "safetensors", "mistral"):
+        assert why(load_format=load_format, model_loader_extra_config={}) == ""
+    assert "fastsafetensors" in why(load_format="fastsafetensors")
+    assert why(model_loader_extra_config={"enable_multithread_load": True})
+    assert why(safetensors_load_strategy="torchao")
+    assert "chooses its files" in why(SimpleNamespace(secondary_weights=["of another model"]))
+    assert "chooses its files" in why(SimpleNamespace(allow_patterns_overrides=["*.pt"]))
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
