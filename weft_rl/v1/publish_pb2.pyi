@@ -190,7 +190,8 @@ class DescribeTargetResponse(_message.Message):
     @_builtins.property
     def draft_tensors(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ReferenceTensor]:
         """ReferenceChunk.draft_tensors of the first replica that takes a draft with a base; empty
-        where none does. A push of the base holds all of them or none.
+        where none does, or where a replica does not pass them over. A push of the base holds all of
+        them or none.
         """
 
     @_builtins.property

@@ -746,12 +746,14 @@ class ReferenceChunk(_message.Message):
         """In the first chunk: what the names begin with of tensors that the checkpoint holds for drafts
         ("model.layers.61.", "mtp."), layers for multi-token prediction, or what the engine's draft
         has and does not load ("draft_model.t2d"). Not in the fingerprint. A push leaves them out,
-        but for those in `draft_tensors`; an engine ignores what it has no place for. At most 64.
+        but for those in `draft_tensors`; see Capabilities.passes_over_drafts. At most 64.
         """
 
     @_builtins.property
     def draft_tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReferenceTensor]:
-        """Next tensors of the model that drafts tokens; at most 4096 a chunk. Not in the fingerprint. A push of the base holds all of them, and they are of its version, or none.
+        """Next tensors of the model that drafts tokens; at most 4096 a chunk, and 16,384 whose names
+        have 1 MiB in all. Not in the fingerprint. A push of the base holds all of them, and they are
+        of its version, or none.
         Layers of the base's own checkpoint have their names there; another model's begin with
         "draft_model.", as no tensor of a base does.
         """
