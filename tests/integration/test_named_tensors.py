@@ -170,6 +170,18 @@ def test_a_replica_that_does_not_draft_is_beside_one_that_does(
     assert report.num_replicas == 2
 
 
+def test_a_replica_of_a_release_before_drafts_is_sent_none(
+    pool: Pool, drafting: EngineDouble, publisher: Publisher
+) -> None:
+    old = EngineDouble(weights(Model()))
+    old.capabilities = replace(old.capabilities, passes_over_drafts=False)
+    pool.add_replica("replica-1", old)
+    with pytest.raises(UnsupportedError, match="no replica of the pool takes a model that drafts"):
+        publisher.push_base(Model(2), draft=Draft())
+    publisher.push_base(Model(1), require=2)
+    assert same(old.base, weights(Model(1)))
+
+
 def test_a_replica_that_comes_later_clones_the_draft_too(
     pool: Pool, drafting: EngineDouble, publisher: Publisher
 ) -> None:

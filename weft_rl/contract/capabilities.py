@@ -71,6 +71,9 @@ class Capabilities:
     none."""
     draft_fingerprint: str = ""
     """``Reference.draft_fingerprint``: the model that drafts tokens, if it can come with a base."""
+    passes_over_drafts: bool = True
+    """True if it passes over tensors for drafts that its engine has no place for; one of a release
+    before drafts does not."""
     quantization: str = field(default="", compare=False)
     """Method by which the engine quantises the base as it loads it; empty where it does not."""
     logprobs_mode: str = field(default="", compare=False)

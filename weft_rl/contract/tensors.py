@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
+from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft, prefixes_beside
 from weft_rl.contract.errors import InvalidManifestError
 
 
@@ -145,7 +145,7 @@ class Reference:
     Not in the fingerprint."""
     draft_prefixes: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are for drafts, of which the engine loads those in
-    ``draft`` alone. A push leaves the others out. Not in the fingerprint."""
+    ``draft`` alone. A sender leaves the others out. Not in the fingerprint."""
     draft: tuple[TensorMeta, ...] = ()
     """Tensors of the model that drafts tokens, which a push holds all of, or none. Not in the
     fingerprint."""
@@ -165,8 +165,22 @@ class Reference:
         """Digest that names the model that drafts tokens; empty if no push updates one."""
         return base_fingerprint("draft", self.draft) if self.draft else ""
 
+    def passed_over(self, names: Collection[str]) -> frozenset[str]:
+        """Return the names in a base of tensors for drafts that have no place in this engine.
+
+        Its files do not count, only names and tensors: a coordinator finds the same as a replica.
+        """
+        known = self.by_name.keys() | self.draft_by_name.keys()
+        unknown = [name for name in names if name not in known]
+        if not unknown:
+            return frozenset()
+        prefixes = prefixes_beside(names, self.by_name)
+        another = tuple(p for p in self.draft_prefixes if p.startswith(DRAFT_MODEL))
+        prefixes += another if self.draft else (DRAFT_MODEL,)
+        return frozenset(name for name in unknown if is_draft(name, prefixes))
+
     def ignores(self, name: str) -> bool:
-        """Return whether a tensor is for drafts, and has no place in this engine."""
+        """Return whether a sender leaves a tensor out: it is for drafts, and not of this one."""
         if name in self.draft_by_name:
             return False
         is_another = not self.draft and name.startswith(DRAFT_MODEL)
@@ -280,11 +294,16 @@ def _why_unknown(name: str, reference: Reference) -> str:
     return f"is not a tensor of {reference.architecture}"
 
 
-def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
+def check_base(
+    metas: Sequence[TensorMeta], reference: Reference, *, passes_over_drafts: bool = True
+) -> None:
     """Refuse a push of the base that is not exactly what the engine loads.
 
     Tensors for drafts that it has no place for are passed over; those of its own draft are there
     all or none.
+
+    Args:
+        passes_over_drafts: ``Capabilities.passes_over_drafts`` of the replica.
 
     Raises:
         InvalidManifestError: A tensor is unknown, misshapen, missing, or of a dtype that cannot be
@@ -292,12 +311,15 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
             many there are.
     """
     want = {**reference.by_name, **reference.draft_by_name}
+    given = {meta.name for meta in metas}
+    over = reference.passed_over(given)
     wrong: list[str] = []
     for meta in metas:
         ref = want.get(meta.name)
-        if ref is None:
-            if reference.ignores(meta.name):
-                continue
+        if meta.name in over:
+            if not passes_over_drafts:
+                wrong.append(f"{meta.name!r} is for drafts, and a replica is too old: update it")
+        elif ref is None:
             wrong.append(f"{meta.name!r} {_why_unknown(meta.name, reference)}")
         elif ref.shape != meta.shape:
             wrong.append(
@@ -309,7 +331,6 @@ def check_base(metas: Sequence[TensorMeta], reference: Reference) -> None:
                 f"{meta.name!r} is {meta.dtype.torch_name}, the served model takes "
                 f"{ref.dtype.torch_name}"
             )
-    given = {meta.name for meta in metas}
     missing = [ref.name for ref in reference.tensors if ref.name not in given]
     if wrong or missing:
         _check_quantised(given, reference)

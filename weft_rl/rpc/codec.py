@@ -33,9 +33,9 @@ from weft_rl.v1 import publish_pb2, registry_pb2, types_pb2
 CHUNK_ENTRIES: Final = 4096
 
 
-def chunk_ranges(count: int) -> Iterator[slice]:
-    """Return slices of at most ``CHUNK_ENTRIES`` that cover ``count`` entries."""
-    return (slice(i, i + CHUNK_ENTRIES) for i in range(0, count, CHUNK_ENTRIES))
+def chunk_ranges(count: int, most: int = CHUNK_ENTRIES) -> Iterator[slice]:
+    """Return slices of at most ``most`` that cover ``count`` entries."""
+    return (slice(i, i + most) for i in range(0, count, most))
 
 
 def dtype_from_proto(number: int) -> DataType:
@@ -86,6 +86,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         lora_unapplied=value.lora_unapplied,
         draft_method=value.draft_method,
         draft_fingerprint=value.draft_fingerprint,
+        passes_over_drafts=value.passes_over_drafts,
     )
 
 
@@ -126,6 +127,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         lora_unapplied=tuple(message.lora_unapplied),
         draft_method=message.draft_method,
         draft_fingerprint=message.draft_fingerprint,
+        passes_over_drafts=message.passes_over_drafts,
     )
 
 

@@ -112,7 +112,7 @@ def _loaded_model(
     model: torch.nn.Module = worker.model_runner.get_model()
     if drafted is not None and drafted.reference.brings_draft(metas):
         model, reference = drafted, drafted.reference
-    return model, frozenset(meta.name for meta in metas if reference.ignores(meta.name))
+    return model, reference.passed_over({meta.name for meta in metas})
 
 
 def reload_files(

@@ -48,6 +48,9 @@ def test_those_of_a_draft_are_passed_over_where_there_is_none(name: str) -> None
     check_base([OWN, TensorMeta(name, DataType.FLOAT32, (4,))], reference)
     assert reference.ignores(name)
     assert not reference.ignores(OWN.name)
+    with pytest.raises(InvalidManifestError, match=r"is for drafts, and a replica is too old"):
+        check_base([OWN, TensorMeta(name, DataType.FLOAT32, (4,))], reference,
+                   passes_over_drafts=False)  # fmt: skip
     bare = Reference("Tiny", (OWN,))
     assert bare.fingerprint == reference.fingerprint == DRAFTS.fingerprint
     with pytest.raises(InvalidManifestError, match=r"is not a tensor of Tiny"):
@@ -84,3 +87,26 @@ def test_drafts_have_fingerprints_of_their_own() -> None:
     assert Reference("Tiny", (OWN,)).draft_fingerprint == ""
     other = replace(DRAFTS, draft=MTP[:1])
     assert len({DRAFTS.draft_fingerprint, other.draft_fingerprint, ""}) == 3
+
+
+LAYERS = tuple(replace(OWN, name=f"model.layers.{i}.up.weight") for i in range(2))
+EH_PROJ = replace(OWN, name="model.layers.2.eh_proj.weight")
+
+
+@pytest.mark.parametrize("prefixes", [(), ("model.layers.2.",)])
+def test_names_tell_what_is_passed_over_not_the_files_of_a_replica(
+    prefixes: tuple[str, ...],
+) -> None:
+    reference = Reference("Tiny", LAYERS, draft_prefixes=prefixes)
+    beside = [EH_PROJ, replace(OWN, name="model.layers.2.up.weight"), MTP[0]]
+    check_base([*LAYERS, *beside], reference)
+    names = [meta.name for meta in (*LAYERS, *beside)]
+    assert reference.passed_over(names) == {meta.name for meta in beside}
+    assert reference.passed_over(names[:2]) == frozenset()
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.up.weight", "layers.2.eh_proj.weight"])
+def test_a_deeper_model_is_another_model(name: str) -> None:
+    reference = Reference("Tiny", LAYERS, draft_prefixes=("model.layers.2.",))
+    with pytest.raises(InvalidManifestError, match=r"layers\.2\..* is not a tensor of Tiny"):
+        check_base([*LAYERS, replace(OWN, name=name)], reference)

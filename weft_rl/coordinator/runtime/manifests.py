@@ -17,10 +17,11 @@ from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
 from weft_rl.containers.lru import LruMapping
+from weft_rl.contract.draft_layers import DRAFT_MODEL, MAX_DRAFT_PREFIXES
 from weft_rl.contract.errors import DigestMismatchError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.tensors import DataType, Reference
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import (
@@ -94,7 +95,6 @@ MAX_TENSORS_HELD: Final = 4_000_000
 MAX_CHARS_HELD: Final = 256 * 2**20
 _MAX_ENCODED: Final = 4
 _MAX_REFERENCES: Final = 4
-_MAX_DRAFTS: Final = 16
 
 _log = logging.getLogger(__name__)
 
@@ -153,15 +153,23 @@ class ReferenceCache:
 
     def __init__(self) -> None:
         self._references: LruMapping[str, Reference] = LruMapping(_MAX_REFERENCES)
-        self._drafts: LruMapping[str, Reference] = LruMapping(_MAX_DRAFTS)
+        # All are kept: a pool has few, and what its state knows of must be here.
+        self._drafts: dict[str, tuple[tuple[TensorMeta, ...], tuple[str, ...]]] = {}
         self._exceptions: dict[tuple[str, DataType], dict[str, DataType]] = {}
 
     def put(self, reference: Reference) -> None:
-        """Add a reference and drop the least recently used beyond the bound."""
-        bare = replace(reference, draft=()) if reference.draft else reference
+        """Add a reference and drop the least recently used beyond the bound.
+
+        Senders leave out what any replica's files hold for drafts.
+        """
+        known = self._references.get(reference.fingerprint)
+        prefixes = {*reference.draft_prefixes, *(known.draft_prefixes if known else ())}
+        layers = sorted(p for p in prefixes if not p.startswith(DRAFT_MODEL))
+        bare = replace(reference, draft=(), draft_prefixes=tuple(layers[:MAX_DRAFT_PREFIXES]))
         self._references.put(reference.fingerprint, bare)
         if reference.draft:
-            self._drafts.put(reference.draft_fingerprint, reference)
+            own = reference.draft, reference.draft_prefixes
+            self._drafts[reference.draft_fingerprint] = own
         self._exceptions.clear()
 
     def get(self, fingerprint: str, draft_fingerprint: str = "") -> Reference | None:
@@ -172,7 +180,9 @@ class ReferenceCache:
         drafted = self._drafts.get(draft_fingerprint)
         if drafted is None:
             return None
-        return replace(found, draft=drafted.draft, draft_prefixes=drafted.draft_prefixes)
+        draft, own = drafted
+        prefixes = tuple(dict.fromkeys((*own, *found.draft_prefixes)))[:MAX_DRAFT_PREFIXES]
+        return replace(found, draft=draft, draft_prefixes=prefixes)
 
     def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> dict[str, DataType]:
         """Return, by name, the dtypes of a known reference that differ from the base's."""

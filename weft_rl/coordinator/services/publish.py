@@ -121,9 +121,11 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
 
     def _described(self, replicas: Sequence[Replica]) -> Reference | None:
         """Return the reference of the pool's base, with the draft of the first replica that takes
-        one."""
+        one; without where a replica would refuse a draft that is not its own."""
         taken = (replica.capabilities.draft_fingerprint for replica in replicas)
         draft = next(filter(None, taken), "")
+        if not all(replica.capabilities.passes_over_drafts for replica in replicas):
+            draft = ""
         fingerprint = self._driver.state.fingerprint
         return self._references.get(fingerprint, draft) or self._references.get(fingerprint)
 

@@ -38,7 +38,8 @@ def check_fit(
     metas = [slot.meta for slot in manifest.tensors]
     try:
         if adapter is None:
-            check_base(metas, reference)
+            passes_over = key.capabilities.passes_over_drafts
+            check_base(metas, reference, passes_over_drafts=passes_over)
         else:
             check_adapter(adapter.config_json, metas, reference, key.capabilities)
     except WeftError as error:
