@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft_rl.contract.draft_layers import MAX_DRAFT_PREFIXES, MAX_DRAFT_TENSORS
+from weft_rl.contract.draft_layers import MAX_DRAFT_PREFIXES, why_too_large
 from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.layout.manifest import (
     MAX_DIMS,
@@ -159,11 +159,14 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
     """Yield chunks of at most 4096 tensors, then of at most 512 modules; the first has fingerprint
     and architecture.
 
-    Tensors of a draft are beside others where there is room: a coordinator of a release that does
-    not know them refuses a chunk that holds nothing else.
+    Tensors of a draft are beside others: who does not know them refuses a chunk that holds nothing
+    else. Both lists of a chunk may be full: the names of a draft are short (see
+    ``MAX_DRAFT_NAME_BYTES``).
     """
     first, draft = True, reference.draft
-    for part in chunk_ranges(len(reference.tensors)):
+    num_chunks = max(1, -(-len(draft) // CHUNK_ENTRIES))
+    most = min(CHUNK_ENTRIES, max(1, len(reference.tensors) // num_chunks))
+    for part in chunk_ranges(len(reference.tensors), most):
         chunk = types_pb2.ReferenceChunk(
             tensors=map(reference_tensor_to_proto, reference.tensors[part])
         )
@@ -172,9 +175,8 @@ def reference_to_chunks(reference: Reference) -> Iterator[types_pb2.ReferenceChu
             chunk.architecture = reference.architecture
             chunk.draft_prefixes.extend(reference.draft_prefixes)
             first = False
-        if draft and len(chunk.tensors) + len(draft) <= CHUNK_ENTRIES:
-            chunk.draft_tensors.extend(map(reference_tensor_to_proto, draft))
-            draft = ()
+        chunk.draft_tensors.extend(map(reference_tensor_to_proto, draft[:CHUNK_ENTRIES]))
+        draft = draft[CHUNK_ENTRIES:]
         yield chunk
     modules = reference.untold_modules
     for i in range(0, len(modules), _CHUNK_MODULES):
@@ -225,6 +227,7 @@ class ReferenceDecoder:
         self._modules: list[LinearModule] = []
         self._draft_prefixes: tuple[str, ...] = ()
         self._draft: list[TensorMeta] = []
+        self._draft_bytes = 0
         self._num_chars = 0
 
     def add(self, chunk: types_pb2.ReferenceChunk) -> None:
@@ -242,9 +245,10 @@ class ReferenceDecoder:
                 raise InvalidManifestError("a prefix of drafts is empty: every tensor has it")
         check_num_tensors(max(1, len(self._tensors) + len(chunk.tensors)))
         self._tensors += map(self._tensor, chunk.tensors)
-        if len(self._draft) + len(chunk.draft_tensors) > MAX_DRAFT_TENSORS:
-            raise InvalidManifestError(f"a draft has more than {MAX_DRAFT_TENSORS} tensors")
         self._draft += map(self._tensor, chunk.draft_tensors)
+        self._draft_bytes += sum(len(tensor.name.encode()) for tensor in chunk.draft_tensors)
+        if why := why_too_large(len(self._draft), self._draft_bytes):
+            raise InvalidManifestError(f"a draft {why}")
         check_num_tensors(max(1, len(self._modules) + len(chunk.modules)))
         self._modules += map(self._module, chunk.modules)
 

@@ -57,15 +57,16 @@ def test_references(metas: list[TensorMeta]) -> None:
     assert drafted.fingerprint == reference.fingerprint
 
 
-@pytest.mark.parametrize(("num_tensors", "sizes"), [
-    (4000, [(4000, 50)]), (4090, [(4090, 0), (0, 50)]), (5000, [(4096, 0), (904, 50)]),
+@pytest.mark.parametrize(("num_tensors", "num_drafts", "sizes"), [
+    (4000, 50, [(4000, 50)]), (4096, 50, [(4096, 50)]), (5000, 50, [(4096, 50), (904, 0)]),
+    (10, 4096, [(10, 4096)]), (10, 9000, [(3, 4096), (3, 4096), (3, 808), (1, 0)]),
 ])  # fmt: skip
-def test_a_draft_is_beside_other_tensors_where_there_is_room(
-    num_tensors: int, sizes: list[tuple[int, int]]
+def test_a_draft_is_beside_other_tensors(
+    num_tensors: int, num_drafts: int, sizes: list[tuple[int, int]]
 ) -> None:
     """A coordinator that does not know of drafts takes no chunk without any others."""
     metas = [TensorMeta(f"{i}", DataType.INT8, (1,)) for i in range(num_tensors)]
-    draft = tuple(replace(meta, name=f"draft_model.{meta.name}") for meta in metas[:50])
+    draft = tuple(TensorMeta(f"draft_model.{i}", DataType.INT8, (1,)) for i in range(num_drafts))
     reference = Reference("Tiny", tuple(metas), draft=draft)
     chunks = list(reference_to_chunks(reference))
     assert [(len(c.tensors), len(c.draft_tensors)) for c in chunks] == sizes
@@ -77,6 +78,9 @@ def test_a_draft_of_too_many_tensors_is_refused() -> None:
     draft = tuple(TensorMeta(f"draft_model.{i}", DataType.INT8, (1,)) for i in range(16_385))
     with pytest.raises(InvalidManifestError, match="more than 16384"):
         reference_from_chunks(reference_to_chunks(Reference("Tiny", (own,), draft=draft)))
+    long = tuple(TensorMeta(f"{i:0512}", DataType.INT8, (1,) * 8) for i in range(2049))
+    with pytest.raises(InvalidManifestError, match="names of more than 1048576 bytes"):
+        reference_from_chunks(reference_to_chunks(Reference("Tiny", (own,), draft=long)))
     twice = Reference("Tiny", (own,), draft=(own,))
     with pytest.raises(InvalidManifestError):
         reference_from_chunks(reference_to_chunks(twice))
@@ -127,6 +131,10 @@ def test_chunks_of_the_longest_names_fit_a_message() -> None:
     parts = list(reference_to_chunks(Reference("Tiny", tuple(metas))))
     assert [len(part.tensors) for part in parts] == [4096, 4096, 1808]
     assert [bool(part.fingerprint) for part in parts] == [True, False, False]
+    draft = tuple(TensorMeta(f"{i:0256}", DataType.INT8, (2**31,) * 8) for i in range(4096))
+    (first, *_) = reference_to_chunks(Reference("Tiny", tuple(metas), draft=draft))
+    assert (len(first.tensors), len(first.draft_tensors)) == (4096, 4096)
+    assert first.ByteSize() < MAX_MESSAGE_BYTES * 0.95
     modules = [LinearModule("n" * 512, (1, 1), ("n" * 512,) * 8)] * 600
     parts = list(reference_to_chunks(Reference("Tiny", tuple(metas[:1]), tuple(modules))))
     assert max(part.ByteSize() for part in parts) < MAX_MESSAGE_BYTES * 0.6
