@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import rehearsal, reload_proof
+from rollout_side.vllm_engine.loading.copy_plan import make_plan
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
@@ -32,6 +34,7 @@ from tests.e2e.engine_process import LORA_ARGS, EngineProcess, run_child
 from tests.e2e.logprobs import PROMPT
 from tests.models import make_adapter, make_model
 from weft_rl.contract.errors import LoadFailedError
+from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 
@@ -403,11 +406,14 @@ class Drafter(Model):
     def __init__(self, served: Model) -> None:
         nn.Module.__init__(self)
         self.fc, self.down = Layer("weight"), served.down
+        self.table = torch.ones(4)
+        self.does = lambda model: None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         found = {name: weight for name, weight in weights if name != "t2d"}  # all at once
         for name, weight in found.items():
             by_loader(self.get_parameter(name), weight)
+        self.does(self)
         return set(found)
 
 
@@ -417,11 +423,14 @@ DRAFT = tuple(
 )
 
 
-def drafting(model: Model, *names: str) -> tuple[Any, DraftedModel | None]:
+def drafting(
+    model: Model, *names: str, does: Callable[[Any], object] = id
+) -> tuple[Any, DraftedModel | None]:
     """A worker whose model is drafted for, and what it learns of a draft with such files."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     worker, drafter = worker_of(model), Drafter(model)
+    drafter.does = does
     record_metadata_for_reloading(drafter)
     worker.model_runner.get_draft_model = lambda: drafter
     metas = tuple(TensorMeta(name, DataType.FLOAT32, (4,)) for name in NAMES)
@@ -450,6 +459,33 @@ def test_a_draft_is_loaded_with_its_model(model: Model) -> None:
     assert torch.equal(found.draft.fc.weight, tensors["draft_model.fc.weight"])
     assert found.draft.fc.weight.data_ptr() == place
     assert found.draft.down is model.down
+
+
+def compute_anew(model: Any) -> None:
+    model.fused = [model.fc.weight.data * 2]
+
+
+def write_to_an_attribute(model: Any) -> None:
+    model.table.copy_(torch.zeros(4))
+
+
+@pytest.mark.parametrize("does", [compute_anew, write_to_an_attribute])
+def test_a_draft_that_computes_from_its_weights_stays(
+    model: Model, does: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = drafting(model, "fc.weight", does=does)[1]
+    assert found is None
+    assert "is computed from its weights while they are loaded" in caplog.text
+
+
+def test_what_a_served_model_computes_no_copies_replace(model: Model) -> None:
+    model.does = lambda m: m.scale.fill_(2.0)
+    assert rehearse(model) == ""
+    assert facts_of(model).computed == ("scale",)
+    manifest = plan_buckets([TensorMeta(name, DataType.FLOAT32, (4,)) for name in NAMES])
+    found = make_plan(model, manifest, torch.empty(0))
+    assert found == (None, "loading computes 'scale', which is no parameter")
 
 
 def test_a_draft_that_cannot_be_loaded_stays(model: Model) -> None:

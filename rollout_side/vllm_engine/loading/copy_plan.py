@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts, tensors_in
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading.layerwise import facts_of
 from rollout_side.vllm_engine.loading.processed_modules import (
     LoadingForm,
     ProcessedModule,
@@ -595,6 +596,8 @@ def make_plan(
         ignored: Names of tensors that have no place in the model.
     """
     try:
+        if computed := facts_of(model).computed:
+            return None, f"loading computes {computed[0]!r}, which is no parameter"
         processed, unfilled = processed_modules(model)
         pieces = trace_copies(model, manifest, segment, processed, unfilled, ignored)
         return CopyPlan(manifest, pieces, processed), ""

@@ -33,6 +33,9 @@ class ReloadFacts:
     """Parameters that post-processing computes from what was loaded; no checkpoint has them."""
     overwritten: frozenset[str] = frozenset()
     """Checkpoint tensors that loading writes to, so that it must be given copies."""
+    computed: tuple[str, ...] = ()
+    """Attributes of modules with tensors that loading computes: no parameters, so that copies to
+    parameters leave them as they were."""
     writes_directly: bool = True
     """False if every write to a parameter is made by its weight loader."""
 

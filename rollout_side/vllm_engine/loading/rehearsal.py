@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
     DirectWriteRecord,
     ReloadFacts,
+    facts_of,
     followed,
     is_attention,
     note,
@@ -72,8 +73,11 @@ def drafted_model(
         reference: Tensors of the served model.
         files: Tensors of the draft's files, by their names in a base.
     """
+    if not files:
+        return None
     draft = bridges.draft_model(worker.model_runner)
-    if draft is None or not files:
+    if draft is None:
+        _log.info("the model that drafts tokens stays as it is: it is not found in this worker")
         return None
     model, why = _drafted(worker, draft, reference, files)
     if model is None:
@@ -91,6 +95,8 @@ def _drafted(
     why = bridges.why_draft_stays(worker.model_runner) or _why_not_reloaded(
         worker, whole, (*reference.tensors, *files), loads
     )
+    if not why and (kept := [x for x in facts_of(whole).computed if x.startswith("draft.")]):
+        why = f"{kept[0]!r} is computed from its weights while they are loaded"
     if why:
         return None, why
     # Copies of the served model's embedding, say, and tables for training: neither is sent. Nothing
@@ -194,9 +200,11 @@ def _rehearse(
     with unchanged(model), bridges.without_lora(model):
         try:
             layerwise.initialize_layerwise_reload(model)
+            before = _plain_tensors(model)
             blocker, ending = WriteBlocker(tensors_of(model)), _note_end(model)
             with blocker, followed(model) as writes, _unprocessed(layerwise, writes, loads):
                 loaded = model.load_weights(given())  # type: ignore[operator]
+            computed = _computed(model, before, blocker.blocked)
             for layer in model.modules():
                 loads.note(layer, layerwise.get_layerwise_info(layer))
             idle, _ = reload.layers_without_weights(model)
@@ -206,11 +214,53 @@ def _rehearse(
             for layer in model.modules():
                 layerwise.get_layerwise_info(layer).reset()
             layerwise.LOADING_LAYERS.clear()
-    facts = ReloadFacts(overwritten=frozenset(overwritten), writes_directly=bool(writes.by_layer))
+    facts = ReloadFacts(
+        overwritten=frozenset(overwritten),
+        computed=computed,
+        writes_directly=bool(writes.by_layer),
+    )
     why = f"{idle[0]!r} and {len(idle) - 1} more get no weights" if idle else ""
     if not why and ending == [False]:
         why = f"it does not call the model's own {_AT_END}, which a start ends with"
     return loaded, facts, why
+
+
+def _plain_tensors(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors that modules keep as plain attributes, one by one or in a list, by the
+    attribute."""
+    found = {}
+    for name, layer in model.named_modules():
+        for key, value in vars(layer).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            parts = items if isinstance(value, dict | list | tuple) else (value,)
+            if tensors := [part for part in parts if isinstance(part, torch.Tensor)]:
+                found[f"{name}.{key}".lstrip(".")] = tensors
+    return found
+
+
+def _computed(
+    model: torch.nn.Module, before: Mapping[str, Sequence[torch.Tensor]], written: Collection[int]
+) -> tuple[str, ...]:
+    """Return the plain attributes that loading has set to other tensors, or has written to.
+
+    Args:
+        before: ``_plain_tensors`` before it.
+        written: Storages that it would have written to.
+    """
+    registered: set[int] = set()
+    for layer in model.modules():
+        info = importlib.import_module(LAYERWISE).get_layerwise_info(layer)
+        kept = [layer._parameters, layer._buffers, *(info.kernel_tensors or ())]
+        registered |= {storage_of(x) for tensors in kept for x in tensors.values() if x is not None}
+    own = set(written) - registered
+    return tuple(
+        name
+        for name, tensors in _plain_tensors(model).items()
+        if list(map(id, tensors)) != list(map(id, before.get(name, ())))
+        or any(not x.is_meta and storage_of(x) in own for x in tensors)
+    )
 
 
 def _note_end(model: Any) -> list[bool]:
