@@ -181,10 +181,9 @@ async def open_engine(
             )
         )
         verdict.put([value["reload_verdict"] for value in values])
-        # Ranks that disagree on what they load have no draft in common.
-        drafted = all(value["draft"] == values[0]["draft"] for value in values)
+        described = await with_common_draft(engine, described, drafts, [v["draft"] for v in values])
         described = replace(
-            capabilities.with_draft(described, drafts, values[0]["draft"] if drafted else ()),
+            described,
             untold_modules=tuple(
                 LinearModule(name, tuple(shape), tuple(other_names))
                 for name, shape, other_names in values[0]["untold_modules"]
@@ -224,6 +223,20 @@ async def open_engine(
             deadlines=deadlines or Deadlines(),
             spill_folder=SpillFolder(spill, described.fingerprint) if spill else None,
         )
+
+
+async def with_common_draft(
+    engine: Any, described: Reference, files: Sequence[TensorMeta], loaded: Sequence[Sequence[str]]
+) -> Reference:
+    """Return the reference with the draft that every rank loads; without one, tell the ranks, which
+    would load tensors that another replica declares."""
+    agreed = all(names == loaded[0] for names in loaded)
+    if not agreed:
+        _log.warning("the model that drafts tokens stays as it is: ranks differ in what they load")
+    drafted = capabilities.with_draft(described, files, loaded[0] if agreed else ())
+    if any(loaded) and not drafted.draft:
+        check_results(await engine.collective_rpc("weft_keep_draft", args=()))
+    return drafted
 
 
 def _make_folder(spill: SpillSettings, described: Reference) -> None:

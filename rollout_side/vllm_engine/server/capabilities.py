@@ -16,9 +16,9 @@ from weft_rl.contract.capabilities import Capabilities, RunningRequests
 from weft_rl.contract.draft_layers import (
     DRAFT_MODEL,
     MAX_DRAFT_PREFIXES,
-    MAX_DRAFT_TENSORS,
     draft_prefixes,
     is_draft,
+    why_too_large,
 )
 from weft_rl.contract.errors import UnsupportedError
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
@@ -83,14 +83,20 @@ def draft_files(
     try:
         metas = _from_files(found) if found is not None else []
     except UnsupportedError as error:
-        _log.info("the model that drafts tokens stays as it is: %s", error.message)
+        _log.warning("the model that drafts tokens stays as it is: %s", error.message)
         return ()
     if in_checkpoint:
         metas = [meta for meta in metas if is_draft(meta.name, reference.draft_prefixes)]
     else:
         metas = [replace(meta, name=DRAFT_MODEL + meta.name) for meta in metas]
+    why = why_too_large(len(metas), sum(len(meta.name.encode()) for meta in metas))
+    if found is None or not metas:
+        why = f"has no safetensors files on this machine ({own.model!r})"
+    if why:
+        _log.warning("the model that drafts tokens stays as it is: it %s", why)
+        return ()
     metas.sort(key=lambda meta: meta.name)
-    return served_dtypes(metas, data_type(own.dtype)) if len(metas) <= MAX_DRAFT_TENSORS else ()
+    return served_dtypes(metas, data_type(own.dtype))
 
 
 def with_draft(
@@ -105,6 +111,13 @@ def with_draft(
     unused = (meta.name for meta in files if meta.name not in loaded)
     more = tuple(name for name in unused if not is_draft(name, reference.draft_prefixes))
     prefixes = reference.draft_prefixes + more
+    if loaded and len(prefixes) > MAX_DRAFT_PREFIXES:
+        _log.warning(
+            "the model that drafts tokens stays as it is: it does not load %d tensors of its files "
+            "(%r is one)",
+            len(more),
+            more[0],
+        )
     if not loaded or len(prefixes) > MAX_DRAFT_PREFIXES:
         return reference
     draft = tuple(meta for meta in files if meta.name in loaded)

@@ -67,6 +67,11 @@ class WeftWorker:
         return declared
 
     @guarded
+    def weft_keep_draft(self: Any) -> None:
+        """Load no base into the model that drafts tokens, whatever comes with it."""
+        state_of(self).drafted = None
+
+    @guarded
     def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         """Let the receiver join a side group; returns before it has."""
         state = state_of(self)

@@ -101,7 +101,19 @@ def test_a_draft_is_of_the_checkpoint_or_has_files_of_its_own(tmp_path: Path) ->
     assert draft_files(None, served, base, reference) == ()
 
 
-def test_a_reference_has_of_a_draft_what_is_loaded() -> None:
+def test_a_draft_that_is_left_out_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, reference = SimpleNamespace(model=str(tmp_path)), Reference("Tiny", ())
+    assert not draft_files(_drafting(tmp_path / "none", "eagle"), served, tmp_path, reference)
+    assert "no safetensors files on this machine" in caplog.text
+    tensors = {f"{i:0500}": torch.zeros(1, dtype=torch.int8) for i in range(2200)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not draft_files(_drafting(tmp_path, "draft_model"), served, tmp_path, reference)
+    assert "names of more than 1048576 bytes" in caplog.text
+
+
+def test_a_reference_has_of_a_draft_what_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
     own = TensorMeta("a", DataType.FLOAT32, (1,))
     files = [TensorMeta(f"draft_model.{name}", DataType.FLOAT32, (1,)) for name in ("fc", "t2d")]
     reference = Reference("Tiny", (own,), draft_prefixes=("mtp.",))
@@ -111,6 +123,7 @@ def test_a_reference_has_of_a_draft_what_is_loaded() -> None:
     assert drafted.draft_prefixes == ("mtp.", "draft_model.t2d")
     many = [TensorMeta(f"draft_model.{i}", DataType.FLOAT32, (1,)) for i in range(70)]
     assert with_draft(reference, many, ["draft_model.1"]) is reference
+    assert "it does not load 69 tensors of its files ('draft_model.0' is one)" in caplog.text
 
 
 def test_only_the_files_of_an_index_count(tmp_path: Path) -> None:
