@@ -296,6 +296,17 @@ def test_the_tensors_of_a_draft_are_asked_for_too() -> None:
     assert m.state.drafts_known == {"", "d" * 64}
 
 
+def test_a_push_that_waits_for_a_drafts_tensors_names_the_replica() -> None:
+    m = Machine().pool("r0")
+    m.register("r1", draft_fingerprint="d" * 64, draft_method="eagle3")
+    m.acquire("base")
+    ticket = m.begin("base", answer_by=m.now + 2)
+    m.pass_time(3.0)
+    error = m.error(ticket)
+    assert error.reason == "POOL_EMPTY"
+    assert error.message.startswith("r1 (eagle3) registered and has not described the model that")
+
+
 def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:
     m = Machine().pool("r0")
     m.acquire("math")

@@ -134,7 +134,7 @@ class Push(Purpose):
     ) -> str:
         """Start a push if it may; otherwise say what it waits for."""
         if change.now >= self.answer_by:
-            raise self._too_late(change.state, transfer, len(replicas))
+            raise self._too_late(change.state, transfer, replicas)
         require_lease(change.state, transfer.policy, self.fencing_token, change.now)
         if len(replicas) < self.min_replicas or not _are_described(change.state, replicas):
             return _FOR_REPLICAS
@@ -171,7 +171,18 @@ class Push(Purpose):
         self._start(change, transfer, free)
         return ""
 
-    def _too_late(self, state: PoolState, transfer: Transfer, num_replicas: int) -> WeftError:
+    def _too_late(
+        self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
+    ) -> WeftError:
+        num_replicas = len(replicas)
+        lacking = ", ".join(_drafts_not_described(state, replicas))
+        if lacking and num_replicas >= self.min_replicas:
+            return PeerUnavailableError(
+                f"{lacking} registered and has not described the model that drafts tokens there; "
+                "the push's time is up: start that replica again, or stop it",
+                reason="POOL_EMPTY",
+                metadata={"replicas": lacking},
+            )
         if transfer.waits_for == _FOR_REPLICAS or num_replicas < self.min_replicas:
             return PeerUnavailableError(
                 f"{num_replicas} replicas are in contact and have described their base, the push "
@@ -559,8 +570,16 @@ def _check_request(state: PoolState, event: events.BeginTransfer, policy: Policy
 
 def _are_described(state: PoolState, replicas: Iterable[Replica]) -> bool:
     """Return whether the tensors of the base, and of the replicas' drafts, are known."""
-    drafts = {replica.capabilities.draft_fingerprint for replica in replicas}
-    return state.reference_known and drafts <= state.drafts_known
+    return state.reference_known and not _drafts_not_described(state, replicas)
+
+
+def _drafts_not_described(state: PoolState, replicas: Iterable[Replica]) -> list[str]:
+    """Return the replicas whose drafts' tensors are not known, each with its draft's method."""
+    return [
+        f"{replica.replica_id} ({replica.capabilities.draft_method or 'a draft'})"
+        for replica in replicas
+        if replica.capabilities.draft_fingerprint not in state.drafts_known
+    ]
 
 
 def _check_base(state: PoolState, adapter: AdapterSpec) -> None:
