@@ -40,6 +40,7 @@ class WorkerDouble:
     model_name = EngineDouble.model_name
     checkpoint = EngineDouble.checkpoint
     asleep = None
+    draft_version = 0
 
     def __init__(self, weights: dict[str, torch.Tensor], **settings: Any) -> None:
         like = EngineDouble(weights, **settings)
