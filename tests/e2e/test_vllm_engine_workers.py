@@ -19,6 +19,7 @@ from weft_rl.contract.names import PolicyVersion
 
 _FAULTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("weft_open", ({},), "called before"),
+    ("weft_keep_draft", (1,), "TypeError"),
     ("weft_join", ({"rank": 1}, {}), "TypeError"),
     ("weft_handle", ("t-unknown",), "nothing is staged"),
     ("weft_adopt", (b"garbage", b""), "garbled"),
