@@ -1,7 +1,8 @@
 """Tiny random models, adapters of them, and what transformers and PEFT say they answer.
 
 head_dim is 32 (vLLM's CPU attention refuses 16), everything is float32 and seeded.
-Weights are large enough that answers are peaked: a wrong weight is seen at once.
+Weights are large enough that answers are peaked: a wrong weight is seen at once. One file: each
+kind is a table's row or a few lines over the same configuration and the same drawing of weights.
 """
 
 from __future__ import annotations

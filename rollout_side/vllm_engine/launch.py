@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -157,7 +158,7 @@ async def open_engine(
             _make_folder(spill, described)
         holdings = HoldingsPage()
         stack.callback(holdings.close)
-        verdict = ReloadVerdict(engine_identity(config, version, local_model_dir(model, revision)))
+        verdict = ReloadVerdict(engine_identity(config, version, model_dir))
         values = check_results(
             await engine.collective_rpc(
                 "weft_open",
@@ -235,7 +236,13 @@ async def with_common_draft(
         _log.warning("the model that drafts tokens stays as it is: ranks differ in what they load")
     drafted = capabilities.with_draft(described, files, loaded[0] if agreed else ())
     if any(loaded) and not drafted.draft:
-        check_results(await engine.collective_rpc("weft_keep_draft", args=()))
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                check_results(await engine.collective_rpc("weft_keep_draft", args=()))
+        except TimeoutError:
+            raise TransferTimeoutError(
+                f"a worker of the engine did not answer within {_OPEN_SECONDS:g} s: start it again"
+            ) from None
     return drafted
 
 

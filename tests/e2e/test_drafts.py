@@ -95,7 +95,7 @@ class Pool:
             assert max(abs(a - b) for a, b in zip(answer.log_probs, want, strict=True)) <= BOUND
 
     def stale(self, version: int, replica_id: str = "replica-0") -> str:
-        """What `weft status` says of a draft, once the replica serves a version."""
+        """Return the words of `weft status` on a draft, once the replica serves a version."""
         while True:
             replica = wait_ready(self.target, replica_id)
             if replica.version_vector.base == version:

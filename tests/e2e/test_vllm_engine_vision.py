@@ -211,7 +211,7 @@ def test_an_adapter_has_the_names_of_memory_files_or_vllm(case: Case, tmp_path: 
 
 
 def test_a_merged_adapter_is_a_base_of_its_own(case: Case, tmp_path: Path) -> None:
-    """As ``push_merged`` makes its tensors and names them."""
+    """Return tensors and names as ``push_merged`` makes them."""
     opened = open_model(load_peft(case.base, case.adapter), OneRank())
     params = MergedParams(opened.module, opened.params, "default")
     source = ModuleSource(opened.module.get_base_model(), params, KEEP)

@@ -28,7 +28,7 @@ MODULES = [f"{LAYER}.{e}.{n}_proj" for e in range(EXPERTS) for n in ("gate", "do
 
 
 def packed(loras: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What vLLM's manager makes of a layer's experts, for its ``set_lora``."""
+    """Pack a layer's experts as vLLM's manager does for its ``set_lora``."""
     lora = SimpleNamespace(loras=loras)
     adapters = SimpleNamespace(packed_modules={LAYER: MODULES})
     lora_hook._prepare_experts(lora, adapters)
@@ -128,14 +128,14 @@ class Engine:
         self.num_made = 0
 
     def add_lora(self, request: Any) -> None:
-        """As vLLM's worker does."""
+        """Add and activate an adapter, as vLLM's worker does."""
         if request.lora_int_id not in self.adapters._registered_adapters:
             ready = lora_hook._instead.get(request.lora_path)
             self.adapters.add_adapter(ready or self.make(request))
         self.adapters.activate_adapter(request.lora_int_id)
 
     def make(self, request: Any) -> Any:
-        """What the hook makes of the bytes."""
+        """Make vLLM's model of an adapter from its bytes, as the hook does."""
         from vllm.lora.lora_model import LoRAModel
 
         self.num_made += 1

@@ -18,7 +18,8 @@ from torch import nn
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, bucket_starts
 from rollout_side.vllm_engine.compat import bridges
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, PlanProof, learn
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
+from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
 from rollout_side.vllm_engine.loading.reload import reload_layers
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.names import PolicyVersion
@@ -168,7 +169,7 @@ def wires(version: StagedVersion) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def reload(model: Model, version: StagedVersion) -> dict[str, torch.Tensor]:
-    """What vLLM's own reload makes of a version."""
+    """Load a version by vLLM's own reload; return what it makes."""
     worker = SimpleNamespace(
         model_runner=SimpleNamespace(get_model=lambda: model),
         model_config=SimpleNamespace(quantization="toy", dtype=torch.bfloat16),

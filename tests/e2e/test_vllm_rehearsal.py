@@ -1,7 +1,8 @@
 """A replica learns at its start how its model is reloaded, and whether each parameter gets a value,
 the same that a start gives it.
 
-Models of a few tensors, over vLLM's own reload; real ones are in ``test_models.py``.
+Models of a few tensors, over vLLM's own reload; real ones are in ``test_models.py``. One file: the
+rehearsal and the proof are asked of the same toys, and a new toy must pass or fail both.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch import nn
 
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.loading import rehearsal, reload_proof
-from rollout_side.vllm_engine.loading.copy_plan import make_plan
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import ReloadFacts, facts_of
+from rollout_side.vllm_engine.loading.plan_proof import make_plan
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
 from rollout_side.vllm_engine.loading.reload import reload_layers
 from rollout_side.vllm_engine.server.reload_verdict import engine_identity

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
-from tests.gpu.test_pushes import DEVICE, DRY, LORA, NUM_GPUS, PROMPTS, Pushed
-from tests.models import draw_base, make_tokenizer
+from tests.gpu.test_pushes import COMMON, DEVICE, DRY, LORA, NUM_GPUS, Pushed, answers, save
+from tests.models import draw_base
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,27 +32,17 @@ pytestmark = [
 #: With a cache of a size that is given, engines may start beside one another on a GPU.
 _VLLM = ("--max-model-len", "512", "--kv-cache-memory-bytes", "500000000", "--enforce-eager",
          "--gpu-memory-utilization", "0.1", "--max-num-seqs", "16")  # fmt: skip
-_COMMON: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+BASE = "base-model"
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 #: By kind: class of transformers, settings, and further options of vLLM.
 _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "fp8_per_tensor": ("Qwen3Config", _COMMON, ("--quantization", "fp8_per_tensor")),
-    "fp8_per_channel": ("Qwen3Config", _COMMON, ("--quantization", "fp8_per_channel")),
-    "fp8_per_block": ("Qwen3Config", _COMMON, ("--quantization", "fp8_per_block")),
+    "fp8_per_tensor": ("Qwen3Config", COMMON, ("--quantization", "fp8_per_tensor")),
+    "fp8_per_channel": ("Qwen3Config", COMMON, ("--quantization", "fp8_per_channel")),
+    "fp8_per_block": ("Qwen3Config", COMMON, ("--quantization", "fp8_per_block")),
     "mla": (
         "DeepseekV3Config",
         {
-            **_COMMON,
+            **COMMON,
             "num_key_value_heads": 8,
             "head_dim": None,
             "kv_lora_rank": 512,
@@ -76,7 +65,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gpt_oss": (
         "GptOssConfig",
         {
-            **_COMMON,
+            **COMMON,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "sliding_window": 32,
@@ -86,7 +75,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "experts": (
         "Qwen3MoeConfig",
-        {**_COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
+        {**COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
         LORA,
     ),
 }
@@ -114,8 +103,7 @@ def make_model(kind: str, seed: int, path: Path) -> Any:
     config = getattr(transformers, name)(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     draw_base(model, seed)
-    model.save_pretrained(path)
-    make_tokenizer(path)
+    save(model, path)
     return model.to(DEVICE)
 
 
@@ -169,19 +157,6 @@ def make_adapters(path: Path, seed: int) -> tuple[Path, Path]:
     return path / "one-by-one", path / "at-once"
 
 
-def answers(url: str, model: str = "base-model") -> list[tuple[list[str], list[float]]]:
-    """Greedy tokens and their log-probabilities, one prompt at a time."""
-    found = []
-    for prompt in PROMPTS:
-        body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0.0,
-                "logprobs": 1, "ignore_eos": True}  # fmt: skip
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        logprobs = answer.json()["choices"][0]["logprobs"]
-        found.append((logprobs["tokens"], logprobs["token_logprobs"]))
-    return found
-
-
 @pytest.fixture(scope="module", params=list(_KINDS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair]:
     kind = request.param
@@ -216,8 +191,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair
 
 def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
     """Three times: by vLLM's reload, then by what that has taught."""
-    first = answers(pair.staged.url)
-    second = answers(pair.in_place.url)
+    first = answers(pair.staged.url, BASE)
+    second = answers(pair.in_place.url, BASE)
     assert first != second
     for pushed, order in ((pair.staged, (1, 0, 1)), (pair.in_place, (0, 1, 0))):
         seconds = []
@@ -225,7 +200,7 @@ def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
             for number in order:
                 report = publisher.push_base(pair.models[number]).report
                 seconds.append(report.seconds)
-                assert answers(pushed.url) == (first, second)[number], report
+                assert answers(pushed.url, BASE) == (first, second)[number], report
         how = pushed.how()
         took = ", ".join(f"{each * 1e3:.0f}" for each in seconds)
         where = "staged" if pushed is pair.staged else "in place"
@@ -244,7 +219,7 @@ def test_adapters_of_experts_answer_as_from_disk(pair: Pair, at_once: bool, note
             publisher.push_base(pair.models[1])
     pushed, seconds = pair.staged, []
     expected = [answers(pair.in_place.url, f"disk{i}") for i in range(2)]
-    assert expected[0] != expected[1] != answers(pushed.url)
+    assert expected[0] != expected[1] != answers(pushed.url, BASE)
     with pushed.publisher() as publisher:
         for _ in range(3):
             results = [publisher.push_adapter(each[at_once], "math") for each in pair.adapters]

@@ -41,21 +41,24 @@ PROMPTS = [[5, 9, 17, 33], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]]
 DEVICE = "cuda:0" if NUM_GPUS else "cpu"
 
 
+#: A small model of real proportions.
+COMMON: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
 def config_of(kind: str) -> Any:
-    """A small model of real proportions."""
+    """Configuration of one kind."""
     import transformers
 
-    common: dict[str, Any] = {
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
     if kind == "odd":
         return transformers.LlamaConfig(
             vocab_size=1003,
@@ -69,14 +72,14 @@ def config_of(kind: str) -> Any:
         )
     if kind == "moe":
         return transformers.Qwen3MoeConfig(
-            **common,
+            **COMMON,
             moe_intermediate_size=256,
             num_experts=8,
             num_experts_per_tok=2,
             decoder_sparse_step=1,
             norm_topk_prob=True,
         )
-    return transformers.Qwen3Config(**common)
+    return transformers.Qwen3Config(**COMMON)
 
 
 def make_model(kind: str, seed: int) -> Any:

@@ -23,13 +23,7 @@ import torch
 
 from rollout_side.memory.versions import StagedVersion, tensor_in
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
-from rollout_side.vllm_engine.loading.copy_plan import (
-    CopyPlan,
-    PlanProof,
-    can_learn,
-    learn,
-    wait_for_copies,
-)
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, can_learn, wait_for_copies
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
@@ -39,6 +33,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     is_attention,
     padded_with_zeros,
 )
+from rollout_side.vllm_engine.loading.plan_proof import PlanProof, learn
 from weft_rl.contract.errors import LoadFailedError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion

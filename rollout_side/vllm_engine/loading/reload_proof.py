@@ -27,12 +27,7 @@ from typing import Any
 import torch
 
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
-from rollout_side.vllm_engine.loading.copy_plan import (
-    bits,
-    can_learn,
-    plan_for,
-    processed_modules,
-)
+from rollout_side.vllm_engine.loading.copy_plan import bits, can_learn, processed_modules
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
     facts_of,
@@ -40,6 +35,7 @@ from rollout_side.vllm_engine.loading.layerwise import (
     is_attention,
     padded_with_zeros,
 )
+from rollout_side.vllm_engine.loading.plan_proof import plan_for
 from rollout_side.vllm_engine.loading.processed_modules import storage_of
 from rollout_side.vllm_engine.loading.rehearsal import WriteBlocker, tensors_of, unchanged
 from rollout_side.vllm_engine.loading.reload import quiet_about_idle_layers

@@ -24,8 +24,8 @@ from rollout_side.memory.ranks.handoff import RankHandoff
 from rollout_side.memory.ranks.messages import pack_handle, pack_manifest, unpack_handle
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading import lora_hook
-from rollout_side.vllm_engine.loading.copy_plan import learn_from
 from rollout_side.vllm_engine.loading.kept_tensors import keep
+from rollout_side.vllm_engine.loading.plan_proof import learn_from
 from rollout_side.vllm_engine.loading.reload import apply_base, reload_files
 from rollout_side.vllm_engine.worker.rank_results import FROM_FILES, guarded
 from rollout_side.vllm_engine.worker.state import (

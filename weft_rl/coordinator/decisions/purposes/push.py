@@ -3,7 +3,7 @@
 It waits until there are enough replicas, preflight has passed, and no ready replica is occupied
 by another transfer. A replica that has still to catch up takes part if it is free; otherwise it
 gets the version afterwards. A clone gives way to a push. A policy changes once at a time, even
-where the replicas concerned differ.
+where the replicas concerned differ. One file: these are the rules of one purpose, read together.
 
 At the commit point one durable write makes the version COMMITTED, and only then are
 replicas told. The push counts as committed if at least one replica serves the version. If

@@ -13,8 +13,9 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, tensors_in
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, learn, learn_from_files
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
+from rollout_side.vllm_engine.loading.plan_proof import learn, learn_from_files
 from rollout_side.vllm_engine.loading.reload import apply_base, load_in_place
 from tests.unit.rollout.vllm_engine.loading.test_reload import (
     REFERENCE,

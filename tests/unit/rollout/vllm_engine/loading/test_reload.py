@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rollout_side.memory.versions import StagedVersion, bucket_starts
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, PlanProof
+from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
+from rollout_side.vllm_engine.loading.plan_proof import PlanProof
 from rollout_side.vllm_engine.loading.reload import load_in_place, quiet_about_idle_layers
 from tests.unit.rollout.vllm_engine.loading.toy_model import (
     CHANGES,
