@@ -16,7 +16,7 @@ hash of 11 characters: 40 leaves room for every suffix. A Service's begins with 
 {{- end -}}
 {{- end }}
 
-{{- define "weft_rl.coordinator" -}}{{ include "weft.fullname" . }}-coordinator{{- end }}
+{{- define "weft.coordinator" -}}{{ include "weft.fullname" . }}-coordinator{{- end }}
 {{- define "weft.replicas" -}}{{ include "weft.fullname" . }}-replicas{{- end }}
 {{- define "weft.openai" -}}{{ include "weft.fullname" . }}-openai{{- end }}
 {{- define "weft.test" -}}{{ include "weft.fullname" . }}-test{{- end }}
@@ -27,7 +27,7 @@ hash of 11 characters: 40 leaves room for every suffix. A Service's begins with 
 {{- define "weft.domain" -}}{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}{{- end }}
 
 {{/* Where replicas, trainers and people reach the coordinator; its certificate has this name. */}}
-{{- define "weft.coordinatorHost" -}}{{ include "weft_rl.coordinator" . }}.{{ include "weft.domain" . }}{{- end }}
+{{- define "weft.coordinatorHost" -}}{{ include "weft.coordinator" . }}.{{ include "weft.domain" . }}{{- end }}
 {{- define "weft.coordinatorTarget" -}}{{ include "weft.coordinatorHost" . }}:50051{{- end }}
 {{- define "weft.openaiHost" -}}{{ include "weft.openai" . }}.{{ include "weft.domain" . }}{{- end }}
 {{- define "weft.openaiScheme" -}}{{ if .Values.openai.tls }}https{{ else }}http{{ end }}{{- end }}
