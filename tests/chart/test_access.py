@@ -20,16 +20,16 @@ def volumes(rendered, pod):
 
 
 def environment(container):
-    return {v["name"]: v.get("value") for v in container["env"]}
+    return {v["name"]: v.get("value") for v in container.get("env", [])}
 
 
 @pytest.mark.parametrize("profile", SECURE)
 def test_servers_show_a_certificate_and_know_who_may_call(profile):
     rendered = render(profile)
     for server in SERVERS:
-        (container,) = rendered.pod(server)["containers"]
+        container = rendered.container(server)
         options = args(container)
-        mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        mounts = {m["name"]: m["mountPath"] for m in container.get("volumeMounts", [])}
         assert options["--tls-cert"] == f"{mounts['tls']}/tls.crt"
         assert options["--tls-key"] == f"{mounts['tls']}/tls.key"
         assert options["--tls-ca"] == f"{mounts['tls']}/ca.crt"
@@ -40,7 +40,7 @@ def test_servers_show_a_certificate_and_know_who_may_call(profile):
 def test_without_credentials_servers_say_that_they_are_insecure():
     rendered = render("cpu")
     for server in SERVERS:
-        (container,) = rendered.pod(server)["containers"]
+        container = rendered.container(server)
         assert "--insecure" in args(container)
         assert not {"tls", "access", "token"} & volumes(rendered, server).keys()
     assert [c["metadata"]["name"] for c in rendered.all("ConfigMap")] == ["weft-test"]
@@ -50,7 +50,7 @@ def test_no_secret_is_in_an_argument_or_a_plain_variable():
     for profile in SECURE:
         for _, pod in render(profile).pods():
             for container in containers(pod["spec"]):
-                for variable in container["env"]:
+                for variable in container.get("env", []):
                     if any(word in variable["name"] for word in ("TOKEN", "API_KEY")):
                         # By reference, or the path of a file.
                         assert variable.get("value", "/etc/weft").startswith("/etc/weft")
@@ -78,14 +78,14 @@ def test_each_process_has_a_certificate_of_its_own():
 def test_names_that_are_dialled_are_in_the_certificates_and_in_the_rules(profile):
     rendered = render(profile)
     names = {c["metadata"]["name"]: c["spec"]["dnsNames"] for c in rendered.all("Certificate")}
-    options = args(rendered.pod("-replicas")["containers"][0])
+    options = args(rendered.container("-replicas"))
     coordinator = next(n for name, n in names.items() if name.endswith("-coordinator"))
     replicas = next(n for name, n in names.items() if name.endswith("-replicas"))
     dialled = options["--coordinator"].rpartition(":")[0]
     assert dialled in coordinator
     wildcard = options["--advertise-host"].replace("$(POD_NAME)", "*")
     assert wildcard in replicas
-    openai = args(rendered.pod("-test")["containers"][0])["--openai"]
+    openai = args(rendered.container("-test"))["--openai"]
     assert openai.partition("://")[2].rpartition(":")[0] in replicas
     roles = {rule["san"]: rule["roles"] for rule in rules(rendered)}
     assert roles[dialled] == ["coordinator"]
@@ -131,9 +131,9 @@ def test_rules_of_ones_own_are_taken_instead():
 def test_tokens_are_files_of_each_process():
     rendered = render("tokens")
     for pod, secret in (("-coordinator", "coordinator-token"), ("-replicas", "replicas-token")):
-        assert args(rendered.pod(pod)["containers"][0])["--token-file"] == "/etc/weft/token/token"
+        assert args(rendered.container(pod))["--token-file"] == "/etc/weft/token/token"
         assert volumes(rendered, pod)["token"]["secret"]["secretName"] == secret
-    tests = rendered.pod("-test")["containers"][0]
+    tests = rendered.container("-test")
     assert environment(tests)["WEFT_TOKEN_FILE"] == "/etc/weft/token/token"
     assert "WEFT_TLS_CERT" not in environment(tests)
     assert environment(tests)["WEFT_TLS_CA"] == "/etc/weft/tls/ca.crt"
@@ -141,7 +141,7 @@ def test_tokens_are_files_of_each_process():
 
 
 def test_the_tests_pod_shows_its_certificate_by_the_environment():
-    tests = render("gpu").pod("-test")["containers"][0]
+    tests = render("gpu").container("-test")
     assert environment(tests)["WEFT_TLS_CERT"] == "/etc/weft/tls/tls.crt"
     assert environment(tests)["WEFT_COORDINATOR"] == "weft-coordinator.rl.svc.cluster.local:50051"
 

@@ -43,8 +43,8 @@ def test_the_pool_lets_it_in():
 
 def test_it_dials_the_coordinator_with_its_certificate():
     (container,) = of("Job")["spec"]["template"]["spec"]["containers"]
-    environment = {variable["name"]: variable["value"] for variable in container["env"]}
-    (tests,) = render("gpu").pod("-test")["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+    tests = render("gpu").container("-test")
     expected = {v["name"]: v["value"] for v in tests["env"] if v["name"].startswith("WEFT_")}
     assert {k: v for k, v in environment.items() if k.startswith("WEFT_")} == expected
     assert container["image"] == tests["image"]

@@ -54,7 +54,7 @@ def test_an_image_runs_as_the_charts_user_what_the_script_installed(path):
 def test_an_image_says_the_ports_that_its_pod_has(path):
     (said,) = [line for line in stages(path)[-1] if line.startswith("EXPOSE ")]
     pod = "-coordinator" if path.stem == "coordinator" else "-replicas"
-    ports = render("gpu").pod(pod)["containers"][0]["ports"]
+    ports = render("gpu").container(pod)["ports"]
     assert {int(port) for port in said.split()[1:]} == {port["containerPort"] for port in ports}
 
 

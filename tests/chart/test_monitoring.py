@@ -7,7 +7,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.chart.rendering import CHART, PROFILES, args, render
+from tests.chart.rendering import BY_TOKENS, CHART, PROFILES, args, render
 from weft_rl.rpc.security.access import Role, parse_access
 
 MONITORED = (
@@ -180,7 +180,8 @@ def test_the_dashboard_is_the_file_of_the_chart(tmp_path):
     assert not any("dashboard" in str(r["metadata"]) for r in render("cpu", chart=chart).resources)
     (chart / "dashboards/weft.json").unlink()
     bare = chart.rename(tmp_path / "bare")
-    assert len(render("everything", chart=bare).all("ConfigMap")) == 2  # access and test
+    names = [c["metadata"]["name"] for c in render("gpu", chart=bare).all("ConfigMap")]
+    assert sorted(names) == ["weft-access", "weft-test"]
 
 
 def test_two_releases_have_a_dashboard_each():
@@ -232,12 +233,14 @@ def test_the_notes_say_how_to_look_around(profile, tmp_path):
         else:
             assert "-cacert ca.crt" in call
             assert f"-authority {host}.rl.svc." in call
-            assert ("Bearer" in call) == (profile == "tokens")
+            assert ("Bearer" in call) == (profile in BY_TOKENS)
     # An argument is read by whoever lists processes.
     assert "$(" not in "".join(calls)
-    assert ('export TOKEN="$(cat token)"' in text) == (profile == "tokens")
+    assert ('export TOKEN="$(cat token)"' in text) == (profile in BY_TOKENS)
     assert ("The pool is insecure" in text) == (profile == "cpu")
     assert ("IPC_LOCK" in text) == (profile == "everything")
+    assert ("through the gateway, llm.example.com\n" in text) == (profile == "everything")
+    assert ("asks nobody for a key" in text) == (profile == "gateway")
     assert "unencrypted" in text
     assert "<no value>" not in text
     assert "\n\n\n" not in text
@@ -248,8 +251,8 @@ def test_the_notes_say_how_to_look_around(profile, tmp_path):
     ("profile", "endpoint"), [("everything", "http://collector.monitoring:4317"), ("gpu", None)]
 )
 def test_servers_trace_where_a_collector_is_named(profile, endpoint, pod):
-    (container,) = render(profile).pod(pod)["containers"]
-    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    container = render(profile).container(pod)
+    env = {variable["name"]: variable.get("value") for variable in container.get("env", [])}
     assert env.get("OTEL_EXPORTER_OTLP_ENDPOINT") == endpoint
     assert ("--traces" in args(container)) == (endpoint is not None)
 

@@ -138,10 +138,20 @@ NAMED_BY_VALUES = {
         ("Secret", "test-tls"),
         ("Secret", "test-token"),
     },
+    "gateway": {
+        ("Secret", "coordinator-token"),
+        ("Secret", "replicas-token"),
+        ("Secret", "test-token"),
+    },
     "everything": {
+        ("ConfigMap", "ca-bundle"),
+        ("ConfigMap", "chat-templates"),
+        ("ConfigMap", "more"),
         ("PersistentVolumeClaim", "catalog"),
+        ("PersistentVolumeClaim", "downloads"),
         ("PersistentVolumeClaim", "spill"),
         ("Secret", "api-key"),
+        ("Secret", "bucket"),
         ("Secret", "hugging-face"),
     },
 }
@@ -164,7 +174,11 @@ def test_what_pods_refer_to_is_made_or_named_by_a_value(profile):
                     ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
                 )
         for container in containers(pod["spec"]):
-            for variable in container["env"]:
+            for variable in container.get("env", []):
                 if "secretKeyRef" in variable.get("valueFrom", {}):
                     referred.add(("Secret", variable["valueFrom"]["secretKeyRef"]["name"]))
+            for source in container.get("envFrom", []):
+                for key, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
+                    if key in source:
+                        referred.add((kind, source[key]["name"]))
     assert referred - made == NAMED_BY_VALUES[profile]

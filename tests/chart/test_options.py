@@ -9,7 +9,7 @@ import typing
 import pytest
 import typer.main
 
-from tests.chart.rendering import PROFILES, ROOT, args, containers, render
+from tests.chart.rendering import BY_TOKENS, PROFILES, ROOT, args, containers, render
 from weft_rl.cli.main import app
 from weft_rl.rpc.security.access import Role, parse_access
 
@@ -27,7 +27,7 @@ def options_of(command):
     ("pod", "command"), [("-coordinator", "coordinator"), ("-replicas", "rollout")]
 )
 def test_every_option_that_is_given_is_one_of_the_programs(profile, pod, command):
-    (container,) = render(profile).pod(pod)["containers"]
+    container = render(profile).container(pod)
     assert container["command"] == ["weft", command]
     known = options_of(command)
     given = args(container)
@@ -36,6 +36,17 @@ def test_every_option_that_is_given_is_one_of_the_programs(profile, pod, command
     assert unknown == set()
     for name, value in given.items():
         assert known[name].is_flag != bool(value), name
+
+
+def test_every_option_of_the_programs_can_be_set_but_for_the_dangerous_one():
+    templates = "".join(path.read_text() for path in (ROOT / "helm/weft/templates").glob("*"))
+    for command, never in {
+        "coordinator": set(),
+        "rollout": {"--allow-unversioned-changes"},
+    }.items():
+        names = {name for name in options_of(command) if name.startswith("--")}
+        unset = {name for name in names if not re.search(rf"- {name}\b", templates)}
+        assert unset - {"--token"} == never
 
 
 def test_between_them_the_profiles_give_every_option_of_the_templates():
@@ -57,7 +68,7 @@ def test_every_variable_of_weft_is_one_that_the_programs_read(profile):
     assert "WEFT_COORDINATOR" in read
     for name, pod in render(profile).pods():
         for container in containers(pod["spec"]):
-            given = {v["name"] for v in container["env"] if v["name"].startswith("WEFT_")}
+            given = {v["name"] for v in container.get("env", []) if v["name"].startswith("WEFT_")}
             assert given <= read, name
 
 
@@ -81,9 +92,9 @@ def test_the_programs_take_the_choices_of_the_values():
 def test_the_rules_are_ones_that_servers_take(profile):
     text = render(profile).of("ConfigMap", "-access")["data"]["access.toml"]
     access = parse_access(text)
-    assert access.by_certificate == (profile != "tokens")
+    assert access.by_certificate == (profile not in BY_TOKENS)
     if access.by_certificate:
-        options = args(render(profile).pod("-replicas")["containers"][0])
+        options = args(render(profile).container("-replicas"))
         pod = options["--advertise-host"].replace("$(POD_NAME)", "weft-replicas-0")
         coordinator = options["--coordinator"].rpartition(":")[0]
         assert access.identify([pod], None).roles == {Role.REPLICA}

@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.chart.rendering import CHART, HELM, PROFILES, ROOT, render
+from tests.chart.rendering import CHART, HELM, PROFILES, ROOT, RefusedError, render
 from tests.chart.validation import VERSIONS, check, custom_errors, is_custom
 from weft_rl import __version__
 
@@ -41,16 +41,22 @@ def test_validation_is_strict():
 
 def test_objects_of_operators_are_valid_and_have_no_unknown_field():
     custom = [r for profile in PROFILES for r in render(profile).resources if is_custom(r)]
-    assert {r["kind"] for r in custom} == {"ServiceMonitor", "PrometheusRule", "Certificate"}
+    assert {r["kind"] for r in custom} == {
+        "ServiceMonitor", "PrometheusRule", "Certificate", "ScaledObject",
+        "HTTPRoute", "GRPCRoute", "TLSRoute",
+    }  # fmt: skip
     assert custom_errors(custom) == []
 
 
 def test_validation_of_operators_objects_is_strict():
     rendered = render("everything")
     monitor, certificate = rendered.all("ServiceMonitor")[0], rendered.all("Certificate")[0]
+    scaled = render("gateway").of("ScaledObject")
+    scaled["spec"]["triggers"][0]["kind"] = "prometheus"
     monitor["spec"]["endpoints"][0]["portz"] = "metrics"
     certificate["spec"]["usages"].append("world peace")
-    errors = "\n".join(custom_errors([monitor, certificate]))
+    errors = "\n".join(custom_errors([monitor, certificate, scaled]))
+    assert "/spec/triggers/0/kind" in errors
     assert "/spec/endpoints/0/portz" in errors
     assert "/spec/usages/4" in errors
 
@@ -123,6 +129,21 @@ def test_every_value_has_a_comment_and_the_readme_its_table():
     assert [*leaves(VALUES)] == described
     readme = (CHART / "README.md").read_text()
     assert values_table.with_table(readme, text) == readme
+
+
+def test_the_schema_refuses_every_value_of_a_wrong_type():
+    wrong = {}
+    described = [*values_table.described((CHART / "values.yaml").read_text())]
+    for value in described:
+        *parents, last = value.path.split(".")
+        node = wrong
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = "text" if isinstance(value.default, list | dict) else ["a list"]
+    with pytest.raises(RefusedError) as refusal:
+        render("cpu", **wrong)
+    refused = set(re.findall(r"^- ([\w.]+): ", str(refusal.value), re.MULTILINE))
+    assert {value.path for value in described} - refused == set()
 
 
 def test_every_value_is_used():

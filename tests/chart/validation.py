@@ -12,7 +12,10 @@ from tests.chart.rendering import ROOT, Resource
 
 VERSIONS = [f"1.{minor}.0" for minor in range(30, 37)]
 #: Groups that Kubernetes has not by itself.
-CUSTOM = ("monitoring.coreos.com", "cert-manager.io")
+CUSTOM = (
+    "monitoring.coreos.com", "cert-manager.io", "keda.sh", "gateway.networking.k8s.io",
+    "argoproj.io", "helm.toolkit.fluxcd.io", "source.toolkit.fluxcd.io",
+)  # fmt: skip
 
 
 def is_custom(resource: Resource) -> bool:

@@ -62,7 +62,7 @@ before. On one GPU there are no worker processes.
 {{- $chunk := 16 -}}
 {{- $cpus := include "weft.mebibytes" (dig "requests" "cpu" "1" ($values.resources | default dict)) | float64 -}}
 {{- $threads := ceil (round (divf (mulf $cpus 1048576.0) $ranks) 3) | int -}}
-{{- range $values.env -}}
+{{- range concat .Values.model.env $values.env -}}
 {{- if and (eq .name "VLLM_MQ_MAX_CHUNK_BYTES_MB") .value -}}{{- $chunk = int .value -}}{{- end -}}
 {{- if and (eq .name "OMP_NUM_THREADS") .value -}}{{- $threads = int .value -}}{{- end -}}
 {{- end -}}

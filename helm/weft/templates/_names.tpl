@@ -23,6 +23,16 @@ hash of 11 characters: 40 leaves room for every suffix. A Service's begins with 
 {{- define "weft.monitor" -}}{{ include "weft.fullname" . }}-monitor{{- end }}
 {{- define "weft.access" -}}{{ include "weft.fullname" . }}-access{{- end }}
 
+{{- define "weft.catalogClaim" -}}
+{{ .Values.coordinator.catalog.existingClaim | default (printf "%s-catalog" (include "weft.fullname" .)) }}
+{{- end }}
+{{- define "weft.sharedCacheClaim" -}}
+{{ .Values.model.sharedCache.existingClaim | default (printf "%s-cache" (include "weft.fullname" .)) }}
+{{- end }}
+{{- define "weft.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "weft.fullname" .) }}
+{{- end }}
+
 {{/* The DNS suffix of the namespace's Services. */}}
 {{- define "weft.domain" -}}{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}{{- end }}
 
@@ -47,6 +57,9 @@ app.kubernetes.io/part-of: weft
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name ($root.Chart.Version | replace "+" "_") }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* Who takes part in side groups: see networkpolicies.yaml. */}}

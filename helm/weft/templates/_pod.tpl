@@ -1,3 +1,19 @@
+{{/* Labels and annotations of a server's pod. Call with (list . "coordinator" values). */}}
+{{- define "weft.podMetadata" -}}
+{{- $root := index . 0 -}}
+{{- $values := index . 2 -}}
+labels:
+  # Never the version: an upgrade that changes no pod restarts none.
+  {{- include "weft.selector" . | nindent 2 }}
+  {{- include "weft.member" $root | nindent 2 }}
+  {{- with merge (dict) $values.podLabels $root.Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with $values.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{/* What Pod Security's `restricted` level asks of a pod ... */}}
 {{- define "weft.podSecurity" -}}
 securityContext:
@@ -7,7 +23,7 @@ securityContext:
   fsGroup: {{ int64 .Values.securityContext.runAsGroup }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
-serviceAccountName: {{ include "weft.fullname" . }}
+serviceAccountName: {{ include "weft.serviceAccount" . }}
 # Nothing here calls the API server.
 automountServiceAccountToken: false
 # A Service named weft would set WEFT_PORT and its like, which look like options.
@@ -39,6 +55,12 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $values.schedulerName }}
+schedulerName: {{ . }}
 {{- end }}
 {{- end }}
 
@@ -164,19 +186,28 @@ them and why no volume here has a subPath.
 - {name: HOME, value: /var/cache/weft}
 - {name: USER, value: weft}
 - {name: DO_NOT_TRACK, value: "1"}
-{{- if or .Values.model.tiny .Values.model.claim }}
+{{- if or .Values.model.tiny .Values.model.claim .Values.model.volume }}
 - {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- if .Values.model.sharedCache.enabled }}
+- {name: HF_HOME, value: /var/cache/huggingface}
 {{- end }}
 {{- with .Values.model.tokenSecret }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+{{- end }}
+{{- with .Values.model.env }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
 {{- define "weft.modelMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /var/cache/weft}
-{{- if or .Values.model.tiny .Values.model.claim }}
+{{- if .Values.model.sharedCache.enabled }}
+- {name: shared-cache, mountPath: /var/cache/huggingface}
+{{- end }}
+{{- if or .Values.model.tiny .Values.model.claim .Values.model.volume }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
 {{- end }}
@@ -186,19 +217,32 @@ them and why no volume here has a subPath.
   emptyDir: {sizeLimit: 4Gi}
 - name: cache
   emptyDir: {sizeLimit: {{ .Values.model.cacheGib }}Gi}
+{{- if .Values.model.sharedCache.enabled }}
+- name: shared-cache
+  persistentVolumeClaim: {claimName: {{ include "weft.sharedCacheClaim" . }}}
+{{- end }}
 {{- if .Values.model.tiny }}
 - name: models
   emptyDir: {sizeLimit: 256Mi}
 {{- else if .Values.model.claim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}
+{{- else if .Values.model.volume }}
+- name: models
+  {{- toYaml .Values.model.volume | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Makes the same tiny model, bit by bit, in every pod. */}}
-{{- define "weft.modelInit" -}}
-{{- if .Values.model.tiny }}
+{{/*
+Init containers of a pod that loads the model; one makes the same tiny model, bit by bit, in every
+pod. Call with (list . initContainers).
+*/}}
+{{- define "weft.initContainers" -}}
+{{- $more := index . 1 -}}
+{{- with index . 0 -}}
+{{- if or .Values.model.tiny $more }}
 initContainers:
+{{- if .Values.model.tiny }}
   - name: model
     image: {{ include "weft.image" (list . .Values.replicas.image) }}
     imagePullPolicy: {{ .Values.replicas.image.pullPolicy }}
@@ -218,4 +262,61 @@ initContainers:
       - {name: cache, mountPath: /var/cache/weft}
       - {name: models, mountPath: /models}
 {{- end }}
+{{- with $more }}
+{{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A list, one below the other; nothing of an empty one. */}}
+{{- define "weft.items" -}}
+{{- with . }}{{ toYaml . }}{{ end }}
+{{- end }}
+
+{{/* A claim that the chart makes. Call with (list . component name accessMode values). */}}
+{{- define "weft.claim" -}}
+{{- $values := index . 4 -}}
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: {{ index . 2 }}
+  namespace: {{ (index . 0).Release.Namespace }}
+  labels: {{- include "weft.labels" . | nindent 4 }}
+  {{- if eq $values.whenDeleted "Retain" }}
+  annotations:
+    helm.sh/resource-policy: keep
+  {{- end }}
+spec:
+  accessModes: [{{ index . 3 }}]
+  {{- with $values.storageClassName }}
+  storageClassName: {{ . }}
+  {{- end }}
+  resources:
+    requests: {storage: {{ $values.size }}}
+{{- end }}
+
+{{/* How a Service is reached; its metadata, and its spec but for selector and ports. */}}
+{{- define "weft.serviceAnnotations" -}}
+{{- with .annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- define "weft.serviceType" -}}
+type: {{ .type }}
+{{- with .loadBalancerClass }}
+loadBalancerClass: {{ . }}
+{{- end }}
+{{- with .loadBalancerSourceRanges }}
+loadBalancerSourceRanges: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .externalTrafficPolicy }}
+externalTrafficPolicy: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* A probe of the health port. Call with (list values) or (list values service). */}}
+{{- define "weft.probe" -}}
+grpc: {port: 50052{{ if gt (len .) 1 }}, service: {{ index . 1 }}{{ end }}}
+{{ toYaml (index . 0) }}
 {{- end }}
