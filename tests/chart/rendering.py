@@ -50,6 +50,11 @@ class Rendered:
         """Every object of a kind."""
         return [resource for resource in self.resources if resource["kind"] == kind]
 
+    def made(self) -> set[tuple[str, str]]:
+        """Kinds and names of all that the release makes, Secrets of its certificates included."""
+        names = {(each["kind"], each["metadata"]["name"]) for each in self.resources}
+        return names | {("Secret", each["spec"]["secretName"]) for each in self.all("Certificate")}
+
     def pods(self) -> Iterator[tuple[str, Resource]]:
         """Each pod that would run: the name of what makes it, and metadata with spec."""
         for resource in self.resources:
@@ -86,8 +91,8 @@ def args(container: Resource) -> dict[str, str]:
 def render(
     profile: str, *sets: str, release: str = "weft", chart: Path = CHART, **values: Any
 ) -> Rendered:
-    """The chart with a profile's values and more: ``a.b=c`` as on the command line (JSON, if it
-    begins with a bracket), or whole top-level values.
+    """The chart with the values of a profile ("" has none) and more: ``a.b=c`` as on the command
+    line (JSON, if it begins with a bracket), or whole top-level values.
 
     Raises:
         RefusedError: Helm refused them.
@@ -104,7 +109,8 @@ def _template(
     profile: str, sets: tuple[str, ...], release: str, chart: Path, values: str
 ) -> subprocess.CompletedProcess[str]:
     command = [HELM, "template", release, chart, "--namespace", NAMESPACE]
-    command += ["--kube-version", "1.36.0", "--values", PROFILES[profile], "--values", "-"]
+    command += ["--kube-version", "1.36.0", "--values", "-"]
+    command[-2:-2] = ["--values", PROFILES[profile]] if profile else []
     for pair in sets:
         command += ["--set-json" if pair.partition("=")[2].startswith("[") else "--set", pair]
     return subprocess.run(command, input=values, capture_output=True, text=True, check=False)

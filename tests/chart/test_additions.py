@@ -284,20 +284,14 @@ def test_options_of_the_programs_are_given_where_they_are_set():
 # -- several pools -------------------------------------------------------------------------------
 
 
-def made(rendered):
-    """Kinds and names of all that a release makes, Secrets of its certificates included."""
-    names = {(r["kind"], r["metadata"]["name"]) for r in rendered.resources}
-    return names | {("Secret", c["spec"]["secretName"]) for c in rendered.all("Certificate")}
-
-
 @pytest.mark.parametrize(
     ("first", "second"), [("qwen", "llama"), ("weft", "weft-coordinator"), ("weft", "weft-2")]
 )
 @pytest.mark.parametrize("profile", ["gpu", "gateway"])
 def test_two_releases_in_one_namespace_share_nothing(profile, first, second):
     one, two = render(profile, release=first), render(profile, release=second)
-    assert not made(one) & made(two)
-    assert len(made(one)) == len(made(two)) > 15
+    assert not one.made() & two.made()
+    assert len(one.made()) == len(two.made()) > 15
     labels = [pod["metadata"]["labels"].items() for _, pod in two.pods()]
     selectors = [r["spec"]["selector"] for r in one.all("Service")]
     selectors += [r["spec"]["podSelector"]["matchLabels"] for r in one.all("NetworkPolicy")]
@@ -306,7 +300,7 @@ def test_two_releases_in_one_namespace_share_nothing(profile, first, second):
     assert not any(selector.items() <= found for selector in selectors for found in labels)
     for rendered in (one, two):
         dialled = args(rendered.container("-replicas"))["--coordinator"]
-        assert ("Service", dialled.partition(".")[0]) in made(rendered)
+        assert ("Service", dialled.partition(".")[0]) in rendered.made()
 
 
 # -- what is taken -------------------------------------------------------------------------------
