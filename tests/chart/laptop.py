@@ -79,6 +79,12 @@ def run(rendered: Rendered, work: Path, paths: dict[str, str]) -> None:
                 strict=True,
             ):
                 _say(f"{made.name}: ready in {seconds:.0f} s")
+        status = coordinator.execute("weft", "status")
+        if not all(made.name in status for made in replicas):
+            raise PodError(
+                f"weft status in {coordinator.name} does not show the replicas:\n{status}"
+            )
+        _say(status)
         _run_test(pod("weft-test", rendered.pod("-test"), "replica"))
         _run_test(pod("weft-base", _pushes_a_base(rendered.pod("-test")), "replica"))
         for made in (coordinator, *replicas):

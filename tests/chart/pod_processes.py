@@ -14,7 +14,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,6 +225,15 @@ class Pod:
         except subprocess.TimeoutExpired:
             return None
 
+    def execute(self, *words: str) -> str:
+        """Run a command in the container, as `kubectl exec` does; returns what it prints."""
+        command = ["nsenter", f"--target={self._first()}", "--all", "--root", "--wd=/"]
+        command += self._as_user(self.spec["containers"][0], words)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise PodError(f"{self.name}: {shlex.join(words)} ended so:\n{done.stderr}")
+        return done.stdout
+
     def delete(self) -> float:
         """Stop it as Kubernetes does: preStop, SIGTERM, and at most the grace period."""
         began = time.monotonic()
@@ -321,8 +330,7 @@ class Pod:
     def _script(self, container: Resource) -> str:
         """What makes the container's root around its process, and becomes it."""
         assert self.memory
-        context, pod = container["securityContext"], self.spec["securityContext"]
-        assert context["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
         root, layers = self.work / "root", self.work / f"layers-{container['name']}"
         for folder in (root, layers / "upper", layers / "work"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -355,17 +363,19 @@ class Pod:
             f"mount -t tmpfs -o size={shm},mode=1777 tmpfs {root}/dev/shm",
             f"mount -o remount,ro {root}",
         ]
+        words = self._as_user(container, (*container["command"], *container.get("args", [])))
+        lines.append(f"exec chroot {root} {shlex.join(words)}")
+        return "\n".join(lines) + "\n"
+
+    def _as_user(self, container: Resource, words: Sequence[str]) -> list[str]:
+        """The words that run a command as the pod's user, in the container's environment."""
+        pod = self.spec["securityContext"]
         user, group = pod["runAsUser"], pod["runAsGroup"]
         drop = ["setpriv", f"--reuid={user}", f"--regid={group}", f"--groups={group}"]
         drop += ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
         env = self._env(container)
-        words = [
-            self._expand(word, env) for word in (*container["command"], *container.get("args", []))
-        ]
         said = [f"{name}={value}" for name, value in env.items()]
-        whole = ["env", "-i", "-C", "/", *said, *drop, *words]
-        lines.append(f"exec chroot {root} {shlex.join(whole)}")
-        return "\n".join(lines) + "\n"
+        return ["env", "-i", "-C", "/", *said, *drop, *(self._expand(word, env) for word in words)]
 
     def _env(self, container: Resource) -> dict[str, str]:
         # The image's, and where Weft lies on this machine.

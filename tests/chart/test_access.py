@@ -1,10 +1,12 @@
 """Who is let in: certificates, tokens, rules and networks."""
 
+import hashlib
 import tomllib
 
 import pytest
 
 from tests.chart.rendering import PROFILES, args, containers, render
+from weft_rl.rpc.security.access import parse_access
 
 SECURE = [profile for profile in PROFILES if profile != "cpu"]
 SERVERS = ("-coordinator", "-replicas")
@@ -88,14 +90,14 @@ def test_names_that_are_dialled_are_in_the_certificates_and_in_the_rules(profile
     openai = args(rendered.container("-test"))["--openai"]
     assert openai.partition("://")[2].rpartition(":")[0] in replicas
     roles = {rule["san"]: rule["roles"] for rule in rules(rendered)}
-    assert roles[dialled] == ["coordinator"]
+    assert roles[dialled] == ["coordinator", "inspect"]
     assert roles[wildcard] == ["replica"]
 
 
 def test_rules_have_the_pools_own_processes_and_then_the_users():
     by_certificate = rules(render("gpu"))
     assert [rule["roles"] for rule in by_certificate[:3]] == [
-        ["coordinator"],
+        ["coordinator", "inspect"],
         ["replica"],
         ["publish", "inspect"],
     ]
@@ -144,6 +146,31 @@ def test_the_tests_pod_shows_its_certificate_by_the_environment():
     tests = render("gpu").container("-test")
     assert environment(tests)["WEFT_TLS_CERT"] == "/etc/weft/tls/tls.crt"
     assert environment(tests)["WEFT_COORDINATOR"] == "weft-coordinator.rl.svc.cluster.local:50051"
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_who_is_in_the_coordinators_pod_may_look_and_no_more(profile):
+    """`kubectl exec` runs `weft status` there, with what the environment names."""
+    token = hashlib.sha256(b"token").hexdigest()
+    rendered = render(profile, f"access.tokens.coordinator.sha256={token}")
+    container = rendered.container("-coordinator")
+    given, options = environment(container), args(container)
+    assert given["WEFT_COORDINATOR"] == args(rendered.container("-replicas"))["--coordinator"]
+    files = {name: value for name, value in given.items() if value.startswith("/etc/weft")}
+    assert set(files.values()) <= set(options.values())
+    if profile == "cpu":
+        assert files == {}
+        return
+    access = parse_access(rendered.of("ConfigMap", "-access")["data"]["access.toml"])
+    if access.by_certificate:
+        assert files.keys() == {"WEFT_TLS_CERT", "WEFT_TLS_KEY", "WEFT_TLS_CA"}
+        who = access.identify([given["WEFT_COORDINATOR"].rpartition(":")[0]], None)
+    else:
+        assert files.keys() == {"WEFT_TOKEN_FILE", "WEFT_TLS_CA"}
+        who = access.identify([], "token")
+    assert who.may_call("weft.v1.InspectService/GetPool")
+    assert not who.may_call("weft.v1.AdminService/Cordon")
+    assert not who.may_call("weft.v1.PublishService/BeginTransfer")
 
 
 # -- networks ------------------------------------------------------------------------------

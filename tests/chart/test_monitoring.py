@@ -7,7 +7,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.chart.rendering import BY_TOKENS, CHART, PROFILES, args, render
+from tests.chart.rendering import CHART, PROFILES, args, render
 from weft_rl.rpc.security.access import Role, parse_access
 
 MONITORED = (
@@ -220,23 +220,12 @@ def notes(profile, chart_dir):
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_notes_say_how_to_look_around(profile, tmp_path):
     text = notes(profile, tmp_path)
-    calls = [line.strip() for line in text.splitlines() if line.strip().startswith("grpcurl ")]
-    assert [call.rpartition(" ")[2] for call in calls] == [
-        "list",
-        "weft.v1.InspectService/GetPool",
-        "weft.v1.InspectService/WatchEvents",
-    ]
-    host = render(profile).of("Service", "-coordinator")["metadata"]["name"]
-    for call in calls:
-        if profile == "cpu":
-            assert "-plaintext" in call
-        else:
-            assert "-cacert ca.crt" in call
-            assert f"-authority {host}.rl.svc." in call
-            assert ("Bearer" in call) == (profile in BY_TOKENS)
-    # An argument is read by whoever lists processes.
-    assert "$(" not in "".join(calls)
-    assert ('export TOKEN="$(cat token)"' in text) == (profile in BY_TOKENS)
+    rendered = render(profile)
+    name = rendered.of("Deployment")["metadata"]["name"]
+    assert f"kubectl -n rl exec deployment/{name} -- weft status\n" in text
+    shown = {"everything": "https", "tokens": None}.get(profile, "http")
+    assert (f"service/{name} 9090   # the page: {shown}://127.0.0.1:9090" in text) == bool(shown)
+    assert ("role operator" in text) == (profile != "cpu")
     assert ("The pool is insecure" in text) == (profile == "cpu")
     assert ("IPC_LOCK" in text) == (profile == "everything")
     assert ("through the gateway, llm.example.com\n" in text) == (profile == "everything")

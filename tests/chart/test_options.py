@@ -98,7 +98,7 @@ def test_the_rules_are_ones_that_servers_take(profile):
         pod = options["--advertise-host"].replace("$(POD_NAME)", "weft-replicas-0")
         coordinator = options["--coordinator"].rpartition(":")[0]
         assert access.identify([pod], None).roles == {Role.REPLICA}
-        assert access.identify([coordinator], None).roles == {Role.COORDINATOR}
+        assert access.identify([coordinator], None).roles == {Role.COORDINATOR, Role.INSPECT}
 
 
 def test_the_schema_has_the_roles_that_the_comment_names():
