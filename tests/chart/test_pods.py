@@ -164,10 +164,23 @@ def test_images_are_named_by_digest_where_one_is_given():
     assert coordinator(rendered)["image"] == (
         "weft-coordinator@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     )
-    assert replica(rendered)["image"] == "weft-replica:v1.2"
+    assert replica(rendered)["image"] == "weft-replica-cuda:v1.2"
     assert replica(rendered)["imagePullPolicy"] == "Always"
-    assert rendered.container("-test")["image"] == "weft-replica:v1.2"
-    assert coordinator(render("cpu"))["image"] == f"weft-coordinator:{__version__}"
+    assert rendered.container("-test")["image"] == "weft-replica-cuda:v1.2"
+    for repository in ("coordinator.image.repository=", "coordinator.image.tag="):
+        image = coordinator(render("cpu", repository))["image"]
+        assert image == f"weft-coordinator:{__version__}"
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_default_image_is_one_that_the_dockerfiles_make(gpus):
+    rendered = render("gateway", f"replicas.gpus={gpus}")
+    for name in ("-replicas", "-test"):
+        repository, _, tag = rendered.container(name)["image"].partition(":")
+        assert tag == __version__
+        dockerfile = f"{repository.removeprefix('weft-')}.Dockerfile"
+        assert (ROOT / "helm/images" / dockerfile).is_file()
+        assert ("cuda" in repository) == bool(gpus)
 
 
 # -- replicas ---------------------------------------------------------------------------

@@ -67,12 +67,15 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name ($root.Chart.Version | replace
 weft-pool: {{ include "weft.fullname" . }}
 {{- end }}
 
-{{/* Call with (list . image). */}}
+{{- define "weft.replicaImage" -}}
+{{- $repository := ternary "weft-replica-cuda" "weft-replica-cpu" (gt (int .Values.replicas.gpus) 0) -}}
+{{- include "weft.image" (list . .Values.replicas.image $repository) -}}
+{{- end }}
+
+{{/* Image and policy of a container. Call with (list . image repository), the last if none is given. */}}
 {{- define "weft.image" -}}
+{{- $root := index . 0 -}}
 {{- $image := index . 1 -}}
-{{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
-{{- else -}}
-{{ $image.repository }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}
-{{- end -}}
+image: {{ $image.repository | default (index . 2) }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default $root.Chart.AppVersion }}{{ end }}
+imagePullPolicy: {{ $image.pullPolicy }}
 {{- end }}

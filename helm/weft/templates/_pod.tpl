@@ -244,8 +244,7 @@ pod. Call with (list . initContainers).
 initContainers:
 {{- if .Values.model.tiny }}
   - name: model
-    image: {{ include "weft.image" (list . .Values.replicas.image) }}
-    imagePullPolicy: {{ .Values.replicas.image.pullPolicy }}
+    {{- include "weft.replicaImage" . | nindent 4 }}
     {{- include "weft.containerSecurity" . | nindent 4 }}
     command:
       - python
