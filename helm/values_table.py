@@ -1,4 +1,4 @@
-"""Writes the table of values into the chart's README, from the comments of values.yaml.
+"""Writes the tables of values into the chart's README, from the comments of values.yaml.
 
     python helm/values_table.py
 
@@ -8,6 +8,7 @@ key without one is a heading of others.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ class Value:
     path: str
     default: Any
     meaning: str
+
+    @property
+    def group(self) -> str:
+        """The key at the top that has it; empty for one that is there itself."""
+        return self.path.partition(".")[0] if "." in self.path else ""
 
 
 def described(text: str) -> Iterator[Value]:
@@ -61,11 +67,14 @@ def _at(values: Any, keys: list[str]) -> Any:
 
 
 def table(text: str) -> str:
-    """The table in Markdown."""
-    lines = ["| value | default | what it is |", "|---|---|---|"]
-    for value in described(text):
-        cells = (f"`{value.path}`", f"`{json.dumps(value.default)}`", value.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    """The tables in Markdown: one of the values at the top, and one of each group."""
+    lines: list[str] = []
+    for group, values in itertools.groupby(described(text), lambda value: value.group):
+        lines += ["", f"## {group}", ""] if group else []
+        lines += ["| value | default | what it is |", "|---|---|---|"]
+        for value in values:
+            cells = (f"`{value.path}`", f"`{json.dumps(value.default)}`", value.meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
