@@ -351,6 +351,11 @@ def check_base(
         )
 
 
+def is_kv_scale(name: str) -> bool:
+    """Return whether a tensor is a scale of the KV cache or of attention."""
+    return name.rpartition(".")[2] in _KV_SCALES
+
+
 def check_scales_missing(missing: Sequence[str]) -> None:
     """Refuse a base that lacks these tensors in words of their own, if all are scales of the KV
     cache: no trainer's model has them.
@@ -358,7 +363,7 @@ def check_scales_missing(missing: Sequence[str]) -> None:
     Raises:
         InvalidManifestError: Says what to do.
     """
-    if all(name.rpartition(".")[2] in _KV_SCALES for name in missing):
+    if all(map(is_kv_scale, missing)):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InvalidManifestError(
             f"the base has no scales of the KV cache ({missing[0]!r}{more}), and the served model "

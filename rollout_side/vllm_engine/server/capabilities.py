@@ -21,7 +21,7 @@ from weft_rl.contract.draft_layers import (
     why_too_large,
 )
 from weft_rl.contract.errors import UnsupportedError
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta, is_kv_scale
 
 _log = logging.getLogger(__name__)
 
@@ -137,19 +137,35 @@ def memory_modules(hf_config: Any, reference: Reference) -> list[MemoryModule]:
 def served_dtypes(metas: Iterable[TensorMeta], served_dtype: DataType) -> tuple[TensorMeta, ...]:
     """Replace stored dtypes by those to be sent.
 
-    Floats are sent as they are served, except those that the checkpoint keeps wider
-    than most (a float32 router bias among bfloat16 weights): these keep their own.
-    Anything else keeps its own, too.
+    Floats are sent as they are served, except those that the checkpoint keeps wider than most of
+    its elements (a float32 router bias among bfloat16 weights), and scales: of weights that it
+    holds quantised, beside other types than floats, and of the KV cache. These keep their own, and
+    so does anything else.
     """
     metas = tuple(metas)
-    sizes = Counter(meta.dtype for meta in metas if meta.dtype.is_float)
+    sizes: Counter[DataType] = Counter()
+    quantised: set[str] = set()
+    for meta in metas:
+        if meta.dtype.is_float:
+            sizes[meta.dtype] += meta.num_elements
+        else:
+            quantised.add(_module_of(meta.name))
     usual = sizes.most_common(1)[0][0] if sizes else served_dtype
 
     def dtype(meta: TensorMeta) -> DataType:
-        wider = meta.dtype.itemsize_bytes > usual.itemsize_bytes
-        return meta.dtype if not meta.dtype.is_float or wider else served_dtype
+        keeps = (
+            not meta.dtype.is_float
+            or meta.dtype.itemsize_bytes > usual.itemsize_bytes
+            or _module_of(meta.name) in quantised
+            or is_kv_scale(meta.name)
+        )
+        return meta.dtype if keeps else served_dtype
 
     return tuple(TensorMeta(meta.name, dtype(meta), meta.shape) for meta in metas)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _is_skipped(name: str, *, tied: bool) -> bool:

@@ -172,7 +172,7 @@ def test_without_files_buffers_that_transformers_saves_are_among_them() -> None:
 
 def test_floats_wider_than_most_keep_their_width() -> None:
     metas = [
-        TensorMeta(n, d, (1,))
+        TensorMeta(f"{n}.weight", d, (1,))
         for n, d in (
             ("a", DataType.FLOAT32),
             ("b", DataType.FLOAT32),
@@ -189,3 +189,34 @@ def test_floats_wider_than_most_keep_their_width() -> None:
         DataType.FLOAT8_E4M3FN,
         DataType.FLOAT64,
     ]
+
+
+@pytest.mark.parametrize(
+    ("packed", "scale"),
+    [
+        (("weight", DataType.FLOAT8_E4M3FN), ("weight_scale", DataType.FLOAT32)),
+        (("weight", DataType.FLOAT8_E4M3FN), ("weight_scale_inv", DataType.FLOAT32)),
+        (("weight_packed", DataType.UINT8), ("weight_global_scale", DataType.FLOAT32)),
+        (("qweight", DataType.INT32), ("scales", DataType.FLOAT16)),
+    ],
+)
+def test_scales_of_quantised_weights_keep_their_own_dtype(
+    packed: tuple[str, DataType], scale: tuple[str, DataType]
+) -> None:
+    """However many there are beside few weights that are not quantised."""
+    metas = [TensorMeta("model.embed_tokens.weight", DataType.BFLOAT16, (64, 8))]
+    for layer in range(4):
+        module = f"model.layers.{layer}.mlp.up_proj"
+        metas += [TensorMeta(f"{module}.{name}", dtype, (8, 8)) for name, dtype in (packed, scale)]
+        metas.append(TensorMeta(f"model.layers.{layer}.attn.k_scale", DataType.FLOAT32, ()))
+    served = {meta.name: meta.dtype for meta in served_dtypes(metas, DataType.BFLOAT16)}
+    assert served == {meta.name: meta.dtype for meta in metas}
+
+
+def test_the_usual_width_is_that_of_most_elements() -> None:
+    metas = [TensorMeta(f"layers.{n}.gate.bias", DataType.FLOAT32, (4,)) for n in range(9)]
+    metas.append(TensorMeta("embed.weight", DataType.BFLOAT16, (64, 8)))
+    assert served_dtypes(metas, DataType.FLOAT16) == (
+        *metas[:-1],
+        TensorMeta("embed.weight", DataType.FLOAT16, (64, 8)),
+    )
