@@ -282,6 +282,7 @@ class Scales(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.k_scale = nn.Parameter(torch.ones(6, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("_k", torch.ones(1))  # as vLLM's attention has some
         self.quant_method: Any = SimpleNamespace()
 
     def process(self) -> None:
@@ -315,6 +316,7 @@ def test_no_plan_of_a_base_that_brings_scales_which_layers_process(
     model.load_weights = load_scales  # type: ignore[method-assign]
     assert (learn(model, version) is None) == brings
     assert not hasattr(scales, "k_scale")
+    assert list(scales.state_dict()) == ["_k"]
 
 
 def test_a_bias_is_copied_beside_what_is_processed(

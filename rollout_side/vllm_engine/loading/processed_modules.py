@@ -69,6 +69,8 @@ class ProcessedModule:
         self.form: LoadingForm = loading_form(layer)
         if not self.form:
             raise ValueError(f"{name} loads no parameters")
+        if _noted(layer)[1]:
+            raise ValueError(f"{name} is not loaded as parameters alone")
         held = [*vars(self._method).values(), getattr(layer, "scheme", None)]
         held += [value for each in held for value in getattr(each, "__dict__", {}).values()]
         if any(isinstance(value, torch.Tensor) for value in held):
@@ -147,17 +149,15 @@ class ProcessedModule:
 
 
 def loading_form(layer: torch.nn.Module) -> LoadingForm:
-    """Return the parameters that a layer is loaded as; empty if vLLM has noted none.
+    """Return the parameters that a layer is loaded as; empty if vLLM has noted none."""
+    return _noted(layer)[0]
 
-    Raises:
-        ValueError: Buffers are loaded, too.
-    """
+
+def _noted(layer: torch.nn.Module) -> tuple[_Tensors, _Tensors]:
+    """Return the parameters and buffers that vLLM has noted before it processed a layer."""
     layerwise = importlib.import_module(_LAYERWISE)
     parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
-    if parameters and buffers:
-        raise ValueError(f"a {type(layer).__name__} is not loaded as parameters alone")
-    found: LoadingForm = parameters
-    return found
+    return parameters, buffers
 
 
 def set_form(layer: torch.nn.Module, form: LoadingForm, loaded: Mapping[str, torch.Tensor]) -> None:
@@ -192,7 +192,9 @@ def in_loading_form(
             each.set_form(each.form)
             _set_loaders(each.layer, each.form)
         for layer, form in unfilled:
+            buffers = layer._buffers
             set_form(layer, form, form)
+            layer._buffers = buffers  # which no weight is loaded to
             _set_loaders(layer, form)
         yield
 
