@@ -184,7 +184,7 @@ async def open_engine(
         verdict.put([value["reload_verdict"] for value in values])
         described = await with_common_draft(engine, described, drafts, [v["draft"] for v in values])
         described = replace(
-            described,
+            described.sent_as_float32(values[0]["sent_as_float32"]),
             untold_modules=tuple(
                 LinearModule(name, tuple(shape), tuple(other_names))
                 for name, shape, other_names in values[0]["untold_modules"]

@@ -150,6 +150,37 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     return made
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_is_held_as_float32_is_sent_so(
+    model: Model, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router's bias, say: rounded, it would choose other experts than at the start."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model.up.weight.data = torch.ones(4).bfloat16()
+    if stays:  # a reload leaves it where it is
+        reload_meta = "vllm.model_executor.model_loader.reload.meta"
+        monkeypatch.setattr(f"{reload_meta}.SKIP_TENSORS", {"weight"})
+    else:
+        model.down.weight.data = torch.ones(4).bfloat16()
+    record_metadata_for_reloading(model)
+    metas = tuple(TensorMeta(name, DataType.BFLOAT16, (4,)) for name in NAMES)
+    reference = Reference("Model", metas)
+    assert why_not_reloaded(worker_of(model), reference) == ""
+    sent = reference.sent_as_float32(facts_of(model).held_as_float32)
+    wide = {meta.name for meta in sent.tensors if meta.dtype is DataType.FLOAT32}
+    assert wide == {"up.bias"} | ({"down.weight"} if stays else set())
+    assert sent.fingerprint == reference.fingerprint
+
+
+def test_a_parameter_that_was_made_something_else_is_named(model: Model) -> None:
+    """MXFP4 experts for Triton's kernels become objects of another package."""
+    del model.down.weight
+    model.down.weight = SimpleNamespace()  # type: ignore[assignment]
+    assert "down.weight is made a SimpleNamespace once it is loaded" in rehearse(model)
+    assert isinstance(vars(model.down)["weight"], SimpleNamespace)
+
+
 def derive(model: Model) -> None:
     """Nothing computes the parameter of a layer that loads weights anew."""
     model.down.register_parameter("W_UV", nn.Parameter(torch.ones(2), requires_grad=False))

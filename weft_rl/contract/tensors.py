@@ -6,7 +6,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft, prefixes_beside
@@ -179,6 +179,14 @@ class Reference:
         prefixes += another if self.draft else (DRAFT_MODEL,)
         return frozenset(name for name in unknown if is_draft(name, prefixes))
 
+    def sent_as_float32(self, names: Collection[str]) -> Reference:
+        """Return the same reference with some tensors sent as float32, as the engine holds them."""
+        return replace(
+            self,
+            tensors=tuple(_as_float32(meta, names) for meta in self.tensors),
+            draft=tuple(_as_float32(meta, names) for meta in self.draft),
+        )
+
     def ignores(self, name: str) -> bool:
         """Return whether a sender leaves a tensor out: it is for drafts, and not of this one."""
         if name in self.draft_by_name:
@@ -249,6 +257,10 @@ class Reference:
     def fingerprint(self) -> str:
         """Digest that names the base model; see ``base_fingerprint``."""
         return base_fingerprint(self.architecture, self.tensors)
+
+
+def _as_float32(meta: TensorMeta, names: Collection[str]) -> TensorMeta:
+    return replace(meta, dtype=DataType.FLOAT32) if meta.name in names else meta
 
 
 #: Last components of what checkpoints call the scales of the KV cache and of attention.

@@ -38,6 +38,8 @@ class ReloadFacts:
     parameters leave them as they were."""
     writes_directly: bool = True
     """False if every write to a parameter is made by its weight loader."""
+    held_as_float32: frozenset[str] = frozenset()
+    """Checkpoint tensors in narrower floats that go to parameters in float32 alone."""
 
 
 #: What is known of each model; of one that was not rehearsed, the safe thing is assumed.

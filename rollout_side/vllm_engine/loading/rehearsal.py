@@ -54,7 +54,8 @@ def why_not_reloaded(worker: Any, reference: Reference) -> str:
     tensors, on the thread of the engine.
     """
     model = worker.model_runner.get_model()
-    why = _why_not_reloaded(worker, model, reference.tensors, _LoadRecord())
+    loads = _LoadRecord(frozenset(meta.name for meta in reference.tensors))
+    why = _why_not_reloaded(worker, model, reference.tensors, loads)
     if not why:
         return ""
     return f"vLLM's reload of {type(model).__name__} would leave mixed weights: {why}"
@@ -91,7 +92,8 @@ def _drafted(
     """Return the model of what the draft itself loads of its files; or why there is none."""
     target = worker.model_runner.get_model()
     whole = DraftedModel(target, draft, reference, files)
-    loads = _LoadRecord(frozenset(meta.name for meta in files))
+    watched = frozenset(meta.name for meta in files)
+    loads = _LoadRecord(watched)
     why = bridges.why_draft_stays(worker.model_runner) or _why_not_reloaded(
         worker, whole, (*reference.tensors, *files), loads
     )
@@ -108,7 +110,8 @@ def _drafted(
         if len(tensors) == len(files):
             return whole, ""
         model = DraftedModel(target, draft, reference, tensors)
-        why = _why_not_reloaded(worker, model, (*reference.tensors, *tensors), _LoadRecord())
+        loads = _LoadRecord(watched)
+        why = _why_not_reloaded(worker, model, (*reference.tensors, *tensors), loads)
         if not why:
             return model, ""
     return None, why
@@ -131,11 +134,20 @@ def _why_not_reloaded(
     try:
         with bridges.vllm_config_context(worker.vllm_config), torch.no_grad():
             derived = _derived(model, worker.model_config)
+            if why := _why_not_restored(model):
+                return why
             try:
                 loaded, facts, why = rehearsal(device="meta")
             except Exception:  # noqa: BLE001 - a loader may look at values, of large tensors, too
                 loaded, facts, why = rehearsal(device="cpu")
-        facts = replace(facts, derived=derived)
+        held = frozenset(
+            meta.name
+            for meta in tensors
+            if meta.dtype.is_float
+            and meta.dtype.itemsize_bytes < torch.float32.itemsize
+            and loads.dtypes.get(meta.name) == {torch.float32}
+        )
+        facts = replace(facts, derived=derived, held_as_float32=held)
         # Of the parameters that it computes with.
         why = why or reload.why_incomplete(model, loaded, facts, quantised=quantised)
         note(model, facts)
@@ -143,6 +155,22 @@ def _why_not_reloaded(
         why = f"{type(error).__name__}: {error}"
     _log.debug("rehearsed a reload in %.3f s", time.perf_counter() - begin)
     return why
+
+
+def _why_not_restored(model: torch.nn.Module) -> str:
+    """Return why vLLM cannot give layers back the parameters that they were loaded as; empty if it
+    can."""
+    layerwise = importlib.import_module(LAYERWISE)
+    for name, layer in model.named_modules():
+        parameters, _ = layerwise.get_layerwise_info(layer).restore_metadata
+        for key in parameters:
+            if key in vars(layer):
+                kind = type(vars(layer)[key]).__name__
+                return (
+                    f"{name}.{key} is made a {kind} once it is loaded, which vLLM does not load "
+                    "again (experts in MXFP4: --moe-backend marlin keeps parameters)"
+                )
+    return ""
 
 
 def _derived(model: torch.nn.Module, config: Any) -> frozenset[str]:
@@ -201,7 +229,8 @@ def _rehearse(
         try:
             layerwise.initialize_layerwise_reload(model)
             before = _plain_tensors(model)
-            blocker, ending = WriteBlocker(tensors_of(model)), _note_end(model)
+            blocker = WriteBlocker(tensors_of(model), on_copy=loads.note_copy)
+            ending = _note_end(model)
             with blocker, followed(model) as writes, _unprocessed(layerwise, writes, loads):
                 loaded = model.load_weights(given())  # type: ignore[operator]
             computed = _computed(model, before, blocker.blocked)
@@ -301,7 +330,7 @@ def _zeros(meta: TensorMeta, device: str) -> torch.Tensor:
 
 
 class _LoadRecord:
-    """Record of which layers a rehearsal loads some tensors into, as they are or as views.
+    """Record of what a rehearsal loads some tensors into, as they are or as views.
 
     Args:
         watched: Names of these tensors.
@@ -312,6 +341,8 @@ class _LoadRecord:
         self._names: dict[int, str] = {}
         self._tensors: list[torch.Tensor] = []  # which keeps what names their storages
         self.layers: dict[str, set[torch.nn.Module]] = {}
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+        """Those of the parameters, by the tensor's name."""
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is about to be given under a name."""
@@ -322,11 +353,17 @@ class _LoadRecord:
 
     def note(self, layer: torch.nn.Module, info: Any) -> None:
         """Note what a layer has got since the last call."""
-        for _, arguments in info.loaded_weights:
+        for parameter, arguments in info.loaded_weights:
             for value in () if arguments is None else arguments.arguments.values():
                 if isinstance(value, torch.Tensor) and storage_of(value) in self._names:
                     name = self._names[storage_of(value)]
                     self.layers.setdefault(name, set()).add(layer)
+                    self.dtypes.setdefault(name, set()).add(getattr(layer, parameter).dtype)
+
+    def note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Note a copy to a parameter that a reload leaves in its place: vLLM's SKIP_TENSORS."""
+        if name := self._names.get(storage_of(source)):
+            self.dtypes.setdefault(name, set()).add(target.dtype)
 
 
 @contextlib.contextmanager

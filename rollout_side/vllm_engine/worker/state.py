@@ -32,6 +32,7 @@ from rollout_side.vllm_engine.loading import lora_hook
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.kept_tensors import KeptTensors
+from rollout_side.vllm_engine.loading.layerwise import facts_of
 from rollout_side.vllm_engine.loading.linear_modules import MemoryModule, ModuleTable, vllm_namer
 from rollout_side.vllm_engine.loading.lora_copy_plan import AdapterLoader
 from rollout_side.vllm_engine.loading.rehearsal import drafted_model, why_not_reloaded
@@ -198,6 +199,8 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
     state = WorkerState(store, reference, settings.ranks_secret)
     state.progress = ProgressWriter(settings.holdings_path, worker.rank)
     state.base_refusal = why_not_reloaded(worker, reference)
+    as_float32 = facts_of(worker.model_runner.get_model()).held_as_float32
+    state.reference = reference = reference.sent_as_float32(as_float32)
     verdict = settings.reload_verdict
     if verdict is None and not state.base_refusal:
         verdict = why_not_repeated(worker, reference)
@@ -206,6 +209,8 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
         _log.info("this replica takes no base: %s", state.base_refusal)
     if not state.base_refusal:
         state.drafted = drafted_model(worker, reference, _metas(settings.draft_files))
+    if state.drafted is not None:
+        as_float32 |= facts_of(state.drafted).held_as_float32
     warm()
     backends = list(usable_backends(worker.device, settings.backend))
     if worker.local_rank == RECEIVER_RANK:
@@ -224,6 +229,7 @@ def open_worker(worker: Any, settings: OpenConfig) -> tuple[WorkerState, dict[st
         "is_receiver": state.receiver is not None,
         "lora_modules": sorted(expected),
         "lora_unapplied": unapplied,
+        "sent_as_float32": sorted(as_float32),
         "untold_modules": [(m.name, m.shape, m.other_names) for m in names.untold],
         "base_refusal": state.base_refusal,
         "reload_verdict": verdict,
