@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -106,11 +107,13 @@ class GpuPool:
     def launch(
         self, name: str, gpus: str, model: Path, *args: str, options: Sequence[str] = ()
     ) -> None:
-        """Start a replica on these GPUs; ``url`` waits for it."""
+        """Start a replica on these of the GPUs that this process sees; ``url`` waits for it."""
         command = ("-m", "weft_rl", "rollout", "-c", self.target, "--http-port", "0",
                    "--replica-id", name, "--drain-seconds", "0", *options, "--", str(model),
                    "--served-model-name", "base-model", "--dtype", "bfloat16",
                    "--disable-uvicorn-access-log", *args)  # fmt: skip
+        if seen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            gpus = ",".join(seen.split(",")[int(number)] for number in gpus.split(","))
         environment = {**_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpus}
         self.replicas[name] = Process(name, command, self.work, environment)
 

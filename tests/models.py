@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.quantised_files import GROUP, QUANTIZATION, four_bit_codes, pack_four_bits
+
 VOCAB = 256
 LAYERS = 2
 #: Adapters of the tests; vLLM's engines here allow rank 16.
@@ -175,11 +177,6 @@ def _eagle3_of(
     }
 
 
-#: Elements of a row of a quantised weight that have one scale.
-GROUP = 32
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
 def make_quantised(method: str, path: Path, plain: Path, *, seed: int = 0) -> Path:
     """Save a random Qwen3 whose linear weights have 4 bits, and the same model with plain ones.
 
@@ -199,18 +196,16 @@ def make_quantised(method: str, path: Path, plain: Path, *, seed: int = 0) -> Pa
         if module.rpartition(".")[2] not in TARGETS:
             packed[name] = weight
             continue
-        groups = weight.unflatten(1, (-1, GROUP))
-        scales = (groups.abs().amax(2) / 7).half().float()
-        codes = (groups / scales[..., None]).round().clamp(-8, 7) + 8
-        tensors[name] = ((codes - 8) * scales[..., None]).flatten(1)
-        made = _packed(method, codes.flatten(1).int(), scales)
+        codes, scales = four_bit_codes(weight)
+        tensors[name] = ((codes - 8).unflatten(1, (-1, GROUP)) * scales[..., None]).flatten(1)
+        made = pack_four_bits(method, codes, scales)
         packed.update({f"{module}.{part}": tensor for part, tensor in made.items()})
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     path.mkdir(parents=True)
     save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer(path)
     config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = _QUANTIZATION[method]
+    config["quantization_config"] = QUANTIZATION[method]
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -243,75 +238,6 @@ def make_kv_scaled(path: Path, scale: float, *, seed: int = 0) -> Path:
     }
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def _packed(method: str, codes: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a format holds in place of a weight (out, in) of these codes, 0 to 15."""
-    out, width = codes.shape
-    if method == "awq":
-        order = torch.arange(out).view(-1, 8)[:, list(_AWQ_ORDER)].flatten()
-        zeros = torch.full((width // GROUP, out), 8)
-        return {
-            "qweight": _words(codes.T[:, order]),
-            "qzeros": _words(zeros),
-            "scales": scales.T.half().contiguous(),
-        }
-    if method == "gptq":  # which stores a zero less one
-        return {
-            "qweight": _words(codes).T.contiguous(),
-            "qzeros": _words(torch.full((width // GROUP, out), 7)),
-            "scales": scales.T.half().contiguous(),
-            "g_idx": (torch.arange(width) // GROUP).int(),
-        }
-    return {
-        "weight_packed": _words(codes),
-        "weight_scale": scales.half(),
-        "weight_shape": torch.tensor([out, width]),
-    }
-
-
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Pack eight codes of a row into each word, the first one lowest."""
-    eights = codes.long().unflatten(1, (-1, 8))
-    words = (eights << torch.arange(0, 32, 4)).sum(2)
-    return torch.where(words >= 2**31, words - 2**32, words).int().contiguous()
-
-
-_QUANTIZATION: dict[str, dict[str, Any]] = {
-    "awq": {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": GROUP,
-        "zero_point": True,
-        "version": "gemm",
-    },
-    "gptq": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "sym": True,
-        "desc_act": False,
-        "checkpoint_format": "gptq",
-    },
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 4,
-                    "type": "int",
-                    "symmetric": True,
-                    "strategy": "group",
-                    "group_size": GROUP,
-                },
-            }
-        },
-    },
-}
 
 
 def save_config(kind: str, path: Path) -> None:

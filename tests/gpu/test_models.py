@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
-from tests.gpu.test_pushes import COMMON, DEVICE, DRY, LORA, NUM_GPUS, Pushed, answers, save
+from tests.gpu.test_pushes import COMMON, DEVICE, DRY, LORA, NUM_GPUS, VLLM, Pushed, answers, save
 from tests.models import draw_base
+from tests.quantised_files import quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,11 +30,21 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-#: With a cache of a size that is given, engines may start beside one another on a GPU.
-_VLLM = ("--max-model-len", "512", "--kv-cache-memory-bytes", "500000000", "--enforce-eager",
-         "--gpu-memory-utilization", "0.1", "--max-num-seqs", "16")  # fmt: skip
 BASE = "base-model"
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+_GPT_OSS: tuple[str, dict[str, Any], tuple[str, ...]] = (
+    "GptOssConfig",
+    {
+        **COMMON,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    (),
+)
+#: Methods whose files have quantised linear layers; those of gpt-oss have quantised experts.
+_LINEAR = ("fp8", "fp8_block", "nvfp4", "awq", "gptq", "compressed-tensors")
 #: By kind: class of transformers, settings, and further options of vLLM.
 _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "fp8_per_tensor": ("Qwen3Config", COMMON, ("--quantization", "fp8_per_tensor")),
@@ -62,17 +73,9 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            **COMMON,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "sliding_window": 32,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-        (),
-    ),
+    "gpt_oss": _GPT_OSS,
+    **{f"{method}_files": ("Qwen3Config", COMMON, ()) for method in _LINEAR},
+    "mxfp4_files": (*_GPT_OSS[:2], ("--moe-backend", "marlin")),
     "experts": (
         "Qwen3MoeConfig",
         {**COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
@@ -80,7 +83,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 #: Layers that a copy plan processes, four in each of four layers of a model.
-_PROCESSED = {kind: 16 for kind in _KINDS if kind.startswith("fp8")}
+_PROCESSED = {kind: 16 for kind in _KINDS if kind.startswith("fp8_per")}
 
 
 @dataclass
@@ -96,7 +99,8 @@ class Pair:
 
 
 def make_model(kind: str, seed: int, path: Path) -> Any:
-    """A model on the trainer's GPU, saved so that an engine can start from it."""
+    """Save a model that an engine can start from; returns it on the trainer's GPU, or its files if
+    their weights are quantised."""
     import transformers
 
     name, settings, _ = _KINDS[kind]
@@ -104,6 +108,9 @@ def make_model(kind: str, seed: int, path: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     draw_base(model, seed)
     save(model, path)
+    method, _, files = kind.rpartition("_")
+    if files == "files":
+        return quantise(method, path)
     return model.to(DEVICE)
 
 
@@ -167,7 +174,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair
     if kind == "experts":
         adapters = tuple(make_adapters(work / f"adapter{seed}", seed) for seed in (3, 4))
         fresh = ["--lora-modules", *(f"disk{i}={path}" for i, (path, _) in enumerate(adapters))]
-    args = [*_VLLM, *_KINDS[kind][2]]
+    args = [*VLLM, *_KINDS[kind][2]]
     pools = [GpuPool(work / name) for name in ("staged", "in-place")]
     last = str(max(NUM_GPUS - 1, 0))
     try:
@@ -209,11 +216,10 @@ def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
             assert f"and {_PROCESSED[pair.kind]} layers processed" in pushed.log()
 
 
+@pytest.mark.parametrize("pair", ["experts"], indirect=True)
 @pytest.mark.parametrize("at_once", [False, True])
 def test_adapters_of_experts_answer_as_from_disk(pair: Pair, at_once: bool, note: Note) -> None:
     """Beside a base that was pushed; and two versions in one batch, which may round otherwise."""
-    if not pair.adapters:
-        pytest.skip("takes no adapters")
     for pushed in (pair.staged, pair.in_place):
         with pushed.publisher() as publisher:
             publisher.push_base(pair.models[1])

@@ -34,8 +34,9 @@ pytestmark = [
     pytest.mark.skipif(not NUM_GPUS and not DRY, reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(400),
 ]
-VLLM = ("--max-model-len", "512", "--gpu-memory-utilization", "0.2", "--enforce-eager",
-        "--max-num-seqs", "16")  # fmt: skip
+#: With a cache of a size that is given, engines may start beside one another on a GPU.
+VLLM = ("--max-model-len", "512", "--kv-cache-memory-bytes", "500000000", "--enforce-eager",
+        "--gpu-memory-utilization", "0.1", "--max-num-seqs", "16")  # fmt: skip
 LORA = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4")
 PROMPTS = [[5, 9, 17, 33], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]]
 DEVICE = "cuda:0" if NUM_GPUS else "cpu"
@@ -182,23 +183,19 @@ def _place(kind: str, tp: int, work: Path) -> Iterator[Place]:
         for each in pools:
             each.work.mkdir()
             each.start()
-        # What they have done is read in their logs. Two that start at once on one GPU take
-        # each other's memory for their own, so those of a GPU start in turn.
-        verbose = ("--log-level", "debug")
+        verbose = ("--log-level", "debug")  # what they have done is read in their logs
         pools[0].launch("pushed", gpus, began_with, *args, options=verbose)
-        url = pools[0].url("pushed") if gpus == own else ""
         pools[1].launch("fresh", own, path, *args, *fresh_lora)
-        staged = Pushed(pools[0], url or pools[0].url("pushed"))
-        fresh = pools[1].url("fresh")
         options = ("--staging", "in-place", *verbose)
         # Without files to learn from, the first base goes through vLLM's own reload.
         args += [] if kind == "fp8" else ["--load-format", "dummy"]
         pools[2].launch("pushed", gpus, began_with, *args, options=options)
-        url = pools[2].url("pushed") if gpus == own else ""
-        if kind == "dense" and tp == 1 and not DRY:
+        has_late = kind == "dense" and tp == 1 and not DRY
+        if has_late:
             pools[2].launch("late", "0", began_with, *args, options=options)
-        in_place = Pushed(pools[2], url or pools[2].url("pushed"))
-        late = pools[2].url("late") if "late" in pools[2].replicas else ""
+        staged, in_place = (Pushed(pools[i], pools[i].url("pushed")) for i in (0, 2))
+        fresh = pools[1].url("fresh")
+        late = pools[2].url("late") if has_late else ""
         if late:
             pools[2].set_apart("late")
         yield Place(kind, staged, in_place, late, fresh, model, path, adapter)

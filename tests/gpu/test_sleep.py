@@ -37,7 +37,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.device_count() and not DRY, reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(400),
 ]
-# Far below what the engine's KV cache takes.
+_CACHE = ("--kv-cache-memory-bytes", "8000000000")
+# Far below what that takes.
 _FREED_BYTES = 4 * 2**30
 _BASE = "base-model"
 
@@ -113,7 +114,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pla
         options = ["--staging", staging, "--log-level", "debug"]
         options += [] if DRY else ["--enable-sleep"]  # which a CPU has not
         model = save(make_model("dense", 0), work / "other")
-        pool.launch("pushed", "0", model, *VLLM, *LORA, options=options)
+        pool.launch("pushed", "0", model, *VLLM, *_CACHE, *LORA, options=options)
         settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear",
                               exclude_modules=["lm_head"], task_type="CAUSAL_LM")  # fmt: skip
         wrapped = get_peft_model(make_model("dense", 1), settings)

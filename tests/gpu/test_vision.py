@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +19,23 @@ import torch
 
 from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
+from tests.gpu.test_pushes import DEVICE, DRY, LORA, NUM_GPUS, VLLM
 from tests.models import load_hf, make_adapter
 from tests.vision_models import make_vision_model, random_image
 from trainer_side import Publisher
 
-NUM_GPUS = torch.cuda.device_count()
-DRY = "WEFT_GPU_DRY_RUN" in os.environ  # the same on CPUs over gloo: for writing this file
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not NUM_GPUS and not DRY, reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(400),
 ]
 KIND = "qwen3_vl"
-VLLM = ("--max-model-len", "512", "--enforce-eager",
-        "--gpu-memory-utilization", "0.05" if DRY else "0.2",
-        "--max-num-seqs", "16", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2",
-        "--max-cpu-loras", "4", "--enable-tower-connector-lora")  # fmt: skip
+ARGS = (*VLLM, *LORA, "--enable-tower-connector-lora")
 #: Modules of adapters: of the language model, and of the encoder, too.
 TARGETS = {
     "reads": r".*language_model\..*_proj",
     "sees": r".*(language_model\..*_proj|visual\.blocks\..*(qkv|proj|linear_fc1|linear_fc2))",
 }
-DEVICE = "cuda:0" if NUM_GPUS else "cpu"
 
 
 @dataclass
@@ -68,19 +62,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         for name, targets in TARGETS.items()
     }
     pools = {name: GpuPool(work / f"pool-{name}") for name in ("fresh", "staged", "in-place")}
-    urls = dict[str, str]()
     try:
-        for name, pool in pools.items():  # in turn: those of a GPU take each other's memory
+        for name, pool in pools.items():
             pool.work.mkdir()
             pool.start()
             if name == "fresh":
                 loras = [f"{adapter}={path}" for adapter, path in adapters.items()]
-                pool.launch(name, "0", weights, *VLLM, "--lora-modules", *loras)
+                pool.launch(name, "0", weights, *ARGS, "--lora-modules", *loras)
             else:
                 gpu = "1" if NUM_GPUS > 1 else "0"
                 how = ("--staging", "in-place") if name == "in-place" else ()
-                pool.launch(name, gpu, began_with, *VLLM, options=how)
-            urls[name] = pool.url(name)
+                pool.launch(name, gpu, began_with, *ARGS, options=how)
+        urls = {name: pool.url(name) for name, pool in pools.items()}
         yield Place(urls["fresh"], pools, urls, weights, other, adapters)
     finally:
         for pool in pools.values():
