@@ -90,6 +90,7 @@ def trainer(args: argparse.Namespace) -> None:
         progress=None,
         timeout_seconds=90,
         backend=args.backend,
+        bucket_bytes=args.bucket_mib * 2**20 if args.bucket_mib else None,
     ) as publisher:
         for number in range(args.pushes):
             settle()
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.8, help="seconds before each push")
     parser.add_argument("--staging", default="device")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--bucket-mib", type=int, default=0)
     parser.add_argument("--replica-gpu", default="1")
     parser.add_argument("--memory", default="0.3")
     parser.add_argument(
@@ -209,6 +211,7 @@ def _ranks(args: argparse.Namespace, target: str, model: Path, what: str) -> Non
                str(args.ranks), "-m", "benchmarks.gpu_sharded", "--coordinator", target,
                "--model", str(model), "--what", what, "--pushes", str(args.pushes),
                "--backend", args.backend, "--pause", str(args.pause),
+               "--bucket-mib", str(args.bucket_mib),
                *(["--dry"] if args.dry else [])]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:

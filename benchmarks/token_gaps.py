@@ -3,14 +3,18 @@ of a replica see it.
 
 A process of its own, so that the trainer's work does not delay its clock. Each line of
 its input is answered by a line of JSON: milliseconds between tokens since the one before.
+Before they begin, as many requests as there are streams are prefilled at once, as long as the
+streams' get: what a replica that computes their cache anew has to do at the least.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -70,15 +74,36 @@ def stream(url: str, model: str, number: int, gaps: Gaps) -> None:
                         gaps.token(number)
 
 
+def prefill(url: str, model: str, num_streams: int) -> float:
+    """Seconds until each of so many requests of full length at once has its first token."""
+
+    def ask(prompt: list[int]) -> None:
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    length = len(_PROMPT) + _MAX_TOKENS
+    taken = []
+    with ThreadPoolExecutor(num_streams) as pool:
+        for _ in range(5):
+            prompts = [
+                [random.randrange(5, 1000) for _ in range(length)] for _ in range(num_streams)
+            ]
+            began = time.monotonic()
+            list(pool.map(ask, prompts))
+            taken.append(time.monotonic() - began)
+    return sorted(taken)[2]
+
+
 def main() -> None:
     """See the module."""
     url, model, num_streams = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    anew = prefill(url, model, num_streams)
     gaps = Gaps(num_streams)
     for number in range(num_streams):
         threading.Thread(target=stream, args=(url, model, number, gaps), daemon=True).start()
     print("ready", flush=True)
     for _ in sys.stdin:
-        print(json.dumps(gaps.take()), flush=True)
+        print(json.dumps({**gaps.take(), "prefill_ms": round(anew * 1e3, 1)}), flush=True)
 
 
 if __name__ == "__main__":
