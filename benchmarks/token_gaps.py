@@ -79,11 +79,12 @@ def prefill(url: str, model: str, num_streams: int) -> float:
 
     def ask(prompt: list[int]) -> None:
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        client.post(f"{url}/v1/completions", json=body).raise_for_status()
 
     length = len(_PROMPT) + _MAX_TOKENS
     taken = []
-    with ThreadPoolExecutor(num_streams) as pool:
+    # A client that is made takes longer than a request.
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(num_streams) as pool:
         for _ in range(5):
             prompts = [
                 [random.randrange(5, 1000) for _ in range(length)] for _ in range(num_streams)
