@@ -36,7 +36,7 @@ OTHERS = {
     "--tensor-parallel-size", "--prefill-context-parallel-size", "--decode-context-parallel-size",
     "--nnodes", "--enable-eplb", "--enable-elastic-ep", "--enable-expert-parallel",
     "--offload-group-size", "--cpu-offload-gb",
-    "--enable-mixed-moe-lora-format", "--enable-moe-shared-loras",
+    "--enable-mixed-moe-lora-format", "--moe-backend", "--enable-moe-shared-loras",
     "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
     "--generation-config", "--logprobs-mode",
 }  # fmt: skip
