@@ -136,6 +136,30 @@ again, its number never used again. Its policy went back to what it served.
 """
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
 
+class _ProblemSeverity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProblemSeverityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProblemSeverity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROBLEM_SEVERITY_UNSPECIFIED: _ProblemSeverity.ValueType  # 0
+    """Never sent."""
+    PROBLEM_SEVERITY_WARNING: _ProblemSeverity.ValueType  # 1
+    """Somebody ordered it, or it ends by itself."""
+    PROBLEM_SEVERITY_ERROR: _ProblemSeverity.ValueType  # 2
+    """It is wrong."""
+
+class ProblemSeverity(_ProblemSeverity, metaclass=_ProblemSeverityEnumTypeWrapper):
+    """How much a problem needs somebody."""
+
+PROBLEM_SEVERITY_UNSPECIFIED: ProblemSeverity.ValueType  # 0
+"""Never sent."""
+PROBLEM_SEVERITY_WARNING: ProblemSeverity.ValueType  # 1
+"""Somebody ordered it, or it ends by itself."""
+PROBLEM_SEVERITY_ERROR: ProblemSeverity.ValueType  # 2
+"""It is wrong."""
+Global___ProblemSeverity: _TypeAlias = ProblemSeverity  # noqa: Y015
+
 class _EventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -228,6 +252,8 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """A policy is lost (Policy.lost)."""
     EVENT_KIND_POLICY_FOUND: _EventKind.ValueType  # 42
     """It is not any more."""
+    EVENT_KIND_COORDINATOR_STARTED: _EventKind.ValueType  # 43
+    """The coordinator has started; whom it concerns is its generation."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -318,6 +344,8 @@ EVENT_KIND_POLICY_LOST: EventKind.ValueType  # 41
 """A policy is lost (Policy.lost)."""
 EVENT_KIND_POLICY_FOUND: EventKind.ValueType  # 42
 """It is not any more."""
+EVENT_KIND_COORDINATOR_STARTED: EventKind.ValueType  # 43
+"""The coordinator has started; whom it concerns is its generation."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -340,6 +368,8 @@ class Replica(_message.Message):
     CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    DIFFERENCES_FIELD_NUMBER: _builtins.int
+    NUM_MORE_DIFFERENCES_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Its name."""
     state: Global___ReplicaState.ValueType
@@ -362,6 +392,8 @@ class Replica(_message.Message):
     """See Checkpoint.digest."""
     checkpoint_reason: _builtins.str
     """See Checkpoint.reason."""
+    num_more_differences: _builtins.int
+    """How many more there are."""
     @_builtins.property
     def capabilities(self) -> _registry_pb2.Capabilities:
         """What it can take."""
@@ -380,6 +412,10 @@ class Replica(_message.Message):
         above. The drain is that of the coordinator.
         """
 
+    @_builtins.property
+    def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionDifference]:
+        """What it answers to a bare name otherwise than a ready replica, sorted; the first 16."""
+
     def __init__(
         self,
         *,
@@ -397,16 +433,54 @@ class Replica(_message.Message):
         checkpoint_digest: _builtins.bytes = ...,
         checkpoint_reason: _builtins.str = ...,
         report: _registry_pb2.ReplicaReport | None = ...,
+        differences: _abc.Iterable[Global___VersionDifference] | None = ...,
+        num_more_differences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "capabilities", b"capabilities", "report", b"report", "since_heartbeat", b"since_heartbeat", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "http_url", b"http_url", "model_name", b"model_name", "replica_id", b"replica_id", "report", b"report", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index", "address", b"address", "capabilities", b"capabilities", "checkpoint_digest", b"checkpoint_digest", "checkpoint_reason", b"checkpoint_reason", "checkpoint_state", b"checkpoint_state", "differences", b"differences", "http_url", b"http_url", "model_name", b"model_name", "num_more_differences", b"num_more_differences", "replica_id", b"replica_id", "report", b"report", "since_heartbeat", b"since_heartbeat", "state", b"state", "state_reason", b"state_reason", "version_vector", b"version_vector", "version_vector_index", b"version_vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version_vector_index: _TypeAlias = _typing.Literal["version_vector_index"]  # noqa: Y015
     _WhichOneofArgType__version_vector_index: _TypeAlias = _typing.Literal["_version_vector_index", b"_version_vector_index"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version_vector_index) -> _WhichOneofReturnType__version_vector_index | None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class VersionDifference(_message.Message):
+    """A policy of which a replica serves another version than a ready replica, as last heard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    POOL_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_BEHIND_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """Which."""
+    version: _builtins.int
+    """Version that the replica serves; 0 for no version of an adapter, -1 for a base of other
+    bytes than any version's.
+    """
+    pool_version: _builtins.int
+    """Version that a ready replica serves."""
+    num_behind: _builtins.int
+    """By how many numbers it is behind; 0 where it serves none, or a later one."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
+        pool_version: _builtins.int = ...,
+        num_behind: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_behind", b"num_behind", "policy", b"policy", "pool_version", b"pool_version", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionDifference: _TypeAlias = VersionDifference  # noqa: Y015
 
 @_typing.final
 class OutOfServiceOrder(_message.Message):
@@ -783,6 +857,36 @@ class ReplicaCount(_message.Message):
 Global___ReplicaCount: _TypeAlias = ReplicaCount  # noqa: Y015
 
 @_typing.final
+class Problem(_message.Message):
+    """Something that is not as it should be, now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    severity: Global___ProblemSeverity.ValueType
+    """How much it needs somebody."""
+    subject: _builtins.str
+    """Whom it concerns: a replica or a policy; empty for the pool."""
+    message: _builtins.str
+    """What is wrong with whom and, where somebody must act, what to do: sentences for people."""
+    def __init__(
+        self,
+        *,
+        severity: Global___ProblemSeverity.ValueType = ...,
+        subject: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "severity", b"severity", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Problem: _TypeAlias = Problem  # noqa: Y015
+
+@_typing.final
 class GetPoolResponse(_message.Message):
     """The pool."""
 
@@ -808,6 +912,8 @@ class GetPoolResponse(_message.Message):
     NUM_MORE_OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     UNUSED_FILES_FIELD_NUMBER: _builtins.int
     NUM_POLICIES_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    NUM_MORE_PROBLEMS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -826,6 +932,8 @@ class GetPoolResponse(_message.Message):
     """How many orders stand beside those in `out_of_service`."""
     num_policies: _builtins.int
     """Of the whole pool, those that never had a version included."""
+    num_more_problems: _builtins.int
+    """How many more there are."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
@@ -874,6 +982,10 @@ class GetPoolResponse(_message.Message):
         are not used, each with the reason: what they said before is in force.
         """
 
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:
+        """What is wrong now, errors first; the first 50."""
+
     def __init__(
         self,
         *,
@@ -897,10 +1009,12 @@ class GetPoolResponse(_message.Message):
         num_more_out_of_service: _builtins.int = ...,
         unused_files: _abc.Iterable[_builtins.str] | None = ...,
         num_policies: _builtins.int = ...,
+        problems: _abc.Iterable[Global___Problem] | None = ...,
+        num_more_problems: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1215,6 +1329,8 @@ class WatchEventsResponse(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SUBJECT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     kind: Global___EventKind.ValueType
     """What."""
     subject: _builtins.str
@@ -1223,6 +1339,10 @@ class WatchEventsResponse(_message.Message):
     """
     message: _builtins.str
     """For people."""
+    policy: _builtins.str
+    """Policy that it concerns; empty where it concerns none in particular."""
+    version: _builtins.int
+    """Version of that policy; 0 where it concerns none in particular."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When."""
@@ -1234,10 +1354,12 @@ class WatchEventsResponse(_message.Message):
         kind: Global___EventKind.ValueType = ...,
         subject: _builtins.str = ...,
         message: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "subject", b"subject", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "policy", b"policy", "subject", b"subject", "time", b"time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1286,9 +1408,7 @@ class ListEventsResponse(_message.Message):
 
     @_builtins.property
     def kept_since(self) -> _timestamp_pb2.Timestamp:
-        """Since when all events are kept: they begin anew with every start of the coordinator,
-        and the last 1,000 are kept.
-        """
+        """Since when every event is kept; of the time before it, some are missing."""
 
     def __init__(
         self,

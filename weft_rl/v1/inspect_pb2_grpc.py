@@ -156,8 +156,9 @@ class InspectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """What happened last, newest first: as many events as the coordinator has in memory; in
-        pages of at most 512 KiB.
+        """What happened last, newest first; in pages of at most 512 KiB. The last 500 failures and
+        the last 500 other events are in the catalog and outlive a restart; the last 500 details
+        (steps of a push before its end, retired versions) do not.
         Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
