@@ -16,7 +16,7 @@ from weft_rl.contract.errors import (
     TransferTimeoutError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.state.effects import EventKind
+from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
 from weft_rl.v1 import inspect_pb2, publish_pb2, types_pb2
 
 
@@ -131,6 +131,7 @@ async def test_past_events_are_told_newest_first_in_pages(pool: Pool) -> None:
     await pool.replica()
     await trainer.push()
     told = [await watch.read() for _ in range(4)]
+    assert {(e.policy, e.version) for e in told[-1:]} == {("math", 1)}
     watch.cancel()
     request = inspect_pb2.ListEventsRequest(page_size=3)
     first = await trainer.inspect.ListEvents(request)
@@ -154,7 +155,7 @@ async def test_a_slow_watcher_is_cut_off(pool: Pool) -> None:
     assert pool.coordinator is not None
     feed = pool.coordinator._driver._feed  # type: ignore[union-attr]
     for i in range(1200):
-        feed.publish(0.0, EventKind.REPLICA_READY, f"r{i}", "")
+        feed.publish(0.0, Announce(EventKind.REPLICA_READY, f"r{i}", ""))
 
     async def read_all() -> None:
         while True:

@@ -274,7 +274,7 @@ def test_a_watch_that_never_reads_is_ended(
             _eventually(lambda: len(feed._watchers) == 1)
             (watcher,) = feed._watchers
             for _ in range(MAX_BEHIND * 3):
-                under.pool.call(lambda: feed.publish(0.0, _kind(), "r0", "x" * 200))
+                under.pool.call(lambda: feed.publish(0.0, _event()))
                 assert len(watcher._queue) <= MAX_BEHIND
         under.push()
         _eventually(lambda: bool(under.audited(call=name)))
@@ -284,10 +284,10 @@ def test_a_watch_that_never_reads_is_ended(
     under.push()
 
 
-def _kind() -> Any:
-    from weft_rl.coordinator.decisions.state.effects import EventKind
+def _event() -> Any:
+    from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
 
-    return EventKind.REPLICA_READY
+    return Announce(EventKind.REPLICA_READY, "r0", "x" * 200)
 
 
 def test_a_stream_that_nobody_reads_ends_with_its_identity(

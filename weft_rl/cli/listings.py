@@ -19,6 +19,7 @@ from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, 
 from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, shown_time, table_of
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
+from weft_rl.coordinator.decisions.state.event_kinds import FAILURES
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import RouteList, list_policies
@@ -204,16 +205,14 @@ def _replicas(transfer: publish_pb2.Transfer) -> str:
 
 # -- events ------------------------------------------------------------------------------------
 
-_BAD = ("LOST", "QUARANTINED", "SUSPECT", "ABORTED", "FAILED", "CONFLICT", "BEHIND", "NOT_ADOPTED")
-
 
 def events(
     limit: Limit = 50, coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False
 ) -> None:
     """Print the last events, oldest first.
 
-    The coordinator keeps the last 1,000 in memory, and none over a restart: weft versions and
-    weft transfers show what was before.
+    The last 500 failures and 500 others outlive a restart of the coordinator; 500 details (steps
+    of pushes, retired versions) do not.
     """
     with connect(coordinator) as channel:
         listed: list[pb.WatchEventsResponse] = []
@@ -224,7 +223,7 @@ def events(
     for event in reversed(listed[:limit]):
         _print_event(event, json_output)
     if not json_output and len(listed) < limit:
-        Console().print(f"(events are kept since {shown_time(page.kept_since)})", style="dim")
+        Console().print(f"(every event is kept since {shown_time(page.kept_since)})", style="dim")
 
 
 def watch(coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False) -> None:
@@ -273,7 +272,7 @@ def _print_event(event: pb.WatchEventsResponse, json_output: bool) -> None:
     text = Text.assemble(
         (shown_time(event.time), "dim"),
         "  ",
-        (kind.lower().replace("_", " "), "red" if kind.endswith(_BAD) else "bold"),
+        (kind.lower().replace("_", " "), "red" if kind.lower() in FAILURES else "bold"),
         f"  {event.subject}",
         (f"  {event.message}" if event.message else "", "dim"),
     )

@@ -14,7 +14,7 @@ from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.page.document import Document, pages
 from weft_rl.coordinator.page.history import History
-from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.catalog.database import Catalog, Snapshot
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import LayoutCache, ReferenceCache, UploadQueue
 from weft_rl.coordinator.runtime.metrics import pool_registry
@@ -84,10 +84,11 @@ class Coordinator:
             access=AccessFile(config.access) if config.access else None,
             insecure=config.insecure,
         )
-        manifests, references, feed = LayoutCache(), ReferenceCache(), Feed()
+        manifests, references = LayoutCache(), ReferenceCache()
         traces = self._traces(lambda: driver.now()) if config.telemetry.traces else None
         uploads = UploadQueue()
-        state = _initial_state(catalog, self.config)
+        known = catalog.snapshot()
+        state, feed = _initial_state(known, self.config), Feed(former=known.events)
         metrics_registry, metrics = pool_registry(lambda: driver.state, lambda: driver.now())
         history = History(state, time.monotonic)
         driver = self._driver = Driver(
@@ -191,8 +192,7 @@ class Coordinator:
         await asyncio.to_thread(self._tracer.close)
 
 
-def _initial_state(catalog: Catalog, config: CoordinatorConfig) -> PoolState:
-    known = catalog.snapshot()
+def _initial_state(known: Snapshot, config: CoordinatorConfig) -> PoolState:
     now, restarted = time.monotonic(), known.generation > 1
     return PoolState(
         settings=config.settings,

@@ -15,10 +15,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from weft_rl import __version__
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.effects import EventKind
+from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
+from weft_rl.coordinator.decisions.state.event_kinds import DETAILS
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.values import Failure, VersionRecord
 from weft_rl.coordinator.decisions.step import step
@@ -39,17 +41,6 @@ from weft_rl.tracing import untraced
 _log = logging.getLogger(__name__)
 
 _Read = TypeVar("_Read")
-
-#: Events of every push beside its end, which is logged: watchers get them all the same.
-_DETAILS = frozenset(
-    {
-        EventKind.TRANSFER_BEGUN,
-        EventKind.TRANSFER_STAGED,
-        EventKind.CLONE_BEGUN,
-        EventKind.RESTORE_BEGUN,
-        EventKind.VERSION_RETIRED,
-    }
-)
 
 #: After which a write to the catalog is spoken of; it is waited for, however long it takes.
 SLOW_SAVE_SECONDS: Final = 10.0
@@ -158,6 +149,10 @@ class Driver:
 
     def start(self) -> asyncio.Task[None]:
         """Start the deciding task, which ends with ``stop``, or fails with the catalog."""
+        generation = f"generation {self.state.generation}"
+        started = Announce(EventKind.COORDINATOR_STARTED, generation, f"Weft {__version__}")
+        self._lazy += self._to_keep([started], self.now())
+        self._announce(started)
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self._task
 
@@ -230,6 +225,7 @@ class Driver:
             if self._on_step:
                 steps.append((event, before, state, more))
         saves = [effect for effect in todo if isinstance(effect, effects.Save)]
+        saves += self._to_keep(todo, now)
         if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
             saves, self._lazy = [*self._lazy, *saves], []
             await self._save(saves)
@@ -344,10 +340,7 @@ class Driver:
             case effects.RoutesChanged():
                 self.routes.change(effect.replica_ids)
             case effects.Announce():
-                level = logging.DEBUG if effect.kind in _DETAILS else logging.INFO
-                _log.log(level, "%s %s: %s", effect.kind, effect.subject, effect.message)
-                wall = self.state.wall(self.now())
-                self._feed.publish(wall, effect.kind, effect.subject, effect.message)
+                self._announce(effect)
             case (
                 effects.CallJoin()
                 | effects.CallLoad()
@@ -362,6 +355,20 @@ class Driver:
                 | effects.CallWake()
             ):
                 self._orders.start(effect)
+
+    def _to_keep(self, todo: Sequence[effects.Effect], now: float) -> list[SaveEvent]:
+        """Return the saves of the announced events that outlive the coordinator."""
+        wall = self.state.wall(now)
+        return [
+            SaveEvent(wall, effect)
+            for effect in todo
+            if isinstance(effect, Announce) and effect.kind not in DETAILS
+        ]
+
+    def _announce(self, event: Announce) -> None:
+        level = logging.DEBUG if event.kind in DETAILS else logging.INFO
+        _log.log(level, "%s %s: %s", event.kind, event.subject, event.message)
+        self._feed.publish(self.state.wall(self.now()), event)
 
     def _answer(self, ticket: int, answer: effects.Answer | WeftError) -> None:
         future = self._calls.pop(ticket, None)

@@ -9,20 +9,21 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import takewhile
+from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
-from weft_rl.coordinator.decisions.state.effects import EventKind
+from weft_rl.coordinator.decisions.state.effects import Announce, SaveEvent
+from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT, kept_with
 from weft_rl.rpc.codec import timestamp_to_proto
 from weft_rl.v1 import inspect_pb2
 
 #: A watcher that falls this far behind is cut off.
 MAX_BEHIND: Final = 1000
-#: Events that are kept for those who ask later.
-MAX_KEPT: Final = 1000
 #: Replicas whose last change of routes is known; who is behind the oldest of these is told
 #: the whole list.
 MAX_REMEMBERED: Final = 10_000
@@ -76,6 +77,7 @@ class KeptEvent:
     """Event with its number, from 1 on."""
 
     revision: int
+    announced: Announce
     message: inspect_pb2.WatchEventsResponse
 
 
@@ -84,19 +86,27 @@ class Feed:
 
     Args:
         clock: Seconds since 1970.
+        former: Events of former coordinators, oldest first.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.time, former: Sequence[SaveEvent] = ()
+    ) -> None:
         self._watchers: set[Watcher] = set()
-        self._kept = Log[KeptEvent](MAX_KEPT)
+        self._kept = {name: Log[KeptEvent](MAX_KEPT) for name in ("failures", "others", "details")}
         self._num_published = 0
+        for past in former:
+            self.publish(past.time, past.event)
+        self._num_former = self._num_published
         self._began = timestamp_to_proto(clock())
 
     @property
     def kept_since(self) -> Timestamp:
         """Time since which every event is kept."""
-        is_whole = self._num_published <= MAX_KEPT
-        return self._began if is_whole else self._kept.since()[0].message.time
+        full = [kept for log in self._kept.values() if len(kept := log.since()) == MAX_KEPT]
+        # Only of this coordinator every event was told to begin with.
+        cut = [kept[0] for kept in full if kept[0].revision > self._num_former + 1]
+        return max(cut, key=attrgetter("revision")).message.time if cut else self._began
 
     def past(self, before: int | None = None) -> list[KeptEvent]:
         """Return the kept events, newest first.
@@ -104,12 +114,13 @@ class Feed:
         Args:
             before: Only events with a smaller number are returned.
         """
-        newest_first = reversed(self._kept.since())
+        newest_first = reversed(self.since(0))
         return [kept for kept in newest_first if before is None or kept.revision < before]
 
     def since(self, number: int) -> list[KeptEvent]:
         """Return the kept events with a larger number, oldest first; on any thread."""
-        return self._kept.since(number)
+        newer = (log.since(number) for log in self._kept.values())
+        return [*merge(*newer, key=attrgetter("revision"))]
 
     def watch(self) -> Watcher:
         """Return a new reader of events from now on; give it back to ``unwatch``."""
@@ -121,16 +132,20 @@ class Feed:
         """Remove a reader that has gone."""
         self._watchers.discard(watcher)
 
-    def publish(self, unix_seconds: float, kind: EventKind, subject: str, message: str) -> None:
+    def publish(self, unix_seconds: float, announced: Announce) -> None:
         """Keep an event, and notify every watcher."""
+        policy, version = announced.concerns
         event = inspect_pb2.WatchEventsResponse(
             time=timestamp_to_proto(unix_seconds),
-            kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{kind.name}"),
-            subject=subject,
-            message=message,
+            kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{announced.kind.name}"),
+            subject=announced.subject,
+            message=announced.message,
+            policy=policy,
+            version=version,
         )
         self._num_published += 1
-        self._kept.add(KeptEvent(self._num_published, event))
+        kept = KeptEvent(self._num_published, announced, event)
+        self._kept[kept_with(announced.kind)].add(kept)
         for watcher in self._watchers:
             watcher.put(event)
 

@@ -29,7 +29,7 @@ class Watched(Machine):
         self.history.count(event, before, self.state, self.last)
         for effect in self.found(effects.Announce):
             wall = self.state.wall(self.now)
-            self.feed.publish(wall, effect.kind, effect.subject, effect.message)
+            self.feed.publish(wall, effect)
         self.all += self.last
         return self.last
 

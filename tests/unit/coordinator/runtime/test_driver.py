@@ -59,7 +59,8 @@ async def test_a_batch_is_one_transaction_and_answers_come_after_it(catalog_path
     driver.start()
     await asyncio.gather(*calls)
     await asyncio.sleep(0)
-    assert catalog.log == ["saved 5", *["told"] * 5]
+    # Five policies, what is announced of each, and that the coordinator has started.
+    assert catalog.log == ["saved 11", *["told"] * 5]
     await driver.stop()
     catalog.close()
 

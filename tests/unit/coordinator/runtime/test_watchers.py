@@ -1,4 +1,4 @@
-"""A slow reader of routes gets the newest list, and no other."""
+"""Events that are kept; a slow reader of routes gets the newest list, and no other."""
 
 from __future__ import annotations
 
@@ -7,23 +7,52 @@ import asyncio
 import pytest
 
 from weft_rl.contract.errors import PeerUnavailableError
-from weft_rl.coordinator.decisions.state.effects import EventKind
-from weft_rl.coordinator.runtime.watchers import MAX_KEPT, MAX_REMEMBERED, Feed, RouteFeed
+from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
+from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT
+from weft_rl.coordinator.runtime.watchers import MAX_REMEMBERED, Feed, RouteFeed
+
+
+def _event(subject: str, kind: EventKind = EventKind.REPLICA_READY) -> Announce:
+    return Announce(kind, subject, "")
 
 
 def test_the_last_events_are_kept_and_since_when() -> None:
     feed = Feed(clock=lambda: 5.0)
     assert (feed.past(), feed.kept_since.seconds) == ([], 5)
     for i in range(MAX_KEPT):
-        feed.publish(10.0 + i, EventKind.REPLICA_READY, f"r{i}", "")
+        feed.publish(10.0 + i, _event(f"r{i}"))
     assert feed.kept_since.seconds == 5, "none is forgotten yet"
-    feed.publish(10.0 + MAX_KEPT, EventKind.REPLICA_READY, "last", "")
+    feed.publish(10.0 + MAX_KEPT, _event("last"))
     past = feed.past()
     assert [kept.revision for kept in past] == [*range(MAX_KEPT + 1, 1, -1)]
     assert (past[0].message.subject, past[-1].message.subject) == ("last", "r1")
     assert feed.kept_since.seconds == 11
     assert [kept.message.subject for kept in feed.past(before=4)] == ["r2", "r1"]
     assert [kept.message.subject for kept in feed.since(MAX_KEPT)] == ["last"]
+
+
+def test_a_failure_stays_however_much_else_happens() -> None:
+    feed = Feed(clock=lambda: 5.0)
+    feed.publish(6.0, _event("r0", EventKind.REPLICA_LOST))
+    for i in range(3 * MAX_KEPT):
+        feed.publish(7.0 + i, _event(f"math@{i}", EventKind.VERSION_RETIRED))
+        feed.publish(7.0 + i, _event(f"r{i}"))
+    past = feed.past()
+    assert past[-1].message.subject == "r0"
+    assert len(past) == 1 + 2 * MAX_KEPT
+    assert [kept.revision for kept in past] == sorted((k.revision for k in past), reverse=True)
+    assert (past[1].message.policy, past[1].message.version) == ("math", 3 * MAX_KEPT - 1)
+
+
+def test_events_of_former_coordinators_come_first_and_do_not_count_as_all() -> None:
+    feed = Feed(
+        clock=lambda: 50.0, former=[SaveEvent(7.0, _event("r0")), SaveEvent(8.0, _event("r1"))]
+    )
+    feed.publish(60.0, _event("r2"))
+    assert [(k.revision, k.message.subject, k.message.time.seconds) for k in feed.since(0)] == [
+        (1, "r0", 7), (2, "r1", 8), (3, "r2", 60),
+    ]  # fmt: skip
+    assert feed.kept_since.seconds == 50
 
 
 async def test_lists_that_nobody_took_are_not_told() -> None:

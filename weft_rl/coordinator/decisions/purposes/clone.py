@@ -93,10 +93,10 @@ class Clone(Repair):
         )
         change.put_group(group)
         change.put_transfer(transfer)
-        change.announce(
+        change.announce_transfer(
             EventKind.CLONE_BEGUN,
-            transfer.transfer_id,
-            f"{transfer.policy_version} from {self.source} to {self.replica_id}, "
+            transfer,
+            f" from {self.source} to {self.replica_id}, "
             f"epoch {group.epoch}, {transfer.layout.total_bytes} bytes",
         )
         change.emit(OpenGroup(group))
@@ -137,10 +137,10 @@ class Clone(Repair):
                 purpose=replace(self, num_interruptions=self.num_interruptions + 1),
             )
         )
-        change.announce(
+        change.announce_transfer(
             EventKind.CLONE_INTERRUPTED,
-            transfer.transfer_id,
-            f"{transfer.policy_version} from {self.source} to {self.replica_id}: {why}",
+            transfer,
+            f" from {self.source} to {self.replica_id}: {why}",
         )
 
     def why_unwanted(self, state: PoolState, transfer: Transfer) -> str:
@@ -176,8 +176,8 @@ class Clone(Repair):
         failure, version = ended.failure, ended.policy_version
         assert failure is not None
         back_off(change, self.replica_id, version, self.source, failure)
-        text = f"{version}: {failure.message} [{failure.reason}]"
-        change.announce(EventKind.CLONE_FAILED, ended.transfer_id, text)
+        text = f": {failure.message} [{failure.reason}]"
+        change.announce_transfer(EventKind.CLONE_FAILED, ended, text)
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
         """Commit if the digest that both replicas report is the catalog's, too; else abort."""

@@ -229,10 +229,10 @@ class Push(Purpose):
         )
         change.put_transfer(transfer)
         change.emit(SavePolicy(policy), SaveVersion(transfer.record(VersionState.STAGING)))
-        change.announce(
+        change.announce_transfer(
             EventKind.TRANSFER_BEGUN,
-            transfer.transfer_id,
-            f"{transfer.policy_version} by trainer {transfer.trainer_id} to "
+            transfer,
+            f" by trainer {transfer.trainer_id} to "
             f"{len(transfer.targets)} replicas, epoch {group.epoch}, "
             f"{transfer.layout.total_bytes} bytes",
         )
@@ -290,10 +290,10 @@ class Push(Purpose):
         assert ended.failure is not None
         # Not at once: a restart ends a version that is STAGING in the same way.
         change.emit(SaveVersion(ended.record(VersionState.ABORTED), durable=False))
-        change.announce(
+        change.announce_transfer(
             EventKind.TRANSFER_ABORTED,
-            ended.transfer_id,
-            f"{ended.policy_version}: {ended.failure.message} [{ended.failure.reason}]",
+            ended,
+            f": {ended.failure.message} [{ended.failure.reason}]",
         )
 
     # -- the commit point and its end ---------------------------------------------
@@ -332,9 +332,7 @@ class Push(Purpose):
             )
         record = transfer.record(VersionState.COMMITTED, change.state.wall(change.now))
         change.emit(SaveVersion(record), SavePolicy(policy))
-        change.announce(
-            EventKind.TRANSFER_STAGED, transfer.transfer_id, str(transfer.policy_version)
-        )
+        change.announce_transfer(EventKind.TRANSFER_STAGED, transfer, "")
         change.emit(*(lifecycle.call_to_commit(transfer, replica, digest) for replica in replicas))
 
     def on_answered(self, change: Change, transfer: Transfer) -> None:
@@ -354,12 +352,12 @@ class Push(Purpose):
             withdrawals.retire_replaced(change, ended)
         seconds = change.now - transfer.begin_at
         served = f"{len(transfer.served_by)} of {len(transfer.targets)} replicas"
-        change.announce(
+        change.announce_transfer(
             EventKind.TRANSFER_COMMITTED
             if ended.phase is Phase.COMMITTED
             else EventKind.TRANSFER_ABORTED,
-            transfer.transfer_id,
-            f"{transfer.policy_version} served by {served}, epoch {transfer.epoch}, "
+            transfer,
+            f" served by {served}, epoch {transfer.epoch}, "
             f"{transfer.layout.total_bytes} bytes, {seconds:.3f} seconds"
             + (f"; {ended.failure.message}" if ended.failure else ""),
         )

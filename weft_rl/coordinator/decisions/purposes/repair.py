@@ -103,13 +103,13 @@ class Repair(Purpose):
         version, replica_id = transfer.policy_version, self.replica_id
         if failure:
             back_off(change, replica_id, version, self.source, failure)
-            text = f"{version} at {replica_id}: {failure.message} [{failure.reason}]"
-            change.announce(EventKind(f"{self.name}_failed"), transfer.transfer_id, text)
+            text = f" at {replica_id}: {failure.message} [{failure.reason}]"
+            change.announce_transfer(EventKind(f"{self.name}_failed"), transfer, text)
             return
         seconds = change.now - transfer.begin_at
-        text = f"{version} served by {replica_id}, {transfer.layout.total_bytes} bytes"
-        change.announce(
-            EventKind(f"{self.name}_ended"), transfer.transfer_id, f"{text}, {seconds:.3f} seconds"
+        text = f" served by {replica_id}, {transfer.layout.total_bytes} bytes"
+        change.announce_transfer(
+            EventKind(f"{self.name}_ended"), transfer, f"{text}, {seconds:.3f} seconds"
         )
 
 
@@ -167,8 +167,8 @@ class Restore(Repair):
         transfer = change.put_transfer(lifecycle.at_commit_point(change, transfer, [replica]))
         order = self._order(change.state, transfer, replica)
         where = {CallRestore: "spill directory", CallSwitch: "own copy"}.get(type(order), "staging")
-        text = f"{transfer.policy_version} at {self.replica_id}, from its {where}"
-        change.announce(EventKind.RESTORE_BEGUN, transfer.transfer_id, text)
+        text = f" at {self.replica_id}, from its {where}"
+        change.announce_transfer(EventKind.RESTORE_BEGUN, transfer, text)
         change.emit(order)
 
     def origin(self, replica: Replica, version: PolicyVersion) -> str:

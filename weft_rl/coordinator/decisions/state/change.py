@@ -57,6 +57,15 @@ class Change:
         """Notify watchers of something that happened, and log it."""
         self.effects.append(Announce(kind, subject, message))
 
+    def announce_transfer(self, kind: EventKind, transfer: Transfer, text: str) -> None:
+        """Notify watchers of a step of a transfer, and log it.
+
+        Args:
+            text: What follows the version's name.
+        """
+        moved = transfer.policy_version
+        self.effects.append(Announce(kind, transfer.transfer_id, f"{moved}{text}", moved))
+
     def put_replica(self, replica: Replica) -> Replica:
         """Add or replace a replica; returns it."""
         self.touched.add(replica.replica_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import Manifest
@@ -140,6 +141,17 @@ class SaveOutOfService:
     durable: bool = True
 
 
+@dataclass(frozen=True)
+class SaveEvent:
+    """Event that outlives the coordinator; see ``event_kinds``."""
+
+    time: float
+    """Seconds since 1970."""
+    event: Announce
+    durable: bool = False
+    """False, since nothing is decided by it."""
+
+
 Save = (
     SavePool
     | SaveGeneration
@@ -154,6 +166,7 @@ Save = (
     | SaveCommitted
     | SavePin
     | SaveOutOfService
+    | SaveEvent
 )
 
 
@@ -636,6 +649,19 @@ class EventKind(enum.StrEnum):
     POLICY_FORGOTTEN = enum.auto()
     POLICY_LOST = enum.auto()
     POLICY_FOUND = enum.auto()
+    COORDINATOR_STARTED = enum.auto()
+
+
+#: Events whose subject is a policy.
+_ABOUT_POLICIES: Final = frozenset(
+    {
+        EventKind.LEASE_ACQUIRED,
+        EventKind.LEASE_RELEASED,
+        EventKind.RETENTION_SET,
+        EventKind.POLICY_FORGOTTEN,
+        EventKind.UNRECORDED_VERSIONS,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -645,6 +671,18 @@ class Announce:
     kind: EventKind
     subject: str
     message: str
+    moved: PolicyVersion | None = None
+    """Version that a transfer moves, where the subject is the id of the transfer."""
+
+    @property
+    def concerns(self) -> tuple[str, int]:
+        """Policy and version that it concerns: "" and 0 where it concerns none in particular."""
+        if self.moved is not None:
+            return self.moved.policy, self.moved.version
+        if "@" in self.subject:
+            version = PolicyVersion.parse(self.subject)
+            return version.policy, version.version
+        return (self.subject if self.kind in _ABOUT_POLICIES else "", 0)
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,10 @@ def resume_without(change: Change, transfer: Transfer, lost: Mapping[str, Failur
     call_to_join(change, transfer, renewed)
     for replica_id in lost:
         _discard_at(change, transfer, change.state.replicas.get(replica_id))
-    change.announce(
+    change.announce_transfer(
         EventKind.TRANSFER_REFORMED,
-        transfer.transfer_id,
-        f"{transfer.policy_version} continues with {len(survivors)} replicas without {who}, "
-        f"epoch {epoch}: {why}",
+        transfer,
+        f" continues with {len(survivors)} replicas without {who}, epoch {epoch}: {why}",
     )
 
 

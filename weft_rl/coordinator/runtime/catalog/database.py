@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveCheckpoint,
     SaveCommitted,
     SaveEpoch,
+    SaveEvent,
     SaveGeneration,
     SaveNumberFloor,
     SaveOutOfService,
@@ -35,6 +37,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveRetired,
     SaveVersion,
 )
+from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT, kept_with
 from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import (
@@ -57,6 +60,7 @@ from weft_rl.coordinator.runtime.catalog.schema import (
 )
 from weft_rl.coordinator.runtime.catalog.tables import (
     AS_STARTED,
+    EVENTS,
     FORGOTTEN,
     META,
     PINS,
@@ -66,6 +70,8 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     Rows,
     checkpoint_from_text,
     checkpoint_to_text,
+    event_from_row,
+    event_to_row,
     version_from_row,
     version_to_row,
 )
@@ -96,6 +102,8 @@ class Snapshot:
     token_floor: int = 0
     base_contents: Mapping[int, bytes] = field(default_factory=dict)
     as_started: frozenset[bytes] = frozenset()
+    events: tuple[SaveEvent, ...] = ()
+    """What happened before that is worth to be known, oldest first."""
 
 
 class Catalog:
@@ -107,6 +115,9 @@ class Catalog:
         self._connection = connect(file.path)
         self._execute = self._connection.execute
         self._rows = Rows(self._connection)
+        self._kept = defaultdict[str, deque[int]](deque)
+        """Numbers of the events that are kept, ascending, by what they are kept with."""
+        self._last_event = 0
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
@@ -130,6 +141,9 @@ class Catalog:
             catalog = cls(file)
             check(catalog._connection, file.path)
             catalog._begin_generation()
+            for number, past in catalog._events():
+                catalog._kept[kept_with(past.event.kind)].append(number)
+                catalog._last_event = number
             catalog._execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000:.0f}")
         except BaseException as error:
             if catalog is not None:
@@ -223,7 +237,12 @@ class Catalog:
             token_floor,
             self._base_contents(),
             frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
+            tuple(past for _, past in self._events()),
         )
+
+    def _events(self) -> list[tuple[int, SaveEvent]]:
+        """Return the events that are kept, with their numbers, oldest first."""
+        return [(row[0], event_from_row(row)) for row in sorted(self._rows.select(EVENTS, {}))]
 
     def _base_contents(self) -> dict[int, bytes]:
         """Return the contents of the newest versions of the base that were ever served."""
@@ -298,6 +317,17 @@ class Catalog:
                 rows.delete(WITHDRAWN, {"replica_id": name})
             case SaveOutOfService(replica_id=name, order=OutOfService() as order):
                 rows.put(WITHDRAWN, (name, order.state, order.reason))
+            case SaveEvent():
+                self._put_event(save)
+
+    def _put_event(self, save: SaveEvent) -> None:
+        """Write an event as the newest, and drop the oldest of those that it is kept with."""
+        self._last_event += 1
+        self._rows.put(EVENTS, event_to_row(self._last_event, save))
+        kept = self._kept[kept_with(save.event.kind)]
+        kept.append(self._last_event)
+        while len(kept) > MAX_KEPT:
+            self._rows.delete(EVENTS, {"number": kept.popleft()})
 
     def _set_state(self, version: PolicyVersion, state: VersionState) -> None:
         key = {"policy": version.policy, "version": version.version}

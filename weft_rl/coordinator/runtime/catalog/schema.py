@@ -15,6 +15,7 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     BASES_AS_STARTED,
     COUNTS,
     FORGOTTEN_POLICIES,
+    PAST_EVENTS,
     Rows,
 )
 
@@ -70,6 +71,7 @@ _STEPS: Final = (
     _NUMBER_FLOOR + _PROVENANCE + COUNTS,
     FORGOTTEN_POLICIES,
     BASES_AS_STARTED,
+    PAST_EVENTS,
 )
 SCHEMA_VERSION: Final = len(_STEPS)
 #: Longest that opening a catalog waits for another program that has it open.

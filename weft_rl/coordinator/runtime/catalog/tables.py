@@ -20,6 +20,7 @@ from typing import Any, Final
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
+from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,
@@ -32,6 +33,8 @@ from weft_rl.coordinator.decisions.state.values import (
 )
 
 _CHECKSUM_BYTES: Final = 8
+#: Longest message of an event that is written.
+_MAX_EVENT_CHARS: Final = 2000
 _DOUBLE: Final = struct.Struct("<d")
 
 
@@ -45,8 +48,8 @@ class Table:
     """Columns that never change; no other row may have the same values in the unique ones."""
     row_is: str
     """Content of a row, for error messages."""
-    kinds: Mapping[str, type[enum.IntEnum]] = field(default_factory=dict)
-    """Enums by column, for columns that hold numbers of an enum."""
+    kinds: Mapping[str, type[enum.Enum]] = field(default_factory=dict)
+    """Enums by column, for columns that hold values of an enum."""
 
     def values(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return the values that will be read back of a row that is written."""
@@ -170,7 +173,22 @@ FORGOTTEN: Final = Table("forgotten", {"name": str}, ("name",), "that a policy w
 AS_STARTED: Final = Table(
     "as_started", {"content": bytes}, ("content",), "that a pushed base holds the bytes of base@0"
 )
-TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN, AS_STARTED)
+EVENTS: Final = Table(
+    "events",
+    {
+        "number": int,
+        "time": float,
+        "kind": str,
+        "subject": str,
+        "message": str,
+        "policy": str,
+        "version": int,
+    },
+    ("number",),
+    "something that has happened",
+    {"kind": EventKind},
+)
+TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN, AS_STARTED, EVENTS)
 
 #: Schema 4: what this file adds to each table that was there.
 COUNTS: Final = """
@@ -179,7 +197,7 @@ CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
     f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
     f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
     for table in TABLES
-    if table not in (FORGOTTEN, AS_STARTED)
+    if table not in (FORGOTTEN, AS_STARTED, EVENTS)
 )
 #: Schema 5.
 FORGOTTEN_POLICIES: Final = """
@@ -190,6 +208,14 @@ INSERT INTO counts VALUES ('forgotten', 0);
 BASES_AS_STARTED: Final = """
 CREATE TABLE as_started (content BLOB PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
 INSERT INTO counts VALUES ('as_started', 0);
+"""
+#: Schema 7. ``policy`` and ``version`` are of what a transfer moves; NULL elsewhere.
+PAST_EVENTS: Final = """
+CREATE TABLE events (
+  number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
+  message TEXT NOT NULL, policy TEXT, version INTEGER, checksum BLOB NOT NULL DEFAULT x''
+);
+INSERT INTO counts VALUES ('events', 0);
 """
 
 
@@ -336,6 +362,21 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
         adapter=AdapterSpec(*row[12:16]) if row[12] is not None else None,
         failure=Failure(row[16], row[17]) if row[16] is not None else None,
     )
+
+
+def event_to_row(number: int, past: SaveEvent) -> tuple[Any, ...]:
+    """Encode an event as the values of its row, in the order of the columns."""
+    event, moved = past.event, past.event.moved
+    version = (moved.policy, moved.version) if moved else (None, None)
+    message = event.message[:_MAX_EVENT_CHARS]
+    return (number, past.time, event.kind.value, event.subject, message, *version)
+
+
+def event_from_row(row: Sequence[Any]) -> SaveEvent:
+    """Decode an event from the values of its row."""
+    _, time, kind, subject, message, policy, version = row
+    moved = PolicyVersion(policy, version) if policy is not None else None
+    return SaveEvent(time, Announce(EventKind(kind), subject, message, moved))
 
 
 def checkpoint_to_text(bound: BoundCheckpoint) -> str:

@@ -17,7 +17,14 @@ from tests.unit.coordinator.runtime.catalog.kept import write_kept
 from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
-from weft_rl.coordinator.decisions.state.effects import SaveOutOfService, SavePin, SavePolicy
+from weft_rl.coordinator.decisions.state.effects import (
+    Announce,
+    EventKind,
+    SaveEvent,
+    SaveOutOfService,
+    SavePin,
+    SavePolicy,
+)
 from weft_rl.coordinator.decisions.state.pool import Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import (
@@ -288,6 +295,21 @@ def test_a_catalog_of_schema_5_knows_what_was_forgotten(catalog_path: Path) -> N
     catalog = Catalog.open(catalog_path)
     catalog.apply([SavePolicy(replace(code, forgotten=False))])
     assert not [p for p in catalog.snapshot().policies if p.forgotten]
+    catalog.close()
+
+
+def test_a_catalog_of_schema_6_has_no_events_yet_and_takes_them(catalog_path: Path) -> None:
+    write_kept(catalog_path, 6)
+    catalog = Catalog.open(catalog_path)
+    known = catalog.snapshot()
+    assert (known.generation, known.events) == (10, ())
+    assert known.as_started == {b"\x05" * 32}
+    assert [p.name for p in known.policies if p.forgotten] == ["code"]
+    lost = SaveEvent(1e9, Announce(EventKind.REPLICA_LOST, "replica-1", "no heartbeat"))
+    catalog.apply([lost])
+    catalog.close()
+    catalog = Catalog.open(catalog_path)
+    assert catalog.snapshot().events == (lost,)
     catalog.close()
 
 

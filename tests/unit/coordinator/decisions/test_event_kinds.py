@@ -1,0 +1,61 @@
+"""What each kind of event is about, and which ones one line tells."""
+
+from __future__ import annotations
+
+from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
+from weft_rl.coordinator.decisions.state.event_kinds import (
+    DETAILS,
+    FAILURES,
+    TOPICS,
+    kept_with,
+    story,
+    tone,
+    topic,
+)
+from weft_rl.v1 import inspect_pb2
+
+
+def test_each_kind_has_one_topic_and_the_protos_have_it_too() -> None:
+    assert sorted(kind for kinds in TOPICS.values() for kind in kinds) == sorted(EventKind)
+    names = {name.removeprefix("EVENT_KIND_") for name, _ in inspect_pb2.EventKind.items()}
+    assert names - {"UNSPECIFIED"} == {kind.name for kind in EventKind}
+    assert all(kind in TOPICS[topic(kind)] for kind in EventKind)
+
+
+def test_a_failure_is_never_a_detail_and_is_bad() -> None:
+    assert not FAILURES & DETAILS
+    assert {kind for kind in EventKind if tone(kind) == "bad"} == FAILURES
+    assert {kind for kind in EventKind if kept_with(kind) == "failures"} == FAILURES
+    for kind in EventKind:
+        if kind.name.endswith(("LOST", "FAILED", "ABORTED", "QUARANTINED", "SUSPECT", "CONFLICT")):
+            assert kind in FAILURES
+
+
+def test_a_push_and_the_end_of_its_version_are_one_story() -> None:
+    moved = PolicyVersion("math", 3)
+    told = [
+        Announce(EventKind.TRANSFER_BEGUN, "t-1", "math@3 by trainer a", moved),
+        Announce(EventKind.TRANSFER_STAGED, "t-1", "math@3", moved),
+        Announce(EventKind.TRANSFER_COMMITTED, "t-1", "math@3 served", moved),
+        Announce(EventKind.VERSION_RETIRED, "math@3", ""),
+    ]
+    assert {story(event) for event in told} == {"math@3"}
+    assert {event.concerns for event in told} == {("math", 3)}
+
+
+def test_who_is_lost_on_the_way_is_told_by_itself() -> None:
+    lost = Announce(EventKind.TRANSFER_REFORMED, "t-1", "", PolicyVersion("math", 3))
+    assert (story(lost), tone(lost.kind)) == ("", "bad")
+    failed = Announce(EventKind.CLONE_FAILED, "t-2", "", PolicyVersion("math", 3))
+    begun = Announce(EventKind.CLONE_BEGUN, "t-2", "", PolicyVersion("math", 3))
+    assert story(failed) == story(begun) == "t-2"
+    # A story has one failure at most, which ends it: a line shows that, and hides no other.
+    ends = {EventKind.TRANSFER_ABORTED, EventKind.CLONE_FAILED, EventKind.RESTORE_FAILED}
+    assert {kind for kind in FAILURES if story(Announce(kind, "math@3", ""))} == ends
+
+
+def test_events_say_which_policy_they_concern() -> None:
+    assert Announce(EventKind.LEASE_ACQUIRED, "math", "").concerns == ("math", 0)
+    assert Announce(EventKind.POLICY_LOST, "math@3", "").concerns == ("math", 3)
+    assert Announce(EventKind.REPLICA_LOST, "replica-1", "").concerns == ("", 0)
