@@ -94,31 +94,19 @@ def read_pool(stub: InspectServiceStub, *, whole: bool = False) -> pb.GetPoolRes
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """Render the pool: replicas, policies, transfers."""
     return Group(
-        _headline(pool), *_over_another_base(pool), *_unused(pool), _replicas(pool),
+        _headline(pool), *_problems(pool), _replicas(pool),
         *_out_of_service_elsewhere(pool), _policies(pool),
-        *_conflicts(pool),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
 
 
-def _over_another_base(pool: pb.GetPoolResponse) -> list[Text]:
-    """List the adapters that are served over another base than they were trained on."""
-    base = pool.version_vector.base
-    found = [policy for policy in pool.policies if policy.over_another_base]
-    more = len(found) - _MAX_NAMED
-    named = "; ".join(
-        f"{p.policy}@{p.served_version} was {provenance(p.trained_on_base_version, base)}"
-        for p in found[:_MAX_NAMED]
-    ) + (f"; and {more} more" if more > 0 else "")
-    what = "their answers are of policies that no trainer holds"
-    return [Text(f"{named}: {what}", "yellow")] if found else []
-
-
-def _unused(pool: pb.GetPoolResponse) -> list[Text]:
-    """List the coordinator's files that it cannot use."""
-    said = "the coordinator does not use this file; its former content stays in force: "
-    return [Text(said + line, "red") for line in pool.unused_files]
+def _problems(pool: pb.GetPoolResponse) -> list[Text]:
+    """List what is wrong now, as the coordinator says it."""
+    colours = {pb.PROBLEM_SEVERITY_WARNING: "yellow"}
+    found = [Text(one.message, colours.get(one.severity, "red")) for one in pool.problems]
+    more = f"and {pool.num_more_problems} more problems"
+    return found + [Text(more, "red")] * bool(pool.num_more_problems)
 
 
 def _headline(pool: pb.GetPoolResponse) -> Text:
@@ -191,6 +179,7 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
     if are_mixed:
         columns.append("model")
     table = table_of("replicas", *columns, caption=_more(more))
+    told = {problem.subject for problem in pool.problems}
     for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
@@ -198,7 +187,7 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             state.append(
                 f" for {duration_from_proto(replica.report.drain.time_left):.0f} s", colour
             )
-        if replica.state_reason:
+        if replica.state_reason and replica.replica_id not in told:
             state.append(f"\n{replica.state_reason}", "dim")
         if not_compared := _not_compared(pool, replica):
             state.append(f"\n{not_compared}", "dim")
@@ -268,12 +257,15 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
         )
     columns = ("policy", "served", "newest", "keeps", "owner")
     table = table_of("policies", *columns, caption=_more(more))
+    told = {problem.subject for problem in pool.problems}
     for policy in policies[:_MAX_POLICIES]:
         owner = "-"
         if policy.HasField("lease"):
             left = duration_from_proto(policy.lease.time_to_live)
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
-        if policy.lost:
+        if policy.policy in told:
+            pass
+        elif policy.lost:
             owner += f"\n{_lost_text(policy)}"
         elif policy.publish_again_version:
             lost = f"{policy.policy}@{policy.publish_again_version}"
@@ -304,24 +296,6 @@ def _lost_text(policy: pb.Policy) -> str:
         order = f"weft forget {name}"
     what = f"{name}@{policy.served_version} is lost: no replica in contact holds it"
     return f"{what}; push it again, or {order}"
-
-
-def _conflicts(pool: pb.GetPoolResponse) -> list[Text]:
-    """List the versions of which replicas hold different bytes: they have to be pushed again."""
-    return [
-        Text(
-            f"{policy.policy}@{conflict.version} is not served, for replicas hold other bytes "
-            "under that number: "
-            + "; ".join(
-                f"{content.content_digest.hex()} at {', '.join(content.replica_ids)}"
-                for content in conflict.contents
-            )
-            + f". Push {policy.policy} again.",
-            "red",
-        )
-        for policy in pool.policies
-        for conflict in policy.conflicts
-    ]
 
 
 def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:

@@ -174,16 +174,31 @@ def test_of_what_was_not_listed_in_time_the_number_is_shown() -> None:
     assert "no b" in rows[2]
 
 
-def test_adapters_over_another_base_are_said_first() -> None:
-    pool = pb.GetPoolResponse(version_vector=types_pb2.VersionVector(base=7))
-    for number in range(5):
+def test_what_is_wrong_is_said_first_and_once() -> None:
+    why = "lacks math@3, which no replica in contact holds"
+    pool = pb.GetPoolResponse(version_vector=vector(7), num_more_problems=4)
+    pool.problems.add(severity=pb.PROBLEM_SEVERITY_ERROR, subject="replica-1", message=f"r: {why}")
+    pool.problems.add(subject="math", message="math@3 is lost: push it again")
+    for number in range(2):
+        one = pool.replicas.add()
+        one.CopyFrom(replica(number, vector(7)))
+        one.state, one.state_reason = pb.REPLICA_STATE_PENDING_WEIGHTS, why
+    pool.policies.add(policy="math", served_version=3, last_version=3, lost=True)
+    lines = shown(pool, 200).splitlines()
+    assert lines[1:4] == [f"r: {why}", "math@3 is lost: push it again", "and 4 more problems"]
+    assert len([line for line in lines if why in line]) == 2, "and in the row of replica-0"
+    assert len([line for line in lines if "is lost" in line]) == 1
+
+
+def test_an_adapter_over_another_base_says_so_in_its_row() -> None:
+    pool = pb.GetPoolResponse(version_vector=vector(7))
+    for number in range(2):
         pool.policies.add(
             policy=f"math-{number}", kind=types_pb2.POLICY_KIND_ADAPTER, served_version=2,
-            last_version=2, trained_on_base_version=0, over_another_base=number != 4,
+            last_version=2, trained_on_base_version=0, over_another_base=number != 1,
         )  # fmt: skip
     lines = shown(pool, 200).splitlines()
-    assert lines[1].startswith("math-0@2 was trained on base@0, served over base@7; math-1@2 was")
-    text = " ".join(" ".join(lines).split())
-    assert "; and 1 more: their answers are of policies that no trainer holds" in text
+    said = "math-0@2 (trained on base@0, served over base@7)"
+    assert [line for line in lines if said in line]
     # The same bytes under another number are no other base.
-    assert [line for line in lines if "math-4@2" in line and "served over" not in line]
+    assert [line for line in lines if "math-1@2" in line and "served over" not in line]

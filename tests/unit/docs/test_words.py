@@ -39,7 +39,7 @@ GENERAL = _listed(
     signal sink size sleeper slice slot snapshot source span spec spiller split state step store
     stream sum switch table tensor text thread ticket time tls token trace tracer tracker trainer
     transaction trial type usage vector verdict view wait waker walk watcher watermark window word
-    work worker writer
+    work worker writer difference problem severity
     """
 )
 #: Verbs that begin the names of events and effects, which are orders and reports of one thing.

@@ -12,6 +12,7 @@ from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
+from weft_rl.coordinator.decisions.problems import problems
 from weft_rl.coordinator.decisions.state.effects import BeginAnswer, CallSleep, CallWake
 from weft_rl.coordinator.decisions.state.pool import (
     Lease,
@@ -26,6 +27,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     is_listed,
     replica_state,
     routes,
+    version_differences,
 )
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
@@ -58,6 +60,8 @@ from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, replica_pb2, type
 # Bounds of a machine's name, and of the key that tells its runs apart.
 _MAX_PROCESS_CHARS = 128
 _LATEST_TIME = float(2**32)
+# Policies that a replica names which it serves otherwise than the pool.
+_MAX_DIFFERENCES = 16
 
 
 def adapter_from_proto(message: types_pb2.AdapterSpec) -> AdapterSpec:
@@ -311,6 +315,7 @@ def replica_to_proto(
         most: Most adapters that a vector in the message lists; None for all.
     """
     where, why = explain_state(state, replica)
+    differences = version_differences(state, replica)
     return inspect_pb2.Replica(
         replica_id=replica.replica_id,
         state=inspect_pb2.ReplicaState.ValueType(int(where)),
@@ -326,6 +331,16 @@ def replica_to_proto(
         checkpoint_digest=replica.checkpoint.digest,
         checkpoint_reason=replica.checkpoint.reason,
         report=report_to_proto(replica.believed_report(now), has_vector=False),
+        differences=[
+            inspect_pb2.VersionDifference(
+                policy=one.policy,
+                version=one.version,
+                pool_version=one.pool_version,
+                num_behind=one.num_behind,
+            )
+            for one in differences[:_MAX_DIFFERENCES]
+        ],
+        num_more_differences=max(0, len(differences) - _MAX_DIFFERENCES),
     )
 
 
@@ -424,14 +439,22 @@ def sleep_request(
 _ORDERS_BYTES: Final = 128 * 1024
 
 
-def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolResponse:
+def pool_to_proto(
+    state: PoolState, now: float, unix_seconds: float, unused_files: Sequence[str]
+) -> inspect_pb2.GetPoolResponse:
     """Encode a pool without its replicas, policies, transfers and version vector; O(replicas +
-    operators' orders)."""
+    policies + operators' orders).
+
+    Args:
+        now: Monotonic seconds, as the state has them.
+        unused_files: Files of the coordinator's that are not used, with the reasons.
+    """
     orders = cut(
         sorted(state.out_of_service),
         lambda name: out_of_service_to_proto(name, state.out_of_service[name]),
         max_bytes=_ORDERS_BYTES,
     ).entries
+    found, num_more = problems(state, now, unused_files)
     counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
     return inspect_pb2.GetPoolResponse(
         base_fingerprint=state.fingerprint,
@@ -448,6 +471,16 @@ def pool_to_proto(state: PoolState, unix_seconds: float) -> inspect_pb2.GetPoolR
         base_checkpoint=bound_to_proto(state.checkpoint) if state.checkpoint else None,
         protocol_revision=PROTOCOL_REVISION,
         time=timestamp_to_proto(unix_seconds),
+        unused_files=unused_files,
+        problems=[
+            inspect_pb2.Problem(
+                severity=inspect_pb2.ProblemSeverity.ValueType(int(problem.severity)),
+                subject=problem.subject,
+                message=problem.message,
+            )
+            for problem in found
+        ],
+        num_more_problems=num_more,
     )
 
 

@@ -25,9 +25,14 @@ from starlette.responses import PlainTextResponse, Response
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
+from weft_rl.coordinator.decisions.state.event_kinds import DETAILS, story, tone, topic
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
-from weft_rl.coordinator.decisions.state.replica_state import explain_state
+from weft_rl.coordinator.decisions.state.replica_state import (
+    VersionDifference,
+    explain_state,
+    version_differences,
+)
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.coordinator.messages.wire import (
@@ -44,8 +49,9 @@ from weft_rl.coordinator.page.history import (
     PastTransfer,
     without_names,
 )
-from weft_rl.coordinator.runtime.watchers import Feed
+from weft_rl.coordinator.runtime.watchers import Feed, KeptEvent
 from weft_rl.rpc.codec import as_dict
+from weft_rl.rpc.security.credentials import UNUSED_FILES
 from weft_rl.telemetry.site import Page
 from weft_rl.v1 import inspect_pb2
 
@@ -160,11 +166,11 @@ class Document:
                 "num_transfers": MAX_TRANSFERS,
                 "seconds": SHOWN_SECONDS,
             },
-            "pool": as_dict(pool_to_proto(state, time.time())),
+            "pool": as_dict(pool_to_proto(state, self._now(), time.time(), UNUSED_FILES.list())),
             "num_replicas": len(state.replicas),
             "rates": {backend: asdict(rate) for backend, rate in self._history.rates.items()},
             "members": members,
-            "events": [{"revision": e.revision, **as_dict(e.message)} for e in events],
+            "events": [_told(event) for event in events],
             "under_way": [
                 self._under_way(transfer, state)
                 for transfer in islice(state.transfers.values(), MAX_UNDER_WAY)
@@ -208,11 +214,12 @@ class Document:
             message.lease.ClearField("time_to_live")
         return message
 
-    def _seen_replica(self, replica: Replica) -> tuple[Replica, str]:
+    def _seen_replica(self, replica: Replica) -> tuple[Replica, str, list[VersionDifference]]:
         is_ready = replica.announced is ReplicaState.READY
         why = "" if is_ready else explain_state(self._state(), replica)[1]
         report = replace(replica.believed_report(0.0), work=None, drain=None)
-        return replace(replica, last_heard=0.0, report=report), why
+        differences = version_differences(self._state(), replica)
+        return replace(replica, last_heard=0.0, report=report), why, differences
 
     def _seen_policy(self, policy: Policy) -> tuple[Policy, bool, int, list[int], bool, bool]:
         state, lease = self._state(), policy.lease
@@ -363,6 +370,19 @@ def _shown(marks: list[Mark], now: float) -> list[Mark]:
     """Return the marks of the time that is shown, and each replica's last before that."""
     before = {mark.replica_id: mark for mark in marks if mark.time < now - SHOWN_SECONDS}
     return [*before.values(), *(m for m in marks if m.time >= now - SHOWN_SECONDS)]
+
+
+def _told(event: KeptEvent) -> dict[str, Any]:
+    """Return an event's fields for the page: those of the message, and how it is shown."""
+    kind = event.announced.kind
+    return {
+        "revision": event.revision,
+        "topic": topic(kind),
+        "tone": tone(kind),
+        "story": story(event.announced),
+        "is_detail": kind in DETAILS,
+        **as_dict(event.message),
+    }
 
 
 def _fields(entry: Past) -> dict[str, Any]:

@@ -86,10 +86,10 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_replica_page_token=replicas.last or "",
             next_policy_page_token=policies.last or "",
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
-            unused_files=UNUSED_FILES.list(),
             num_policies=len(state.policies),
         )
-        known.MergeFrom(pool_to_proto(state, time.time()))
+        now, unused = self._driver.now(), UNUSED_FILES.list()
+        known.MergeFrom(pool_to_proto(state, now, time.time(), unused))
         return known
 
     async def ListReplicas(

@@ -12,6 +12,7 @@ A version that the catalog does not know at all is *unrecorded* until ``adoption
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from weft_rl.containers.frozen import replace
@@ -463,6 +464,40 @@ def missing_versions(state: PoolState, replica: Replica) -> list[str]:
                 if known and served != transfer.served_before and name not in lacking:
                     lacking = [*lacking, name]
     return lacking
+
+
+@dataclass(frozen=True)
+class VersionDifference:
+    """Policy of which a replica serves another version than a ready replica."""
+
+    policy: str
+    version: int
+    """Version that the replica serves; 0 for no version of an adapter."""
+    pool_version: int
+
+    @property
+    def num_behind(self) -> int:
+        """By how many numbers it is behind; 0 where it serves none, or a later one."""
+        serves_none = self.version == 0 and self.policy != BASE_POLICY
+        return 0 if serves_none or self.version < 0 else max(0, self.pool_version - self.version)
+
+
+def version_differences(state: PoolState, replica: Replica) -> list[VersionDifference]:
+    """List the policies that a replica serves otherwise than the pool; the base first.
+
+    A replica that is still to switch to a version that was just committed is ready, and behind.
+    """
+    pool, have = state.vector, replica.vector
+    found = []
+    if have.base != pool.base:
+        found.append(VersionDifference(BASE_POLICY, have.base, pool.base))
+    if have.aliases == pool.aliases:  # most often so, and quick to see of thousands
+        return found
+    return found + [
+        VersionDifference(policy, have.aliases.get(policy, 0), alias)
+        for policy, alias in sorted(pool.aliases.items())
+        if have.aliases.get(policy) != alias
+    ]
 
 
 def versions_to_bring(state: PoolState, replica: Replica) -> list[PolicyVersion]:

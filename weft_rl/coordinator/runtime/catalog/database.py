@@ -103,7 +103,7 @@ class Snapshot:
     base_contents: Mapping[int, bytes] = field(default_factory=dict)
     as_started: frozenset[bytes] = frozenset()
     events: tuple[SaveEvent, ...] = ()
-    """What happened before that is worth to be known, oldest first."""
+    """Events of former coordinators, oldest first."""
 
 
 class Catalog:

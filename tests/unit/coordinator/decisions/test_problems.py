@@ -1,0 +1,228 @@
+"""What is wrong with a pool, in the sentences that the page and ``weft status`` show."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.unit.coordinator.decisions.machine import DIRTY, LOAD_FAILED, SPEC, Machine
+from weft_rl.contract.names import AdapterVersions, PolicyVersion, VersionVector
+from weft_rl.coordinator.decisions.problems import MAX_PROBLEMS, Problem, Severity, problems
+from weft_rl.coordinator.decisions.state import events
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.replica_state import version_differences
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
+
+
+def _pool(*replicas: str) -> Machine:
+    m = Machine().pool(*replicas)
+    for policy in ("math", "base"):
+        m.acquire(policy)
+    return m
+
+
+def _found(m: Machine) -> list[Problem]:
+    return problems(m.state, m.now)[0]
+
+
+def _take_out(m: Machine, replica_id: str, state: ReplicaState, reason: str = "new disk") -> None:
+    m.do(events.TakeOutOfService(900, replica_id, OutOfService(state, reason)))
+
+
+def test_a_pool_that_serves_and_one_that_is_new_have_no_problem() -> None:
+    assert not _found(Machine())
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    assert not _found(m)
+
+
+def test_a_lost_replica_is_an_error_and_says_what_to_do() -> None:
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    for _ in range(8):  # r1 is silent
+        m.pass_time(1.0, beats=False)
+        m.do(events.Heartbeat(0, "r0", "i1", m.state.replicas["r0"].believed_report(m.now)))
+    (problem,) = _found(m)
+    assert problem == Problem(
+        Severity.ERROR,
+        "r1",
+        "r1 is lost: no heartbeat. Look at its log; it comes back as soon as it registers again",
+    )
+
+
+def test_one_that_could_not_switch_says_what_it_lacks_and_how_far_it_is_behind() -> None:
+    m = _pool("r0", "r1")
+    for _ in range(2):
+        m.run_to(Phase.COMMITTED)
+    m.answer_commits(m.run_to(Phase.COMMITTING), r1=LOAD_FAILED)
+    (problem,) = _found(m)
+    assert (problem.severity, problem.subject) == (Severity.ERROR, "r1")
+    assert problem.message.startswith("r1 is not ready: lacks math@3")
+    assert "(the engine said no)" in problem.message
+    assert problem.message.endswith(". It serves math@2, 1 behind")
+
+
+def test_one_with_mixed_weights_is_an_error_and_one_by_order_a_warning() -> None:
+    m = _pool("r0", "r1", "r2")
+    m.answer_commits(m.run_to(Phase.COMMITTING, "base"), r1=DIRTY)
+    _take_out(m, "r2", ReplicaState.QUARANTINED)
+    m.run_to(Phase.COMMITTED)
+    m.run_to(Phase.COMMITTED)
+    error, warning = _found(m)
+    assert (error.severity, error.subject) == (Severity.ERROR, "r1")
+    assert error.message.startswith("r1 is quarantined: the engine broke")
+    assert (warning.severity, warning.subject) == (Severity.WARNING, "r2")
+    assert warning.message.startswith("r2 is quarantined: by an operator: new disk")
+    assert not warning.message.endswith("behind"), "it serves no version of math"
+
+
+def test_a_replica_that_lags_names_the_versions() -> None:
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    m.run_to(Phase.COMMITTED, "base")
+    _take_out(m, "r1", ReplicaState.QUARANTINED)
+    for _ in range(2):
+        m.run_to(Phase.COMMITTED)
+    m.run_to(Phase.COMMITTED, "base")
+    (warning,) = _found(m)
+    assert warning.message.endswith(". It serves base@1, 1 behind; math@1, 2 behind")
+    found = version_differences(m.state, m.state.replicas["r1"])
+    assert [(d.policy, d.version, d.pool_version, d.num_behind) for d in found] == [
+        ("base", 1, 2, 1),
+        ("math", 1, 3, 2),
+    ]
+    assert version_differences(m.state, m.state.replicas["r0"]) == []
+
+
+@pytest.mark.parametrize(
+    ("vector", "expected"),
+    [
+        (VersionVector(), [("math", 0, 2, 0)]),  # it has none: "behind" would say that it has
+        (VersionVector(base=-1, adapters={"math": AdapterVersions((2,), 2)}), [("base", -1, 0, 0)]),
+        (VersionVector(adapters={"math": AdapterVersions((3,), 3)}), [("math", 3, 2, 0)]),
+    ],
+)
+def test_what_is_none_or_later_is_not_behind(
+    vector: VersionVector, expected: list[tuple[str, int, int, int]]
+) -> None:
+    m = _pool("r0", "r1")
+    for _ in range(2):
+        m.run_to(Phase.COMMITTED)
+    replica = dataclasses.replace(m.state.replicas["r1"], vector=vector)
+    found = version_differences(m.state, replica)
+    assert [(d.policy, d.version, d.pool_version, d.num_behind) for d in found] == expected
+
+
+def test_while_it_switches_a_replica_is_behind_and_no_problem() -> None:
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    ticket = m.run_to(Phase.COMMITTING)
+    m.answer_commit(ticket, "r0")
+    assert not _found(m)
+    (one,) = version_differences(m.state, m.state.replicas["r1"])
+    assert (one.version, one.pool_version, one.num_behind) == (1, 2, 1)
+
+
+def test_who_sleeps_drains_or_is_cordoned_is_so_by_order() -> None:
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    _take_out(m, "r0", ReplicaState.CORDONED)
+    m.do(events.DrainReplica(901, "r1", 30.0, "maintenance"))
+    found = _found(m)
+    assert [p.message for p in found] == [
+        "r0 is cordoned: by an operator: new disk",
+        "r1 is draining: by an operator: maintenance",
+    ]
+    assert {p.severity for p in found} == {Severity.WARNING}
+
+
+def test_no_replica_that_is_ready_is_said_of_the_pool() -> None:
+    m = _pool("r0")
+    m.run_to(Phase.COMMITTED)
+    m.pass_time(8.0, beats=False)
+    pool, replica = _found(m)
+    assert pool == Problem(
+        Severity.ERROR, "", "no replica is ready: nobody answers requests to the pool"
+    )
+    assert replica.subject == "r0"
+    m.do(events.Leave(1, "r0", "i1"))
+    (gone,) = [p for p in _found(m) if p.subject == ""]
+    assert gone.message.startswith("no replica is in the pool")
+
+
+def test_after_a_restart_replicas_are_waited_for_first() -> None:
+    m = Machine()
+    m.state = dataclasses.replace(m.state, fingerprint="f", restart_over_at=m.now + 10.0)
+    (waits,) = _found(m)
+    assert waits.severity is Severity.WARNING
+    assert "has restarted and waits for its replicas" in waits.message
+    m.now += 11.0
+    assert [p.severity for p in _found(m)] == [Severity.ERROR]
+
+
+def test_a_lost_policy_says_what_ends_that() -> None:
+    m = _pool("r0")
+    m.run_to(Phase.COMMITTED)
+    m.do(events.Leave(0, "r0", "i1"))
+    m.register("r0", "i2")
+    m.pass_time(6.0)
+    asked = next(p for p in _found(m) if p.subject == "math")
+    assert asked.message == (
+        "math@1 is held by no replica in contact: its owner t1 is asked to publish it again"
+    )
+    m.tokens.clear()
+    m.pass_time(20.0, renews=False)
+    lost = next(p for p in _found(m) if p.subject == "math")
+    assert lost.severity is Severity.ERROR
+    assert lost.message == (
+        "math@1 is lost: no replica in contact holds it; nobody owns it now, push it again, or "
+        "end it: weft forget math"
+    )
+
+
+def test_adapters_over_another_base_are_one_error() -> None:
+    m = _pool("r0")
+    for name in ("code", "law", "chess"):
+        m.acquire(name)
+    trained = dataclasses.replace(SPEC, trained_on_base_version=0)
+    for name in ("math", "code", "law", "chess"):
+        m.run_to(Phase.COMMITTED, name, adapter=trained)
+    assert not _found(m)
+    m.run_to(Phase.COMMITTED, "base")
+    (problem,) = _found(m)
+    assert problem.severity is Severity.ERROR
+    assert problem.message.startswith("math@1 was trained on base@0, served over base@1; code@1")
+    assert "; and 1 more: their answers are of policies that no trainer holds" in problem.message
+
+
+def test_other_bytes_under_one_number_are_named_with_their_holders() -> None:
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    contents = {b"\x01": ("r0",), b"\x02": ("r1",)}
+    m.state = dataclasses.replace(m.state, conflicts={PolicyVersion("math", 2): contents})
+    (problem,) = _found(m)
+    assert problem.message == (
+        "math@2 is not served, for replicas hold other bytes under that number: 01 at r0; 02 at "
+        "r1. Push math again"
+    )
+
+
+def test_files_that_are_not_used_are_told() -> None:
+    (problem,) = problems(Machine().state, 0.0, ["access.toml: no role"])[0]
+    assert problem.severity is Severity.ERROR
+    assert "does not use this file" in problem.message
+    assert problem.message.endswith("access.toml: no role")
+
+
+def test_of_many_the_errors_come_first_and_the_number_of_others_is_told() -> None:
+    m = _pool(*(f"r{i:02}" for i in range(MAX_PROBLEMS + 9)))
+    m.run_to(Phase.COMMITTED)
+    for i in range(MAX_PROBLEMS + 3):
+        _take_out(m, f"r{i:02}", ReplicaState.CORDONED)
+    m.do(events.Leave(0, "r58", "i1"))
+    m.register("r58", "i2")
+    found, more = problems(m.state, m.now)
+    assert (found[0].subject, found[0].severity) == ("r58", Severity.ERROR)
+    assert len(found) == MAX_PROBLEMS
+    assert more == 4
