@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
-from weft_rl.coordinator.decisions.state.event_kinds import DETAILS, story, tone, topic
+from weft_rl.coordinator.decisions.state.event_kinds import DETAILS, MAX_KEPT, story, tone, topic
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -164,6 +164,7 @@ class Document:
             "history": {
                 "began": self._history.began_at,
                 "num_transfers": MAX_TRANSFERS,
+                "num_events": MAX_KEPT,
                 "seconds": SHOWN_SECONDS,
             },
             "pool": as_dict(pool_to_proto(state, self._now(), time.time(), UNUSED_FILES.list())),

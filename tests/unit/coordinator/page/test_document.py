@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from tests.unit.coordinator.decisions.machine import LOAD_FAILED
 from tests.unit.coordinator.page.pool import COORDINATOR, Watched, watched
 from weft_rl.contract.names import VersionVector
 from weft_rl.coordinator.decisions.state import events
-from weft_rl.coordinator.decisions.state.values import Phase
+from weft_rl.coordinator.decisions.state.event_kinds import TOPICS
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import Phase, ReplicaState
 from weft_rl.coordinator.page import document
 from weft_rl.coordinator.page.document import Document
 
@@ -101,6 +105,56 @@ def test_replicas_say_why_they_are_not_ready_and_when_they_are_gone() -> None:
     assert reader.poll()["gone_replicas"] == []
     m.register("r1", "i2", vector=VersionVector())
     assert _names(reader.poll()) == ["r1"]
+
+
+def test_what_is_wrong_is_told_and_how_far_a_replica_is_behind() -> None:
+    m = watched("r0", "r1")
+    for _ in range(2):
+        m.run_to(Phase.COMMITTED)
+    reader = Reader(m)
+    answer = reader.poll()
+    assert "problems" not in answer["pool"]
+    assert not any("differences" in replica for replica in answer["replicas"])
+    m.answer_commits(m.run_to(Phase.COMMITTING), r1=LOAD_FAILED)
+    answer = reader.poll()
+    (problem,) = answer["pool"]["problems"]
+    assert (problem["severity"], problem["subject"]) == ("PROBLEM_SEVERITY_ERROR", "r1")
+    assert problem["message"].startswith("r1 is not ready: lacks math@3")
+    (behind,) = [r for r in answer["replicas"] if r["replica_id"] == "r1"]
+    assert behind["differences"] == [
+        {"policy": "math", "version": "2", "pool_version": "3", "num_behind": "1"}
+    ]
+
+
+def test_a_replica_is_sent_again_when_the_pool_leaves_it_behind() -> None:
+    m = watched("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    order = OutOfService(ReplicaState.QUARANTINED, "new disk")
+    m.do(events.TakeOutOfService(900, "r1", order))
+    reader = Reader(m)
+    reader.poll()
+    for number in ("1", "2"):
+        m.run_to(Phase.COMMITTED)
+        (behind,) = [r for r in reader.poll()["replicas"] if r["replica_id"] == "r1"]
+        assert [one["num_behind"] for one in behind["differences"]] == [number]
+
+
+def test_events_say_what_they_are_about_and_which_story_they_tell() -> None:
+    m = watched("r0")
+    m.run_to(Phase.COMMITTED)
+    told = {e["kind"].removeprefix("EVENT_KIND_"): e for e in Reader(m).poll()["events"]}
+    begun, committed = told["TRANSFER_BEGUN"], told["TRANSFER_COMMITTED"]
+    assert begun["story"] == committed["story"] == "math@1"
+    assert (begun["is_detail"], committed["is_detail"]) == (True, False)
+    assert (committed["topic"], committed["tone"]) == ("pushes", "good")
+    assert (committed["policy"], committed["version"]) == ("math", "1")
+    assert (told["REPLICA_READY"]["topic"], told["REPLICA_READY"]["story"]) == ("replicas", "")
+
+
+def test_the_page_offers_each_topic() -> None:
+    page = (Path(document.__file__).parent / "static" / "index.html").read_text()
+    (listed,) = re.findall(r'<select id="topic".*?</select>', page, re.DOTALL)
+    assert re.findall(r"<option>(\w+)</option>", listed) == [*TOPICS]
 
 
 def test_who_missed_too_much_of_what_is_gone_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

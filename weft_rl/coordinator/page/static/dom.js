@@ -9,7 +9,7 @@ function build(node, attributes, children) {
     if (value === undefined || value === null || value === false) continue;
     node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -42,6 +42,25 @@ export function orEmpty(content, empty, isEmpty, make) {
   content.hidden = isEmpty;
   empty.hidden = !isEmpty;
   if (isEmpty) show(empty, "empty", make);
+}
+
+/** Fill a select with names, and choose one of them; `all` is a first option without a value. */
+export function choices(select, names, chosen, all) {
+  show(select, names.join("\n"), () => [
+    ...(all ? [el("option", { value: "" }, all)] : []),
+    ...names.map((name) => el("option", { value: name }, name)),
+  ]);
+  select.value = chosen;
+}
+
+const canvas = document.createElement("canvas").getContext("2d");
+const families = new Map();
+
+/** The width of a text in pixels, in the font of a node; a little more than it takes. */
+export function textWidth(text, node, size = "12.5px", weight = "400") {
+  if (!families.has(node)) families.set(node, getComputedStyle(node).fontFamily);
+  canvas.font = `${weight} ${size} ${families.get(node)}`;
+  return Math.ceil(canvas.measureText(text).width * 1.04) + 2;
 }
 
 /** A moment, relative; the absolute one is on hover. `refreshMoments` keeps it true. */

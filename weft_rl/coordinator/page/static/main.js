@@ -1,11 +1,12 @@
 // Asks the coordinator every second what has changed, and has it drawn.
 
 import { Braid } from "./braid.js";
-import { byId, el, refreshMoments, setText, show } from "./dom.js";
+import { byId, choices, el, refreshMoments, setText, show } from "./dom.js";
 import { Events } from "./events.js";
 import { clock, full } from "./format.js";
 import { Pool } from "./pool.js";
 import { drawPolicies, drawReplicas, drawSummary } from "./tables.js";
+import { drawVerdict, wrongs } from "./verdict.js";
 import { Waterfall } from "./waterfall.js";
 
 const POLL = 1000; // milliseconds
@@ -31,7 +32,6 @@ async function poll() {
       { signal: AbortSignal.timeout(GIVE_UP), cache: "no-store" });
     if (!answer.ok) throw new Error(refusals[answer.status] ?? `the coordinator answered ${answer.status}`);
     const told = await answer.json();
-    if (told.is_new) events.clear();
     pool.apply(told);
     contact.answeredAt = Date.now() / 1000;
     contact.ahead = pool.now - contact.answeredAt;
@@ -59,23 +59,25 @@ function draw() {
   const time = now();
   drawChoices();
   drawHead();
+  drawVerdict(pool);
+  drawPolicies(pool);
+  drawReplicas(pool, time, braid.filter);
   drawSummary(pool, time);
   braid.update(pool, time);
   waterfall.update(pool, time);
-  drawPolicies(pool);
-  drawReplicas(pool, time, braid.filter);
   events.update(pool, time);
 }
 
 function drawHead() {
   const { facts } = pool;
   const model = [...pool.replicas.values()].find((replica) => replica.model_name)?.model_name;
+  byId("model").dataset.model = model ?? "";
   setText(byId("model"), model ? `pool of ${model}` : "an empty pool");
-  document.title = model ? `${model} · Weft` : "Weft";
   show(byId("history"), `${facts.history.began}.${facts.pool.coordinator_generation}`, () => [
     "History since ", el("time", { datetime: new Date(facts.history.began * 1000).toISOString(), title: full(facts.history.began) },
       clock(facts.history.began)),
     `, when this coordinator started: its last ${facts.history.num_transfers} pushes and one hour of replicas. ` +
+    `Events outlive a restart: the last ${facts.history.num_events} failures and as many others, but no steps of pushes. ` +
     `Weft ${facts.pool.weft_version}, generation ${facts.pool.coordinator_generation ?? 0}.`,
   ]);
 }
@@ -85,11 +87,11 @@ function drawChoices() {
   const names = pool.policyNames();
   const known = names.includes("base") ? names : ["base", ...names];
   if (!known.includes(braid.policy)) braid.policy = "base";
-  if (waterfall.of && !known.includes(waterfall.of)) waterfall.of = "";
-  const options = (chosen, extra) => () => [...extra, ...known].map((name) =>
-    el("option", { value: name === "all policies" ? "" : name, selected: name === chosen }, name));
-  show(byId("policy"), known.join("\n"), options(braid.policy, []));
-  show(byId("pushes-of"), known.join("\n"), options(waterfall.of || "all policies", ["all policies"]));
+  if (!known.includes(waterfall.of)) waterfall.of = "";
+  if (!known.includes(events.of)) events.of = "";
+  choices(byId("policy"), known, braid.policy);
+  choices(byId("pushes-of"), known, waterfall.of, "all policies");
+  choices(byId("events-of"), known, events.of, "all policies");
   byId("filter-label").hidden = pool.replicas.size <= MANY_REPLICAS && !braid.filter;
 }
 
@@ -100,29 +102,41 @@ function drawContact() {
   const isLost = contact.failure !== "" || isOld;
   document.body.classList.toggle("stale", isLost && contact.answeredAt > 0);
   byId("contact").classList.toggle("lost", isLost);
-  setText(byId("contact-text"), isLost ? "No contact" : contact.answeredAt ? "Live" : "Connecting");
+  setText(byId("contact-text"), isLost ? "Page has no contact" : contact.answeredAt ? "Page connected" : "Page connecting");
+  drawTab(isLost);
   const notice = byId("notice");
   notice.hidden = !isLost;
   if (!isLost) return;
   const why = contact.failure || "it does not answer";
   setText(notice, contact.answeredAt
-    ? `No contact with the coordinator: ${why}. What you see is from ${clock(contact.answeredAt + contact.ahead)}; trying again.`
-    : `No contact with the coordinator: ${why}. Trying again.`);
+    ? `This page has no contact with the coordinator: ${why}. What you see is from ${clock(contact.answeredAt + contact.ahead)}; trying again.`
+    : `This page has no contact with the coordinator: ${why}. Trying again.`);
 }
 
-byId("policy").addEventListener("change", (event) => {
-  braid.policy = event.target.value;
-  braid.chosen = null;
-  if (pool.facts) draw();
-});
-byId("pushes-of").addEventListener("change", (event) => {
-  waterfall.of = event.target.value;
-  if (pool.facts) draw();
-});
-byId("window").addEventListener("change", (event) => {
-  braid.seconds = Number(event.target.value);
-  if (pool.facts) draw();
-});
+/** The title and the icon of the browser's tab say how many things are wrong. */
+function drawTab(isLost) {
+  const wrong = pool.facts ? wrongs(pool.facts.pool) : 0;
+  const model = byId("model").dataset.model;
+  const parts = [isLost ? "⚠ no contact" : wrong ? `⚠ ${wrong} wrong` : "", model, "Weft"];
+  const title = parts.filter(Boolean).join(" · ");
+  if (document.title !== title) document.title = title;
+  const icon = `page/${isLost || wrong ? "icon-wrong" : "icon"}.svg`;
+  if (byId("icon").getAttribute("href") !== icon) byId("icon").setAttribute("href", icon);
+}
+
+const settings = {
+  policy: (value) => { braid.policy = value; braid.chosen = null; },
+  "pushes-of": (value) => { waterfall.of = value; },
+  "events-of": (value) => { events.of = value; },
+  topic: (value) => { events.topic = value; },
+  window: (value) => { braid.seconds = Number(value); },
+};
+for (const [id, set] of Object.entries(settings)) {
+  byId(id).addEventListener("change", (event) => {
+    set(event.target.value);
+    if (pool.facts) draw();
+  });
+}
 byId("filter").addEventListener("input", (event) => {
   braid.filter = event.target.value;
   if (pool.facts) draw();

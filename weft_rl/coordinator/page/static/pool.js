@@ -2,7 +2,6 @@
 
 import { byName, fromDuration, fromTimestamp } from "./format.js";
 
-const MAX_EVENTS = 1000;
 
 export class Pool {
   constructor() {
@@ -63,7 +62,7 @@ export class Pool {
     const { num_transfers: most, seconds } = this.facts.history;
     this.transfers.splice(0, Math.max(0, this.transfers.length - most));
     this.repairs.splice(0, Math.max(0, this.repairs.length - most));
-    this.events.splice(0, Math.max(0, this.events.length - MAX_EVENTS));
+    if (this.events.length > 6 * this.facts.history.num_events) this.events = this.newest(this.events);
     const from = this.now - seconds;
     for (const [name, marks] of this.marks) {
       while (marks.length > 1 && marks[1].time < from) marks.shift();
@@ -71,6 +70,28 @@ export class Pool {
         this.marks.delete(name);
       }
     }
+  }
+
+  /** Of failures, of details and of all else as many as the coordinator keeps. */
+  newest(events) {
+    const counts = {};
+    return events.reverse().filter((event) => {
+      const kind = event.is_detail ? "detail" : event.tone === "bad" ? "failure" : "other";
+      counts[kind] = (counts[kind] ?? 0) + 1;
+      return counts[kind] <= this.facts.history.num_events;
+    }).reverse();
+  }
+
+  /** By policy, the replicas in contact that serve another version of it than the pool. */
+  behind() {
+    const found = new Map();
+    for (const name of [...this.replicas.keys()].sort(byName)) {
+      if (this.stateOf(name) === "lost") continue;
+      for (const one of this.replicas.get(name).differences ?? []) {
+        found.set(one.policy, [...(found.get(one.policy) ?? []), { name, ...one }]);
+      }
+    }
+    return found;
   }
 
   /** The coordinator's clock when it answered last. */
@@ -105,20 +126,6 @@ export class Pool {
   stateOf(name) {
     const replica = this.replicas.get(name);
     return replica ? replica.state.slice("REPLICA_STATE_".length).toLowerCase() : "gone";
-  }
-
-  /** The version of each policy that a replica answers with, where it is not the pool's. */
-  differences(replica) {
-    const vector = replica.version_vector ?? {};
-    const serves = new Map([["base", Number(vector.base ?? 0)]]);
-    for (const entry of vector.adapters ?? []) serves.set(entry.policy, Number(entry.alias ?? 0));
-    const found = [];
-    for (const [name, policy] of this.policies) {
-      const wanted = policy.lost && name !== "base" ? 0 : Number(policy.served_version ?? 0);
-      const has = serves.get(name) ?? 0;
-      if (has !== wanted) found.push({ policy: name, version: has, wanted });
-    }
-    return found;
   }
 }
 

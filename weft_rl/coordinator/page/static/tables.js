@@ -2,52 +2,52 @@
 
 import { address, noReplica, stateWord } from "./braid.js";
 import { byId, chip, el, moment, orEmpty, show } from "./dom.js";
-import { byName, colour, count, duration, rate, several, versionName } from "./format.js";
+import { byName, clock, colour, count, duration, rate, several, versionName } from "./format.js";
 
-const SOME = 50;
+const FEW = 6; // rows of the first screen
+const NAMED = 3;
 const HOUR = 3600;
-let showsAll = false;
-byId("more-replicas").addEventListener("click", () => {
-  showsAll = true;
-  byId("more-replicas").hidden = true;
-});
+const showsAll = { policies: false, replicas: false };
+for (const what of Object.keys(showsAll)) {
+  byId(`more-${what}`).addEventListener("click", (event) => {
+    showsAll[what] = true;
+    event.target.hidden = true;
+    limits[what]?.();
+  });
+}
+const limits = {}; // draws a table again
+
+/** The first rows of a table, or all of them where that was asked for. */
+function some(what, rows, again) {
+  const shown = showsAll[what] ? rows : rows.slice(0, FEW);
+  const more = byId(`more-${what}`);
+  more.hidden = shown.length === rows.length;
+  more.textContent = `Show all ${count(rows.length)} ${what}`;
+  limits[what] = again;
+  return shown;
+}
 
 // -- figures -----------------------------------------------------------------
 
 export function drawSummary(pool, now) {
-  const counts = new Map((pool.facts.pool.replica_counts ?? []).map((entry) =>
-    [entry.state, Number(entry.num_replicas)]));
-  const total = pool.facts.num_replicas;
-  const ready = counts.get("REPLICA_STATE_READY") ?? 0;
-  const adapters = pool.policyNames().filter((name) => name !== "base");
   const recent = pool.transfers.filter((one) => one.purpose === "push" && one.end_time > now - HOUR);
   const failed = recent.filter((one) => one.failure).length;
   const last = [...pool.transfers].reverse().find((one) => one.purpose === "push" && !one.failure);
   const pauses = recent.filter((one) => one.pause);
   const longest = pauses.reduce((most, one) => (one.pause > (most?.pause ?? 0) ? one : most), null);
   const fastest = Object.entries(pool.facts.rates).sort((a, b) => b[1].bytes_per_second - a[1].bytes_per_second)[0];
-  const base = Number(pool.base?.served_version ?? 0);
-  const strangers = adapters.map((name) => pool.policies.get(name)).filter((policy) => policy.over_another_base);
+  const { began } = pool.facts.history;
+  const span = began > now - HOUR ? `since ${clock(began)}` : "in the last hour";
   const tiles = [
-    ["Replicas ready", `${count(ready)} of ${count(total)}`, ready < total ? `${several(total - ready, "replica")} not ready` : total ? "all of them" : "none yet",
-      total && ready < total ? "warn" : ""],
-    ["Served", total ? versionName("base", base) : "nothing", strangers.length ? overAnotherBase(pool, strangers)
-      : adapters.length ? several(adapters.length, "adapter") : "no adapter yet", strangers.length ? "warn" : ""],
-    ["Pushes, last hour", count(recent.length - failed), failed ? `${count(failed)} failed` : "none failed", failed ? "warn" : ""],
+    [`Pushes ${span}`, count(recent.length - failed), failed ? `${count(failed)} failed` : "none failed", failed ? "warn" : ""],
     ["Last push", last ? duration(last.total) : "–", last ? [versionName(last.policy, last.version), " · ", moment(last.end_time, now)] : "nothing pushed yet", ""],
-    ["Longest pause", longest ? duration(longest.pause) : "–", longest ? `${versionName(longest.policy, longest.version)}, last hour` : "none in the last hour", ""],
+    ["Longest pause", longest ? duration(longest.pause) : "–", longest ? `${versionName(longest.policy, longest.version)}, ${span}` : `none ${span}`, ""],
     ["Fastest staging", fastest ? rate(fastest[1].bytes_per_second) : "–", fastest ? `${fastest[0]} · ${fastest[1].version}` : "nothing staged yet", ""],
   ];
   const key = JSON.stringify(tiles.map(([name, value, note]) => [name, value, Array.isArray(note) ? last.id : note]));
   show(byId("summary"), key, () => tiles.map(([name, value, note, tone]) =>
     el("div", { class: `tile ${tone}` }, el("dt", {}, name), el("dd", {}, value),
       el("dd", { class: "note" }, ...[note].flat()))));
-}
-
-/** Adapters answer worse over another base than they were trained on; said where it is seen first. */
-function overAnotherBase(pool, [one, ...more]) {
-  const rest = more.length ? `, and ${several(more.length, "adapter")} more` : "";
-  return `${versionName(one.policy, one.served_version)} was trained on ${versionName("base", pool.trainedOn(one))}${rest}`;
 }
 
 // -- policies ----------------------------------------------------------------
@@ -58,32 +58,49 @@ export function drawPolicies(pool) {
     el("p", {}, "No policy yet: the first push makes one."),
     el("pre", { tabindex: 0 }, `weft push --coordinator ${address(pool)} --policy math ADAPTER_DIR`),
   ]);
-  const policies = names.map((name) => pool.policies.get(name));
-  show(byId("policy-rows"), JSON.stringify([policies, pool.base?.served_version]), () =>
-    policies.map((policy) => policyRow(pool, policy)));
+  const behind = pool.behind();
+  const all = names.map((name) => ({ policy: pool.policies.get(name), behind: behind.get(name) ?? [] }));
+  all.sort((a, b) => isWrong(b) - isWrong(a)); // the others stay in order, the base first
+  const rows = some("policies", all, () => drawPolicies(pool));
+  show(byId("policy-rows"), JSON.stringify([rows, pool.base?.served_version]), () =>
+    rows.map((row) => policyRow(pool, row)));
 }
 
-function policyRow(pool, policy) {
+const isWrong = ({ policy, behind }) => behind.length > 0 || notes(policy).length > 0 || Boolean(policy.over_another_base);
+
+/** What is wrong with a policy, in a word: the sentences are above. */
+const notes = ({ policy: name, lost, publish_again_version: again, conflicts = [] }) => [
+  ...(lost ? ["lost"] : again ? [`wanted again: ${versionName(name, again)}`] : []),
+  ...conflicts.map(({ version }) => `unlike bytes: ${versionName(name, version)}`),
+];
+
+function policyRow(pool, { policy, behind }) {
   const name = policy.policy;
   const served = Number(policy.served_version ?? 0);
   const isBase = name === "base";
   const pinned = new Set((policy.pinned_versions ?? []).map(Number));
   const versions = [...new Set([...(policy.versions ?? []).map(Number), ...pinned])].sort((a, b) => b - a);
-  const notes = [];
-  if (policy.lost) notes.push(`lost: no replica holds it, and nobody owns it. Push it again, or ${isBase ? "weft rollback base --to 0" : `weft forget ${name}`}`);
-  else if (policy.publish_again_version) notes.push(`its owner is asked to publish ${versionName(name, policy.publish_again_version)} again`);
-  for (const conflict of policy.conflicts ?? []) notes.push(`replicas hold unlike bytes under ${versionName(name, conflict.version)}`);
+  const none = (text) => el("span", { class: "muted" }, text);
   return el("tr", { "data-policy": name },
     el("th", { scope: "row" }, name),
-    el("td", { "data-label": "Serves" }, served || isBase ? chip(versionName(name, served), colour(served)) : "nothing yet",
-      ...notes.map((note) => el("small", { class: "bad" }, note))),
+    el("td", { "data-label": "Serves" }, served || isBase ? chip(versionName(name, served), colour(served)) : none("nothing yet"),
+      ...notes(policy).map((note) => el("small", { class: "bad" }, note))),
+    el("td", { "data-label": "Trained on" }, ...trainedOn(pool, policy, isBase, served)),
+    el("td", { "data-label": "Replicas behind" }, ...behind.slice(0, NAMED).map((one) => el("span", { class: "bad block" }, `${one.name}: ${stale(one)}`)),
+      behind.length > NAMED ? el("small", { class: "bad" }, `and ${several(behind.length - NAMED, "replica")} more`) : null,
+      behind.length ? null : none("none")),
     el("td", { "data-label": "Keeps" }, el("ul", { class: "versions" }, ...versions.map((version) =>
       el("li", { class: pinned.has(version) ? "pinned" : "", title: pinned.has(version) ? "pinned: never retired" : undefined },
         String(version), pinned.has(version) ? " pinned" : ""))),
-      versions.length ? null : el("span", { class: "muted" }, isBase ? "what replicas were started with" : "nothing"),
+      versions.length ? null : none(isBase ? "what replicas were started with" : "nothing"),
       policy.num_retained ? el("small", {}, `the newest ${policy.num_retained}${policy.has_own_retention ? "" : ", by default"}`) : null),
-    el("td", { "data-label": "Owner" }, policy.lease ? policy.lease.trainer_id : el("span", { class: "muted" }, "nobody")),
-    el("td", { "data-label": "Trained on" }, ...trainedOn(pool, policy, isBase, served)));
+    el("td", { "data-label": "Owner" }, policy.lease ? policy.lease.trainer_id : none("nobody")));
+}
+
+/** What a replica serves of a policy, and how far that is behind. */
+function stale({ policy, version = 0, pool_version: wanted, num_behind: behind }) {
+  if (!Number(version) && policy !== "base") return `no ${policy}`;
+  return `${versionName(policy, version)}, ${behind ? `${count(Number(behind))} behind` : `not ${versionName(policy, wanted ?? 0)}`}`;
 }
 
 function trainedOn(pool, policy, isBase, served) {
@@ -105,12 +122,9 @@ export function drawReplicas(pool, now, filter) {
   orEmpty(byId("replicas"), byId("replicas-empty"), !pool.replicas.size, () => noReplica(pool));
   const place = (one) => order.indexOf(pool.stateOf(one.replica_id));
   all.sort((a, b) => place(a) - place(b) || byName(a.replica_id, b.replica_id));
-  const some = showsAll ? all : all.slice(0, SOME);
-  const more = byId("more-replicas");
-  more.hidden = some.length === all.length;
-  more.textContent = `Show all ${count(all.length)}`;
-  const rows = some.map((replica) => ({ replica, differs: pool.differences(replica), mark: lastMark(pool, replica) }));
-  show(byId("replica-rows"), JSON.stringify(rows), () => rows.map((row) => replicaRow(row, now)));
+  const rows = some("replicas", all, () => drawReplicas(pool, now, filter))
+    .map((replica) => ({ replica, mark: lastMark(pool, replica) }));
+  show(byId("replica-rows"), JSON.stringify(rows), () => rows.map((row) => replicaRow(pool, row, now)));
 }
 
 function lastMark(pool, replica) {
@@ -121,17 +135,19 @@ function lastMark(pool, replica) {
   return since;
 }
 
-function replicaRow({ replica, differs, mark }, now) {
-  const state = replica.state.slice("REPLICA_STATE_".length).toLowerCase();
-  const serves = differs.length
-    ? differs.slice(0, 4).map(({ policy, version, wanted }) =>
-      el("small", { class: "bad" }, `${version || policy === "base" ? versionName(policy, version) : `no ${policy}`}, not ${versionName(policy, wanted)}`))
+function replicaRow(pool, { replica, mark }, now) {
+  const state = pool.stateOf(replica.replica_id);
+  const { differences = [], num_more_differences: more = 0 } = replica;
+  const others = differences.length - NAMED + more;
+  const serves = differences.length
+    ? [...differences.slice(0, NAMED).map((one) => el("span", { class: "bad block" }, stale(one))),
+      others > 0 ? el("small", { class: "bad" }, `and ${count(others)} more`) : null]
     : [el("span", {}, "as the pool")];
-  return el("tr", { "data-replica": replica.replica_id },
+  return el("tr", { "data-replica": replica.replica_id, class: state },
     el("th", { scope: "row" }, replica.replica_id),
     el("td", { "data-label": "State" }, el("span", { class: `state ${state}` }, stateWord(state)),
       replica.state_reason ? el("small", {}, replica.state_reason) : null),
-    el("td", { "data-label": "Serves" }, ...serves),
+    el("td", { "data-label": "Serves" }, state === "lost" ? el("small", {}, "heard last:") : null, ...serves),
     el("td", { "data-label": "OpenAI API" }, replica.http_url ? el("code", {}, replica.http_url) : el("span", { class: "muted" }, "none")),
     el("td", { "data-label": "Since" }, mark ? moment(mark, now) : el("span", { class: "muted" }, "before the history")));
 }
