@@ -1,13 +1,12 @@
 // The braid: time across, a row for each replica, colour is the version, a commit is a seam.
 
-import { byId, chip, el, moment, orEmpty, show, svg } from "./dom.js";
+import { byId, chip, el, moment, orEmpty, show, svg, textWidth } from "./dom.js";
 import { COLOURS, clock, colour, count, duration, full, several, versionName } from "./format.js";
 import { pauses, seams, strand, ticks, versionsOf } from "./tracks.js";
 
 const MAX_ROWS = 100;
 const AXIS = 26;
 const TOP = 30;
-const CHARACTER = 7.6; // about the width of one, in labels
 const MIN_PAUSE = 4; // pixels: a pause of milliseconds is to be seen
 
 const words = {
@@ -76,11 +75,11 @@ export class Braid {
     this.drawChosen(now);
   }
 
-  /** The geometry of a width: narrow ones have the names above the rows. */
+  /** The geometry of a width: where names would take too much of it they are above the rows. */
   layout(width, rows) {
-    const isNarrow = width < 560;
-    const longest = Math.max(4, ...rows.map(({ name }) => name.length));
-    const label = isNarrow ? 0 : Math.min(200, longest * CHARACTER + 18);
+    const longest = Math.max(40, ...rows.map(({ name }) => this.width(this.label(name))));
+    const isNarrow = width < 560 || longest > width / 3;
+    const label = isNarrow ? 0 : longest + 16;
     const dense = rows.length > 24;
     const strandHeight = dense ? 8 : 16;
     const height = isNarrow && !dense ? strandHeight + 24 : strandHeight + (dense ? 4 : 14);
@@ -116,13 +115,34 @@ export class Braid {
     return TOP + i * at.height + (at.height - at.strandHeight) / 2 + (at.isNarrow && !at.dense ? 9 : 0);
   }
 
+  width(text, weight) {
+    return textWidth(text, this.root, "12.5px", weight);
+  }
+
+  /** A replica's name, and what it is where it is not ready. */
+  label(name) {
+    const state = this.pool.stateOf(name);
+    return state === "ready" ? name : `${name} (${stateWord(state)})`;
+  }
+
   name(name, i, at) {
     const y = Braid.top(i, at);
     const state = this.pool.stateOf(name);
-    const length = Math.floor((at.isNarrow ? at.width : at.label - 14) / CHARACTER);
     const baseline = at.isNarrow ? y - 6 : y + at.strandHeight - (at.dense ? 0 : 4);
     return svg("text", { class: `name ${state}${at.dense ? " small" : ""}`, x: 0, y: baseline },
-      svg("title", {}, `${name}: ${stateWord(state)}`), clipped(name, length));
+      svg("title", {}, `${name}: ${stateWord(state)}`), this.fitting(this.label(name), at.isNarrow ? at.width : at.label));
+  }
+
+  /** A text, or its beginning and its end where it does not fit. */
+  fitting(text, room) {
+    let length = text.length;
+    let shown = text;
+    while (this.width(shown) > room && length > 8) {
+      length -= 1;
+      const end = Math.floor(length / 2);
+      shown = `${text.slice(0, length - end)}…${text.slice(text.length - end)}`;
+    }
+    return shown;
   }
 
   row({ name, segments, pauses: stops }, i, at, x) {
@@ -145,7 +165,7 @@ export class Braid {
       group.append(rect);
       const short = segment.version < 0 ? "other" : `@${segment.version}`;
       const begins = free(left, right, stops, x);
-      if (!at.dense && right - begins > short.length * CHARACTER + 12) {
+      if (!at.dense && right - begins > this.width(short, "600") + 10) {
         group.append(svg("text", { class: `version ${colour(segment.version)}`, x: begins + 7,
           y: y + at.strandHeight - 4, "aria-hidden": "true" }, short));
       }
@@ -186,7 +206,7 @@ export class Braid {
     let free = at.width;
     for (const commit of [...commits].reverse()) {
       const text = versionName(commit.policy, commit.version);
-      const half = (text.length * CHARACTER) / 2;
+      const half = this.width(text) / 2;
       const place = x(commit.commit_time);
       const isLast = place + half > at.width;
       const right = isLast ? at.width : Math.max(place, half) + half;
@@ -275,8 +295,6 @@ function free(left, right, stops, x) {
 }
 
 const beganAt = (pool) => pool.facts.history.began;
-
-const clipped = (text, length) => (text.length > length ? `${text.slice(0, Math.max(1, length - 1))}…` : text);
 
 /** A commit in a sentence. */
 function told(commit) {

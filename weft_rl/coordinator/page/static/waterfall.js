@@ -43,7 +43,7 @@ export class Waterfall {
       el("th", { scope: "row" },
         chip(name, transfer.failure || isUnderWay ? "none" : colour(transfer.version)),
         el("small", {}, purpose, " · ", when)),
-      el("td", { class: "course" }, bar(transfer, longest), el("small", {}, inWords(transfer))),
+      el("td", { class: "course" }, bar(transfer, longest), ...phases(transfer)),
       el("td", { class: "number" }, duration(transfer.total)),
       el("td", { class: "rate" }, ...this.speed(transfer)));
   }
@@ -59,7 +59,7 @@ export class Waterfall {
         svg("title", {}, `${text}: ${best ? rate(best.bytes_per_second) : ""}, ${best ? best.version : ""}`),
         svg("rect", { class: "all", width: SCALE, height: 1 }),
         svg("rect", { class: "share", width: share * SCALE, height: 1, "data-share": share })),
-      el("small", {}, `${Math.round(share * 100)} % of highest · ${bytes(transfer.bytes)}`),
+      el("small", {}, `${Math.round(share * 100)} % of highest, ${bytes(transfer.bytes)}`),
     ];
   }
 }
@@ -91,22 +91,36 @@ function bar(transfer, longest) {
   return picture;
 }
 
-function inWords(transfer) {
-  const { transfer: message, failure } = transfer;
-  if (failure) return `${failure.reason}: ${failure.message ?? ""}`;
-  const parts = [];
-  if (transfer.waiting_seconds > 0.05) parts.push(`waited ${duration(transfer.waiting_seconds)}`);
-  for (const [phase, word] of [["forming", "forming"], ["staging", "staging"], ["committing", "commit"], ["pause", "pause"]]) {
-    if (transfer[phase] > 0) parts.push(`${word}\u00a0${duration(transfer[phase])}`);
-  }
+const PHASES = [["forming", "forming"], ["staging", "staging"], ["committing", "commit"], ["pause", "pause"]];
+
+/** The seconds of each phase in columns, under the bar, with the colours of the legend. */
+function phases(transfer) {
+  if (transfer.failure) return [el("small", {}, inWords(transfer))];
+  const numbers = PHASES.map(([phase, word]) => el("li", { class: "number" }, transfer[phase] > 0
+    ? [el("i", { class: `key ${phase}`, "aria-hidden": "true" }), el("span", { class: "hidden" }, `${word} `), duration(transfer[phase])] : []));
+  const note = remarks(transfer).join(", ");
+  return [el("ul", { class: "phases" }, ...numbers), note ? el("small", {}, note) : null];
+}
+
+/** What is beside its phases: that it waited, how far it is, who did not switch. */
+function remarks(transfer) {
+  const { transfer: message } = transfer;
+  const found = transfer.waiting_seconds > 0.05 ? [`waited ${duration(transfer.waiting_seconds)}`] : [];
   if (!transfer.end_time) {
     const done = `${count(Number(message.num_buckets_verified ?? 0))} of ${several(Number(message.num_buckets ?? 0), "bucket")}`;
-    return transfer.waits_for ? `waits for ${transfer.waits_for}` : [...parts, done].join(" · ");
+    return transfer.waits_for ? [`waits for ${transfer.waits_for}`] : [...found, done];
   }
   if (transfer.served.size < transfer.targeted.size) {
-    parts.push(`${count(transfer.served.size)} of ${several(transfer.targeted.size, "replica")} switched`);
+    found.push(`${count(transfer.served.size)} of ${several(transfer.targeted.size, "replica")} switched`);
   }
-  return parts.join(" · ");
+  return found;
+}
+
+function inWords(transfer) {
+  const { failure } = transfer;
+  if (failure) return `${failure.reason}: ${failure.message ?? ""}`;
+  const parts = PHASES.filter(([phase]) => transfer[phase] > 0).map(([phase, word]) => `${word} ${duration(transfer[phase])}`);
+  return [...parts, ...remarks(transfer)].join(", ");
 }
 
 function noPush(pool) {
