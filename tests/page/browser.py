@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser as Chromium
 from playwright.sync_api import Locator, Page, sync_playwright
 
+from tests.page.processes import ROOT
+
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 INSTALL = "no Chromium is installed: apt-get install chromium, or name one in CHROMIUM"
 WIDE, NARROW = 1280, 360
+#: Pictures; those of the manual go elsewhere when they are taken anew.
+BUILT = ROOT / "build" / "page"
+IMAGES = Path(os.environ.get("IMAGES") or BUILT)
 _WAIT_MILLISECONDS = 20_000
 _PUSH_SECONDS = 45.0
 
@@ -25,6 +32,49 @@ def wait_for(what: Callable[[], object]) -> None:
     while not what():
         assert time.monotonic() < deadline, "it did not come to be"
         time.sleep(0.1)
+
+
+def luminance(colour: str) -> float:
+    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+#: Texts of the page that cover each other by more than a pixel, or leave their card. What lies
+#: outside of a region that scrolls, and in what is closed or only for screen readers, is not seen.
+_OVERLAPS = """() => {
+    const seen = [];
+    const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        const parent = node.parentElement;
+        if (!node.data.trim() || parent.closest('.hidden, title, option, noscript')) continue;
+        const head = parent.closest('thead');
+        if (head && getComputedStyle(head).clipPath !== 'none') continue;
+        if (!parent.checkVisibility({ visibilityProperty: true })) continue;
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        const card = parent.closest('.card, .tile, .verdict').getBoundingClientRect();
+        const scrolls = parent.closest('.scroll')?.getBoundingClientRect();
+        for (const box of range.getClientRects()) {
+            if (box.width < 2) continue;
+            if (scrolls && (box.bottom > scrolls.bottom || box.top < scrolls.top)) continue;
+            seen.push({ text: node.data.trim(), box, card });
+        }
+    }
+    const found = seen.filter(({ box, card }) => box.right > card.right || box.left < card.left)
+        .map(({ text }) => `${text} leaves its card`);
+    seen.forEach((a, i) => seen.slice(i + 1).forEach((b) => {
+        const across = Math.min(a.box.right, b.box.right) - Math.max(a.box.left, b.box.left);
+        const down = Math.min(a.box.bottom, b.box.bottom) - Math.max(a.box.top, b.box.top);
+        if (across > 1 && down > 4) found.push(`${a.text} covers ${b.text}`);
+    }));
+    return found;
+}"""
 
 
 class Tab:
@@ -60,6 +110,12 @@ class Tab:
         strange = [url for url in self.asked if not url.startswith(self.origin)]
         assert not strange, strange
         assert not self.complaints, self.complaints
+
+
+def overlaps(tab: Tab) -> list[str]:
+    """Texts of the page that cover each other, or leave their card."""
+    found: list[str] = tab.page.evaluate(_OVERLAPS)
+    return found
 
 
 class Browser:

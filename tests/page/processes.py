@@ -1,4 +1,4 @@
-"""What the page is of: the demo, or a coordinator alone; ended by their pids."""
+"""What the page is of: the demo, a pool to break, or a coordinator alone; ended by their pids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 _DEMO_SECONDS = 300.0
 _START_SECONDS = 60.0
 _END_SECONDS = 60.0
+#: The replicas of ``Pool``. Kubernetes gives such names.
+REPLICAS = ("replica-0", "replica-1", "rollout-math-7b-instruct-production-2")
+_IMPATIENT = (
+    "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3", "--stall-seconds", "2.5",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,62 +66,136 @@ class Served:
 @contextmanager
 def demo(folder: Path) -> Iterator[Served]:
     """Run ``weft demo --keep`` until it pushes on."""
-    with _running(folder, "demo", "--keep") as lines:
-        coordinator = _next(lines, "coordinator listens on ", _DEMO_SECONDS).split(";")[0]
-        page = _next(lines, "  a page to look at", _DEMO_SECONDS).strip()
-        _next(lines, "the trainers push ", _START_SECONDS)
+    with _running(folder, "weft_rl", "demo", "--keep") as child:
+        coordinator = child.next("coordinator listens on ", _DEMO_SECONDS).split(";")[0]
+        page = child.next("  a page to look at", _DEMO_SECONDS).strip()
+        child.next("the trainers push ", _START_SECONDS)
         yield Served(page, coordinator)
 
 
 @contextmanager
-def coordinator(folder: Path, *options: str) -> Iterator[Served]:
+def coordinator(
+    folder: Path, *options: str, listen: str = "127.0.0.1:0", page: str = "127.0.0.1:0"
+) -> Iterator[Served]:
     """Run a coordinator without replicas."""
-    listen = ("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
-    catalog = ("--catalog", str(folder / "weft.db"))
-    with _running(folder, "coordinator", *listen, *catalog, *options) as lines:
-        target = _next(lines, "listening on ", _START_SECONDS)
-        yield Served(_next(lines, "page on ", _START_SECONDS), target)
+    where = ("--listen", listen, "--metrics", page, "--catalog", str(folder / "weft.db"))
+    with _running(folder, "weft_rl", "coordinator", *where, *options) as child:
+        target = child.next("listening on ", _START_SECONDS)
+        yield Served(child.next("page on ", _START_SECONDS), target)
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
+class Pool:
+    """A coordinator, three replicas with the engine double, and two trainers, each a process."""
+
+    def __init__(self, folder: Path, children: ExitStack) -> None:
+        self._folder, self._children = folder, children
+        self._restarting = ExitStack()
+        self.replicas: dict[str, Child] = {}
+        self.trainers: dict[str, Child] = {}
+        self.served = self._restarting.enter_context(coordinator(folder, *_IMPATIENT))
+        children.callback(self._restarting.close)
+        for name in REPLICAS:
+            self.start_replica(name)
+        for policy, options in (("base", ()), ("math", ("--adapter",))):
+            trainer = self._start("tests.fault.trainer", self.served.coordinator, *options)
+            self.trainers[policy] = trainer
+        for child in (*self.replicas.values(), *self.trainers.values()):
+            child.next("ready", _START_SECONDS)
+
+    def start_replica(self, name: str, strike: str = "") -> Child:
+        """Run a replica; give ``strike`` as tests/fault has it."""
+        module = "tests.doubles.replica_process"
+        args = (self.served.coordinator, name, "24", str(2**18), "--keep")
+        if strike:
+            module, args = "tests.fault.victims", (module, *args, "--worker")
+        self.replicas[name] = self._start(module, *args, strike=strike)
+        return self.replicas[name]
+
+    def push(self, policy: str) -> int:
+        """Push a version; returns its number."""
+        self.trainers[policy].say("push 1.0 25")
+        outcome = json.loads("{" + self.trainers[policy].next("{", _START_SECONDS))
+        return int(outcome["version"])
+
+    def restart_coordinator(self) -> None:
+        """End the coordinator, and start another with its catalog, at the same ports."""
+        self._restarting.close()
+        page = self.served.page.removeprefix("http://").strip("/")
+        at = {"listen": self.served.coordinator, "page": page}
+        self._restarting.enter_context(coordinator(self._folder, *_IMPATIENT, **at))
+
+    def _start(self, module: str, *args: str, strike: str = "") -> Child:
+        return self._children.enter_context(_running(self._folder, module, *args, strike=strike))
 
 
 @contextmanager
-def _running(folder: Path, *args: str) -> Iterator[queue.Queue[str | None]]:
-    command = [str(PYTHON), "-m", "weft_rl", *args]
-    with (folder / "log").open("w") as log:
+def running_pool(folder: Path) -> Iterator[Pool]:
+    """Run a pool whose processes a test kills, stops and starts."""
+    with ExitStack() as children:
+        yield Pool(folder, children)
+
+
+class Child:
+    """A process, and the lines that it prints."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.reading = threading.Thread(target=self._read)
+        self.reading.start()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def say(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def next(self, start: str, seconds: float) -> str:
+        """What follows in the next line that begins so."""
+        deadline = time.monotonic() + seconds
+        while (line := self._lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
+            if line.startswith(start):
+                return line.removeprefix(start)
+        raise AssertionError(f"it ended before it said {start!r}")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+
+def _environment(strike: str = "") -> dict[str, str]:
+    struck = {"WEFT_TEST_STRIKE": strike} if strike else {}
+    quiet = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **quiet, **struck}
+
+
+@contextmanager
+def _running(folder: Path, module: str, *args: str, strike: str = "") -> Iterator[Child]:
+    command = [str(PYTHON), "-m", module, *args]
+    with (folder / "log").open("a") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        lines: queue.Queue[str | None] = queue.Queue()
-        reading = threading.Thread(target=_read, args=(process, lines))
-        reading.start()
+            command, cwd=ROOT, env=_environment(strike), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+        child = Child(process)
         try:
-            yield lines
+            yield child
         finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.send_signal(signal.SIGCONT)  # one that is stopped cannot end
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            reading.join()
+            child.reading.join()
             assert process.stdout is not None
             process.stdout.close()
-
-
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line.rstrip("\n"))
-    lines.put(None)
-
-
-def _next(lines: queue.Queue[str | None], start: str, seconds: float) -> str:
-    """What follows in the next line that begins so."""
-    deadline = time.monotonic() + seconds
-    while (line := lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
-        if line.startswith(start):
-            return line.removeprefix(start)
-    raise AssertionError(f"it ended before it said {start!r}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Error, Route
 
-from tests.page.browser import NARROW, Browser
+from tests.page.browser import NARROW, WIDE, Browser, wait_for
 from tests.page.processes import coordinator
 
 TOKEN = "a-token-of-32-characters-or-more"
@@ -30,7 +30,9 @@ def test_an_empty_pool_says_what_to_do_next(browser: Browser, tmp_path: Path) ->
     ):
         start = tab.wait("#braid-empty pre").inner_text()
         assert start.startswith(f"weft rollout --coordinator {served.coordinator} -- ")
-        for part in ("pushes", "events", "policies", "replicas"):
+        assert tab.page.locator("#events > li").inner_text().startswith("coordinator started")
+        assert tab.page.locator("#verdict-title").inner_text() == "No replica yet"
+        for part in ("pushes", "policies", "replicas"):
             assert tab.page.locator(f"#{part}-empty").is_visible()
             assert tab.page.locator(f"#{part}").is_hidden()
         assert served.coordinator in tab.page.locator("#pushes-empty").inner_text()
@@ -57,52 +59,64 @@ def test_who_is_nobody_sees_nothing_and_a_password_lets_in(
         right = {"username": "people", "password": TOKEN}
         with browser.tab(served.page, checks=False, http_credentials=right) as tab:
             tab.wait("#braid-empty")
-            assert tab.page.locator("#contact").inner_text() == "Live"
+            assert tab.page.locator("#contact").inner_text() == "Page connected"
             # A browser has a line for each time that it is asked for the password.
             assert not [line for line in tab.complaints if "status of 401" not in line]
 
 
-@pytest.mark.parametrize(
-    ("trained_on", "note", "is_strange"),
-    [
-        ({"math": "1", "code": "2"}, "math@3 was trained on base@1", True),
-        ({"math": "0", "code": "1"}, "was trained on base@", True),  # both, one of them named
-        ({"math": "2", "code": "2"}, "2 adapters", False),
-        ({"math": None, "code": "2"}, "2 adapters", False),  # not told
-    ],
-)
+@pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_an_adapter_over_another_base_is_marked_on_the_first_screen(
-    browser: Browser,
-    tmp_path: Path,
-    trained_on: dict[str, str | None],
-    note: str,
-    is_strange: bool,
+    browser: Browser, tmp_path: Path, width: int
 ) -> None:
     """What a pool that serves base@2 and two adapters would tell is put into the answers."""
-    policies: list[dict[str, Any]] = [{"policy": "base", "served_version": "2"}]
-    for policy, base in trained_on.items():
-        told: dict[str, Any] = {} if base is None else {"trained_on_base_version": base}
-        if base not in (None, "2"):  # which of them are others, the coordinator decides
-            told["over_another_base"] = True
-        policies.append({"policy": policy, "served_version": "3", **told})
+    said = "math@3 was trained on base@1, served over base@2: its answers are of policies that ..."
+    policies: list[dict[str, Any]] = [
+        {"policy": "base", "served_version": "2"},
+        {"policy": "code", "served_version": "3", "trained_on_base_version": "2"},
+        {"policy": "math", "served_version": "3", "trained_on_base_version": "1",
+         "over_another_base": True},
+    ]  # fmt: skip
+    problem = {"severity": "PROBLEM_SEVERITY_ERROR", "subject": "math", "message": said}
 
     def change(route: Route) -> None:
         response = route.fetch()
         told = response.json()
-        whole = {"policies": policies, "num_replicas": 1} if told["is_new"] else {}
-        route.fulfill(response=response, json={**told, **whole})
+        told["pool"]["problems"] = [problem]
+        whole = {"policies": policies} if told["is_new"] else {}
+        route.fulfill(response=response, json={**told, **whole, "num_replicas": 1})
+
+    with coordinator(tmp_path) as served, browser.tab(served.page, width=width) as tab:
+        tab.page.route("**/v1/pool.json?*", change)
+        tab.page.reload()
+        first = tab.wait("#policy-rows tr").first
+        assert first.get_attribute("data-policy") == "math", "what is wrong comes first"
+        assert said in tab.wait("#problems li").inner_text()
+        box = tab.page.locator("#problems").bounding_box()
+        assert box["y"] + box["height"] < tab.page.viewport_size["height"]
+        wait_for(lambda: tab.page.title() == "⚠ 1 wrong · Weft")
+        for policy in ("math", "code", "base"):
+            row = tab.page.locator(f"#policy-rows tr[data-policy={policy}]").inner_text()
+            assert ("served over base@2" in row) == (policy == "math")
+
+
+def test_many_problems_are_folded_and_counted(browser: Browser, tmp_path: Path) -> None:
+    problems = [
+        {"severity": "PROBLEM_SEVERITY_ERROR", "subject": f"r{i}", "message": f"r{i} is lost"}
+        for i in range(50)
+    ]
+
+    def change(route: Route) -> None:
+        response = route.fetch()
+        told = response.json()
+        told["pool"] |= {"problems": problems, "num_more_problems": 7}
+        route.fulfill(response=response, json=told)
 
     with coordinator(tmp_path) as served, browser.tab(served.page) as tab:
         tab.page.route("**/v1/pool.json?*", change)
         tab.page.reload()
-        tab.wait("#policy-rows tr[data-policy=math]")
-        tile = tab.page.locator("#summary .tile", has_text="Served")
-        assert note in tile.inner_text()
-        assert ("warn" in tile.get_attribute("class").split()) == is_strange
-        box = tile.bounding_box()
-        assert box["y"] + box["height"] < tab.page.viewport_size["height"]
-        strange = [name for name, base in trained_on.items() if base not in (None, "2")]
-        assert ("and 1 adapter more" in tile.inner_text()) == (len(strange) == 2)
-        for policy in trained_on:
-            row = tab.page.locator(f"#policy-rows tr[data-policy={policy}]").inner_text()
-            assert ("served over base@2" in row) == (policy in strange)
+        tab.wait("#verdict.error")
+        assert tab.wait("#verdict-title").inner_text() == "57 things are wrong"
+        assert tab.page.locator("#problems > li").count() == 6
+        tab.page.locator("#problems summary", has_text="and 52 more").click()
+        assert tab.page.locator("#problems li[data-subject=r49]").is_visible()
+        assert tab.page.locator("#problems", has_text="7 problems beside these").is_visible()

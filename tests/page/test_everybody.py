@@ -3,29 +3,15 @@ it says when contact is lost; and pictures of it."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.page.browser import NARROW, WIDE, Browser, Tab
-from tests.page.processes import ROOT, Served
+from tests.page.browser import IMAGES, NARROW, WIDE, Browser, Tab, contrast, luminance, overlaps
+from tests.page.processes import Served
 
-IMAGES = Path(os.environ.get("IMAGES") or ROOT / "build" / "page")
 _MAX_IMAGE_BYTES = 300_000
-
-
-def _luminance(colour: str) -> float:
-    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def _contrast(one: str, other: str) -> float:
-    dark, light = sorted((_luminance(one), _luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -44,18 +30,19 @@ def test_it_fits_is_readable_and_is_pictured(
             "!node.closest('details:not([open])')"
         )
         assert not any(tab.all("main :is(section, dl, table, svg, td, th, pre, li)", wide))
+        assert overlaps(tab) == []
         paper = tab.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
-        assert (_luminance(paper) > 0.8) == (scheme == "light")
+        assert (luminance(paper) > 0.8) == (scheme == "light")
         card = tab.all("main .card", "node => getComputedStyle(node).backgroundColor")[0]
         for selector in ("h2", "small", ".hint", "td", ".tile .note", ".events .message", "time"):
             for colour in set(tab.all(f"main {selector}", "node => getComputedStyle(node).color")):
-                assert _contrast(colour, card) >= 4.5, f"{selector} is {colour} on {card}"
+                assert contrast(colour, card) >= 4.5, f"{selector} is {colour} on {card}"
         for key in tab.all("#legend .key", "node => getComputedStyle(node).backgroundColor"):
-            assert _contrast(key, card) >= 1.4 or "0, 0, 0, 0" in key, key
+            assert contrast(key, card) >= 1.4 or "0, 0, 0, 0" in key, key
         IMAGES.mkdir(parents=True, exist_ok=True)
         path = IMAGES / f"page-{width}-{scheme}.png"
-        height = 1180 if width == WIDE else 1500
-        tab.page.set_viewport_size({"width": width, "height": height})
+        tab.page.set_viewport_size({"width": width, "height": 1500})
+        tab.page.evaluate("() => scrollTo(0, 0)")
         tab.page.wait_for_timeout(1200)
         tab.page.screenshot(path=path)
         assert path.stat().st_size < _MAX_IMAGE_BYTES
@@ -64,7 +51,7 @@ def test_it_fits_is_readable_and_is_pictured(
 def test_everything_is_reached_by_keyboard_and_seen_to_be(tab: Tab) -> None:
     focus: dict[str, Any]
     reached, outlines = [], []
-    for _ in range(40):
+    for _ in range(60):
         tab.page.keyboard.press("Tab")
         focus = tab.page.evaluate(
             """() => {
@@ -81,7 +68,7 @@ def test_everything_is_reached_by_keyboard_and_seen_to_be(tab: Tab) -> None:
         reached.append(focus["what"])
         outlines.append(focus["seen"])
     assert reached[0] == "skip"
-    order = ["skip", "policy", "window", "braid", "pushes-of"]
+    order = ["skip", "policy", "window", "braid", "pushes-of", "topic", "events-of"]
     assert [what for what in reached if what in order] == order
     assert all(outlines), [what for what, seen in zip(reached, outlines, strict=True) if not seen]
     tab.page.focus("#window input:checked")
@@ -99,7 +86,7 @@ def test_a_screen_reader_has_names_for_all(tab: Tab) -> None:
     assert re.match(r"2 replicas, the last .*, policy base: \d+ commit", label)
     assert all(tab.all("select, input", "node => node.labels.length"))
     assert tab.page.locator("h1").count() == 1
-    assert len(tab.all("main section", "node => node.getAttribute('aria-labelledby')")) == 5
+    assert len(tab.all("main section", "node => node.getAttribute('aria-labelledby')")) == 6
 
 
 def test_nothing_moves_for_who_wants_no_motion(browser: Browser, demo: Served) -> None:
@@ -115,17 +102,17 @@ def test_a_contact_that_is_lost_is_said_and_that_what_is_seen_is_old(
 ) -> None:
     with browser.tab(demo.page, checks=False) as tab:
         tab.wait("#push-rows tr")
-        assert tab.page.locator("#contact").inner_text() == "Live"
+        assert tab.page.locator("#contact").inner_text() == "Page connected"
         assert tab.page.locator("#notice").is_hidden()
         tab.page.route("**/v1/pool.json*", lambda route: route.abort())
         notice = tab.wait("#notice")
         assert re.search(r"it cannot be reached\. What you see is from \d\d:", notice.inner_text())
-        assert tab.page.locator("#contact").inner_text() == "No contact"
+        assert tab.page.locator("#contact").inner_text() == "Page has no contact"
         assert "stale" in (tab.page.locator("body").get_attribute("class") or "")
         assert tab.page.locator("#push-rows tr").count() > 0, "what was known stays"
         tab.page.unroute("**/v1/pool.json*")
         tab.page.locator("#notice").wait_for(state="hidden")
-        assert tab.page.locator("#contact").inner_text() == "Live"
+        assert tab.page.locator("#contact").inner_text() == "Page connected"
 
 
 def test_the_history_says_when_it_began(tab: Tab, demo: Served) -> None:
