@@ -152,7 +152,8 @@ async def test_events(pool: Pool) -> None:
         "EVENT_KIND_TRANSFER_COMMITTED",
     ]
     shown = (await weft("events", "-c", pool.target)).out.splitlines()
-    assert "replica ready  r0" in shown[0] or "lease acquired" in shown[0]
+    assert "coordinator started  generation 1" in shown[0]
+    assert "replica ready  r0" in shown[1] or "lease acquired" in shown[1]
     assert "transfer committed" in shown[-2]
     assert "kept since" in shown[-1]
 

@@ -29,6 +29,9 @@ from weft_rl.coordinator.decisions.state.values import ReplicaState
 MAX_PROBLEMS: Final = 50
 # Adapters, and versions of a replica, that one sentence names.
 _MAX_NAMED: Final = 3
+# Longest reason and longest message: GetPool stays below its bound.
+_MAX_REASON_CHARS: Final = 600
+_MAX_CHARS: Final = 1200
 
 
 class Severity(enum.IntEnum):
@@ -73,7 +76,10 @@ def problems(
         *_findings_of_replicas(state),
     ]
     findings.sort(key=lambda one: -one.severity)
-    shown = [Problem(one.severity, one.subject, one.explain()) for one in findings[:MAX_PROBLEMS]]
+    shown = [
+        Problem(one.severity, one.subject, one.explain()[:_MAX_CHARS])
+        for one in findings[:MAX_PROBLEMS]
+    ]
     return shown, len(findings) - len(shown)
 
 
@@ -202,7 +208,7 @@ def _explain(state: PoolState, replica: Replica) -> str:
         sentences.append(f"It serves {stale}")
     if where in _REMEDIES:
         sentences.append(_REMEDIES[where])
-    return ". ".join(sentences)
+    return ". ".join(sentence[:_MAX_REASON_CHARS] for sentence in sentences)
 
 
 def _staleness(state: PoolState, replica: Replica) -> str:

@@ -77,6 +77,18 @@ def test_one_with_mixed_weights_is_an_error_and_one_by_order_a_warning() -> None
     assert not warning.message.endswith("behind"), "it serves no version of math"
 
 
+def test_one_that_lacks_very_many_names_some_and_says_how_many_more() -> None:
+    m = Machine().pool("r0")
+    m.acquire("base")
+    for number in range(40):
+        m.acquire(f"a{number:02}")
+        m.run_to(Phase.COMMITTED, f"a{number:02}")
+    m.register("r1")
+    (problem,) = _found(m)
+    assert problem.message.count("@") == 16
+    assert "a15@1; and 24 more" in problem.message
+
+
 def test_a_replica_that_lags_names_the_versions() -> None:
     m = _pool("r0", "r1")
     m.run_to(Phase.COMMITTED)
@@ -206,6 +218,17 @@ def test_other_bytes_under_one_number_are_named_with_their_holders() -> None:
         "math@2 is not served, for replicas hold other bytes under that number: 01 at r0; 02 at "
         "r1. Push math again"
     )
+
+
+def test_a_message_has_a_bound_and_a_long_reason_does_not_hide_what_to_do() -> None:
+    m = _pool("r0", "r1")
+    m.run_to(Phase.COMMITTED)
+    lost = dataclasses.replace(m.state.replicas["r1"], unheard_reason="x" * 9000, announced=None)
+    m.state = dataclasses.replace(m.state, replicas={**m.state.replicas, "r1": lost})
+    (problem,) = _found(m)
+    assert len(problem.message) < 800
+    assert problem.message.endswith("as soon as it registers again")
+    assert len(problems(m.state, m.now, ["y" * 9000])[0][0].message) == 1200
 
 
 def test_files_that_are_not_used_are_told() -> None:

@@ -37,6 +37,8 @@ from weft_rl.coordinator.decisions.state.values import (
 
 #: The base of a replica that serves bytes which are no version's.
 NO_VERSION = -1
+# Versions that a replica lacks which are named and explained: a new one may lack thousands.
+_MAX_NAMED: Final = 16
 
 
 def with_counted_versions(
@@ -310,10 +312,12 @@ def _missing(state: PoolState, replica: Replica) -> str:
     if not lacking:
         return ""
     groups: dict[str, list[str]] = {}
-    for name in lacking:
+    for name in lacking[:_MAX_NAMED]:
         text = explain_outlook(state, replica, PolicyVersion.parse(name))
         groups.setdefault(text, []).append(name)
     reason = "; ".join(f"lacks {', '.join(names)}{text}" for text, names in groups.items())
+    if more := len(lacking) - sum(map(len, groups.values())):
+        reason += f"; and {more} more"
     if replica.commit_failure:
         reason += f" ({replica.commit_failure})"
     return reason
