@@ -7,6 +7,7 @@ then the first ones: tokens and acceptance must be as they were.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,7 +104,20 @@ class Pool:
 
 
 def draft_counts(url: str) -> tuple[float, float]:
-    """How many tokens an engine has drafted, and how many of them were accepted."""
+    """How many tokens an idle engine has drafted, and how many of them were accepted.
+
+    vLLM counts a step once it has handed its tokens out, so the last may still be missing.
+    """
+    found, end = _draft_counts(url), time.monotonic() + 30
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        before, found = found, _draft_counts(url)
+        if found == before:
+            return found
+    raise TimeoutError("the engine is not idle")
+
+
+def _draft_counts(url: str) -> tuple[float, float]:
     text = httpx.get(f"{url}/metrics", timeout=30).text
     found = {
         sample.name: sample.value
