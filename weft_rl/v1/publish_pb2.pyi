@@ -151,6 +151,7 @@ class DescribeTargetResponse(_message.Message):
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     DRAFT_TENSORS_FIELD_NUMBER: _builtins.int
     DRAFT_PREFIXES_FIELD_NUMBER: _builtins.int
+    BASE_DTYPE_EXCEPTIONS_DIGEST_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -169,9 +170,15 @@ class DescribeTargetResponse(_message.Message):
     """See Checkpoint.digest: what base@0 is in this pool; empty where that is not
     known.
     """
+    base_dtype_exceptions_digest: _builtins.bytes
+    """Digest of base_dtype_exceptions where their names take more than 512 KiB (scales of
+    quantised experts, say). They are left out then: GetReference tells the type of each tensor.
+    """
     @_builtins.property
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
-        """Tensors of the base that keep another element type."""
+        """Tensors of the base whose floats are cast to these types in place of base_dtype. What is no
+        float is sent as it is, and not listed.
+        """
 
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -214,10 +221,11 @@ class DescribeTargetResponse(_message.Message):
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         draft_tensors: _abc.Iterable[_types_pb2.ReferenceTensor] | None = ...,
         draft_prefixes: _abc.Iterable[_builtins.str] | None = ...,
+        base_dtype_exceptions_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "trial_names", b"trial_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
