@@ -29,7 +29,7 @@ from weft_rl.contract.errors import (
     WeftError,
     error_from_reason,
 )
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.codec import version_from_proto
 from weft_rl.tracing import Span
@@ -339,7 +339,10 @@ class PushExecutor:
         def describe() -> bytes:
             if not without and is_replaced():
                 return b""
-            return self._client.describe(deadline, without).SerializeToString()
+            target = self._client.describe(deadline, without)
+            if request.policy == BASE_POLICY:
+                self._client.coordinator.add_dtypes(target, deadline)
+            return target.SerializeToString()
 
         while True:
             described = ranks.share(describe, all_wait=True)

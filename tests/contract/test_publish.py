@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.contract.conftest import Pool
 from tests.doubles.halves import in_halves
 from tests.doubles.tiny_model import ADAPTER_MANIFEST, BASE_MANIFEST, REFERENCE, adapter_spec
 from tests.doubles.trainer import FakeTrainer
+from trainer_side.pool.coordinator_client import CoordinatorClient
 from weft_rl.cli.status import render
 from weft_rl.contract.errors import (
     BaseMismatchError,
@@ -28,6 +30,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.layout.manifest import ALIGN_BYTES, Bucket, make_manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.status import error_from_rpc
@@ -54,6 +57,31 @@ async def test_describe_target(pool: Pool) -> None:
         "model.norm.weight": types_pb2.DATA_TYPE_FLOAT32
     }
     assert described.num_replicas == 1
+
+
+async def test_dtypes_that_are_too_many_to_tell(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scales of DeepSeek-V3 in FP8 would make an answer of more than gRPC takes."""
+    monkeypatch.setattr(manifests, "_MAX_EXCEPTIONS_BYTES", len("model.norm.weight") - 1)
+    await pool.replica()
+    client = CoordinatorClient(pool.target, "trainer-a", connect_seconds=10.0)
+    try:
+        deadline = time.monotonic() + 20
+        described = await asyncio.to_thread(client.describe, deadline)
+        assert len(described.base_dtype_exceptions_digest) == 32
+        assert not described.base_dtype_exceptions
+        for _ in range(2):
+            target = publish_pb2.DescribeTargetResponse()
+            target.CopyFrom(described)
+            await asyncio.to_thread(client.add_dtypes, target, deadline)
+            assert dict(target.base_dtype_exceptions) == {
+                "model.norm.weight": types_pb2.DATA_TYPE_FLOAT32
+            }
+            # It is asked for once, with the dtypes and without.
+            assert client.reference(target, 0) == client.reference(described, 0) == REFERENCE
+    finally:
+        await asyncio.to_thread(client.close)
 
 
 async def test_get_reference(pool: Pool) -> None:

@@ -26,6 +26,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.tensors import Reference
 from weft_rl.rpc.channel import local_address_towards, open_threaded_channel, split_target
+from weft_rl.rpc.codec import dtype_from_proto, dtype_to_proto
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
@@ -316,7 +317,8 @@ class CoordinatorClient:
         """Return every tensor of the base that the pool serves; asked for once. A coordinator that
         is too old to say is an UnsupportedError."""
         drafts = [tensor.name for tensor in target.draft_tensors]
-        exceptions = dict(target.base_dtype_exceptions)
+        told = target.base_dtype_exceptions
+        exceptions = target.base_dtype_exceptions_digest or dict(told)
         served = target.base_fingerprint, target.base_dtype, exceptions, drafts
         if self._reference is None or self._reference[0] != served:
             request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
@@ -326,6 +328,14 @@ class CoordinatorClient:
             )
             self._reference = served, found
         return self._reference[1]
+
+    def add_dtypes(self, target: pb.DescribeTargetResponse, deadline: float) -> None:
+        """Add ``base_dtype_exceptions`` that were too many for the answer; asked for once."""
+        if target.base_dtype_exceptions_digest:
+            reference = self.reference(target, deadline)
+            found = reference.dtype_exceptions(dtype_from_proto(target.base_dtype))
+            for name, dtype in found.items():
+                target.base_dtype_exceptions[name] = dtype_to_proto(dtype)
 
     def put_manifest(self, manifest: Manifest, deadline: float) -> None:
         """Make a layout known to the coordinator, unless it is."""

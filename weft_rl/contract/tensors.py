@@ -187,6 +187,14 @@ class Reference:
             draft=tuple(_as_float32(meta, names) for meta in self.draft),
         )
 
+    def dtype_exceptions(self, base_dtype: DataType) -> dict[str, DataType]:
+        """Return the dtypes of the floats that are sent in another one than the base, by name."""
+        return {
+            meta.name: meta.dtype
+            for meta in self.tensors
+            if meta.dtype.is_float and meta.dtype != base_dtype
+        }
+
     def ignores(self, name: str) -> bool:
         """Return whether a sender leaves a tensor out: it is for drafts, and not of this one."""
         if name in self.draft_by_name:

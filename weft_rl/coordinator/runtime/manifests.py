@@ -10,10 +10,11 @@ A manifest that is not cached is asked of a replica that holds its version.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
 
 from weft_rl.containers.lru import LruMapping
@@ -155,7 +156,7 @@ class ReferenceCache:
         self._references: LruMapping[str, Reference] = LruMapping(_MAX_REFERENCES)
         # All are kept: a pool has few, and what its state knows of must be here.
         self._drafts: dict[str, tuple[tuple[TensorMeta, ...], tuple[str, ...]]] = {}
-        self._exceptions: dict[tuple[str, DataType], dict[str, DataType]] = {}
+        self._exceptions: dict[tuple[str, DataType], DtypeExceptions] = {}
 
     def put(self, reference: Reference) -> None:
         """Add a reference and drop the least recently used beyond the bound.
@@ -184,16 +185,34 @@ class ReferenceCache:
         prefixes = tuple(dict.fromkeys((*own, *found.draft_prefixes)))[:MAX_DRAFT_PREFIXES]
         return replace(found, draft=draft, draft_prefixes=prefixes)
 
-    def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> dict[str, DataType]:
-        """Return, by name, the dtypes of a known reference that differ from the base's."""
+    def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> DtypeExceptions:
+        """Return the dtypes of a known reference's floats that differ from the base's."""
         key = (fingerprint, base_dtype)
         if key not in self._exceptions:
             reference = self._references.get(fingerprint)
             assert reference is not None
-            self._exceptions[key] = {
-                meta.name: meta.dtype for meta in reference.tensors if meta.dtype != base_dtype
-            }
+            self._exceptions[key] = DtypeExceptions.of(reference.dtype_exceptions(base_dtype))
         return self._exceptions[key]
+
+
+#: Most bytes of the names in ``DescribeTargetResponse.base_dtype_exceptions``.
+_MAX_EXCEPTIONS_BYTES: Final = 2**19
+
+
+@dataclass(frozen=True)
+class DtypeExceptions:
+    """Dtypes that some floats are sent in, or a digest of them where they are too many to tell."""
+
+    by_name: Mapping[str, DataType]
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, by_name: Mapping[str, DataType]) -> DtypeExceptions:
+        """Make them of all that there are."""
+        if sum(map(len, by_name)) <= _MAX_EXCEPTIONS_BYTES:
+            return cls(by_name)
+        lines = "".join(f"{name} {dtype:d}\n" for name, dtype in sorted(by_name.items()))
+        return cls({}, hashlib.sha256(lines.encode()).digest())
 
 
 #: Finds a version's record in the catalog, if any.
