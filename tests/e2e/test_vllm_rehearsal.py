@@ -583,6 +583,7 @@ def start(monkeypatch: pytest.MonkeyPatch, change: Callable[[Started], object] =
     monkeypatch.setattr(bridges, "vllm_config_context", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(bridges, "model_files", lambda worker: [Path(__file__)])
     monkeypatch.setattr(bridges, "checkpoint_tensors", lambda worker, **how: iter(FILES.items()))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**40))
     made = Started()
     change(made)
     record_metadata_for_reloading(made)
@@ -733,6 +734,70 @@ def test_what_cannot_be_told(
     # Nothing was read a second time, and the cause is told.
     assert started.given == ["embed.weight"]
     assert "was not compared with it: OSError: the files have gone" in caplog.text
+
+
+def grow_embedding(model: Started) -> None:
+    model.embed = Layer("weight")
+    model.embed.weight = nn.Parameter(torch.zeros(1024), requires_grad=False)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each tensor that vLLM makes memory for."""
+    from vllm.model_executor.model_loader import reload as vllm_reload
+
+    def note(meta: torch.Tensor) -> torch.Tensor:
+        built.append(meta.nbytes)
+        return make(meta)
+
+    built: list[int] = []
+    make = vllm_reload.meta.materialize_meta_tensor
+    monkeypatch.setattr(vllm_reload.meta, "materialize_meta_tensor", note)
+    return built
+
+
+def test_a_layer_without_room_beside_the_model_is_not_built(
+    built: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setitem(FILES, "embed.weight", torch.rand(1024))
+    started = start(monkeypatch, grow_embedding)
+    before = all_values(started)
+    assert compare(started) == ""
+    assert max(built) == 4096
+    built.clear()
+    monkeypatch.setattr(reload_proof, "_MAX_HOST_BYTES", 4095)
+    assert compare(started) is None
+    assert built == [16] * 3  # two kinds of layers, and the head
+    assert "no room beside the model, or no time, for 'embed' (0.0 GiB)" in caplog.text
+    assert all_values(started) == before
+    # On a GPU, what is free there counts: a layer is held up to four times.
+    worker = worker_of(started, device="cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for free_bytes, verdict in ((4 * 4096, ""), (4 * 4095, None)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, n=free_bytes: (n, 2**40))
+        assert compare(started, worker) == verdict
+    # What is compared beside it is believed.
+    started.layers[0].weight.data[1] += 1
+    why = compare(started)
+    assert why is not None
+    assert "gives 'layers.0.weight' other values" in why
+
+
+def test_layers_of_many_bytes_in_all_are_not_built(
+    built: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setitem(FILES, "embed.weight", torch.rand(1024))
+    started = start(monkeypatch, grow_embedding)
+    monkeypatch.setattr(reload_proof, "_MAX_PART_BYTES", 3 * 16)  # without the largest
+    assert compare(started) is None
+    assert built == [16] * 3
+    built.clear()
+    monkeypatch.setattr(reload_proof, "_MAX_PART_BYTES", 16)
+    assert compare(started) is None
+    assert built == [16]
+    assert "for 'embed' (0.0 GiB) and 2 more" in caplog.text
 
 
 class UnquantizedLinearMethod(Method):

@@ -5,7 +5,8 @@ that share a parameter another one may come last, and what processes a layer may
 twice. So a worker loads a part of the files once more at its start: one layer of each kind, and all
 that is in no layer. vLLM builds and processes each layer beside the model; where vLLM would copy
 the result into the model, the two are compared. The model stays as it is, and about one layer is
-held twice. Where that shows other values, all is loaded, a layer at a time, before it is believed.
+held twice: one that has no room beside the model is left out, and then nothing is known. Where a
+part shows other values, all is loaded, a layer at a time, before it is believed.
 
 Nothing is compared, and nothing is known, where that would take long (files that vLLM reads whole,
 or too many of them) or where ranks could wait for each other for ever.
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from rollout_side.vllm_engine.compat import bridges, cpu_fixes
 from rollout_side.vllm_engine.loading.copy_plan import bits, can_learn, processed_modules
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
+    DirectWriteRecord,
     facts_of,
     followed,
     is_attention,
@@ -50,8 +53,13 @@ _NUM_ROWS = 2
 #: Parameters that no kernel reads. Of a fused compressed-tensors layer's parts, each brings its
 #: shape: the last one's stays at a start, the first one's at a reload.
 _NOT_COMPUTED_WITH = frozenset({"weight_shape"})
-#: Files of more bytes are not read as a whole at a start.
-_MAX_BYTES = 8 * 2**30
+#: Files of more bytes are not read as a whole at a start; nor, as a part of them, layers of more.
+_MAX_BYTES = _MAX_PART_BYTES = 8 * 2**30
+#: Times its own bytes that building a layer may take: as it is loaded, what is made of that, and as
+#: much again on the way.
+_NUM_COPIES = 4
+#: Largest layer, as loaded, that is built in a host's memory, of which other processes take, too.
+_MAX_HOST_BYTES = 2 * 2**30
 #: How vLLM names what ranks agree on a scale by.
 _SHARED_AMAX = "amax_for_"
 
@@ -92,7 +100,7 @@ def _why_not(worker: Any, model: torch.nn.Module, reference: Reference) -> str |
     if why := bridges.why_read_whole(worker) or _why_ranks_wait(worker, model):
         _log.info("a reload is not compared with what the engine was started with: %s", why)
         return None
-    unlike = _unlike(worker, model, _one_of_each_kind(model))
+    unlike, left_out = _compare(worker, model, _one_of_each_kind(model))
     if unlike:
         # Of a layer that another one's tensors went to, since files number them otherwise, that
         # proves nothing.
@@ -105,9 +113,9 @@ def _why_not(worker: Any, model: torch.nn.Module, reference: Reference) -> str |
                 num_bytes / 2**30,
             )
             return None
-        unlike = _unlike(worker, model, lambda name: True)
+        unlike, left_out = _compare(worker, model, lambda name: True)
     if not unlike:
-        return ""
+        return None if left_out else ""
     more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
     return (
         f"vLLM's reload of {type(model).__name__} gives {unlike[0]!r}{more} other values than "
@@ -182,12 +190,53 @@ def _one_of_each_kind(model: torch.nn.Module) -> Callable[[str], bool]:
     return is_taken
 
 
-def _unlike(worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]) -> list[str]:
-    """Load the tensors with such names beside a model; return the names of what would change."""
+def _without_room(
+    worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]
+) -> frozenset[torch.nn.Module]:
+    """Return the layers, among those with such names, that are too large to be built beside a
+    model, and the largest of those that are too many; log them."""
+    layerwise = importlib.import_module(LAYERWISE)
+    room_bytes = _MAX_HOST_BYTES
+    if worker.device.type == "cuda":
+        room_bytes = torch.cuda.mem_get_info(worker.device)[0] // _NUM_COPIES
+    sizes = []
+    for name, layer in model.named_modules():
+        if is_taken(f"{name}.") and not is_attention(layer):
+            parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+            num_bytes = sum(t.nbytes for t in (*parameters.values(), *buffers.values()))
+            sizes.append((num_bytes, name, layer))
+    sizes.sort(key=lambda size: size[0])
+    totals = itertools.accumulate(num_bytes for num_bytes, _, _ in sizes)
+    found = [
+        size
+        for size, total in zip(sizes, totals, strict=True)
+        if size[0] > room_bytes or total > _MAX_PART_BYTES
+    ]
+    if found:
+        num_bytes, name, _ = found[-1]
+        _log.info(
+            "a reload is not compared with all that the engine was started with: no room beside "
+            "the model, or no time, for %r (%.1f GiB)%s",
+            name,
+            num_bytes / 2**30,
+            f" and {len(found) - 1} more" if len(found) > 1 else "",
+        )
+    return frozenset(layer for _, _, layer in found)
+
+
+def _compare(
+    worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]
+) -> tuple[list[str], frozenset[torch.nn.Module]]:
+    """Load the tensors with such names beside a model.
+
+    Returns:
+        Names of what would change, and the layers that were left out.
+    """
     layerwise = importlib.import_module(LAYERWISE)
     facts = facts_of(model)
     with unchanged(model), bridges.without_lora(model):
-        proof = _ReloadProof(model, layerwise, worker)
+        left_out = _without_room(worker, model, is_taken)
+        proof = _ReloadProof(model, layerwise, worker, left_out)
         if worker.device.type == "cpu":
             cpu_fixes.rebuild_moe_kernels(model)
             cpu_fixes.refill_released(model)
@@ -199,7 +248,7 @@ def _unlike(worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]
         try:
             layerwise.initialize_layerwise_reload(model)
             follow = followed(model) if facts.writes_directly else contextlib.nullcontext()
-            with proof.blocker(), padded_with_zeros(), follow, proof.in_place_of_copies():
+            with proof.blocker(), padded_with_zeros(), follow as writes, proof.compares(writes):
                 model.load_weights(tensors)  # type: ignore[operator]
                 with quiet_about_idle_layers():
                     layerwise.finalize_layerwise_reload(model, worker.model_config)
@@ -210,17 +259,27 @@ def _unlike(worker: Any, model: torch.nn.Module, is_taken: Callable[[str], bool]
             layerwise.LOADING_LAYERS.clear()
     if proof.unknown:
         raise ValueError(proof.unknown)
-    return sorted(proof.unlike)
+    return sorted(proof.unlike), left_out
 
 
 class _ReloadProof:
-    """Proof of a model against what a reload would make of it."""
+    """Proof of a model against what a reload would make of it.
 
-    def __init__(self, model: torch.nn.Module, layerwise: Any, worker: Any) -> None:
+    Args:
+        left_out: Layers that are not built.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layerwise: Any,
+        worker: Any,
+        left_out: Collection[torch.nn.Module],
+    ) -> None:
         self.unlike: set[str] = set()
         self.unknown = ""
         """Reason why the proof has failed; empty if it has not."""
-        self._model, self._layerwise = model, layerwise
+        self._model, self._layerwise, self._left_out = model, layerwise, left_out
         self._is_packed, self._dtype = worker.device.type == "cpu", worker.model_config.dtype
         self._names = {layer: name for name, layer in model.named_modules()}
         self._products = {layer: self._product(layer) for layer in self._names}
@@ -228,40 +287,60 @@ class _ReloadProof:
 
     def blocker(self) -> WriteBlocker:
         """Return what compares, and holds back, copies that are made to the model itself."""
-        owners = {
-            storage_of(tensor): f"{name}.{key}".lstrip(".")
-            for layer, name in self._names.items()
-            for key, tensor in self._layerwise.get_layer_tensors(layer).items()
-        }
+        owners: dict[int, str] = {}
+        ignored: set[int] = set()
+        for layer, name in self._names.items():
+            tensors = dict(self._layerwise.get_layer_tensors(layer))
+            for kept in self._layerwise.get_layerwise_info(layer).kernel_tensors or ():
+                tensors |= kept
+            owners |= {storage_of(t): f"{name}.{k}".lstrip(".") for k, t in tensors.items()}
+            if layer in self._left_out:
+                ignored |= {storage_of(tensor) for tensor in tensors.values()}
 
         def on_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            if storage_of(target) in ignored:
+                return
             new = source.to(target.device, target.dtype).expand(target.shape)
             if not _is_same(target, new):
                 self.unlike.add(owners.get(storage_of(target), "a tensor"))
 
         def on_other_write(target: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+            if storage_of(target) in ignored:
+                return
             new = target.clone()
             write(new)
             if not _is_same(target, new):  # which more writes may undo, or not
                 name = owners.get(storage_of(target), "a tensor")
                 self.unknown = self.unknown or f"{name!r} is changed by more than copies"
 
-        for layer, name in self._names.items():
-            info = self._layerwise.get_layerwise_info(layer)
-            for tensors in info.kernel_tensors or ():
-                owners |= {storage_of(t): f"{name}.{k}".lstrip(".") for k, t in tensors.items()}
         return WriteBlocker(tensors_of(self._model), on_copy, on_other_write)
 
     @contextlib.contextmanager
-    def in_place_of_copies(self) -> Iterator[None]:
-        """Have vLLM compare each layer that it has built with the model's, and copy nothing."""
+    def compares(self, writes: DirectWriteRecord | None) -> Iterator[None]:
+        """Have vLLM compare each layer that it has built with the model's, and copy nothing.
+
+        Args:
+            writes: What is written to layers directly, if that is followed.
+        """
         layerwise = self._layerwise
-        copy = layerwise._copy_and_restore_kernel_tensors
+        copy, process = layerwise._copy_and_restore_kernel_tensors, layerwise._layerwise_process
+
+        def process_or_leave(layer: torch.nn.Module, info: Any) -> None:
+            if layer not in self._left_out:
+                process(layer, info)
+                return
+            if writes is not None:
+                writes.by_layer.pop(layer, None)
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
         layerwise._copy_and_restore_kernel_tensors = self._compare
+        layerwise._layerwise_process = process_or_leave
         try:
             yield
         finally:
             layerwise._copy_and_restore_kernel_tensors = copy
+            layerwise._layerwise_process = process
 
     def compare_derived(self) -> None:
         """Compare what attention layers keep beside their parameters."""
