@@ -132,7 +132,9 @@ async def open_engine(
         sock = listen(http_host, http_port)
         stack.callback(sock.close)
         refusals.refuse_missing_model(args.model)
-        initial_checkpoint = InitialCheckpoint(str(getattr(args, "load_format", "auto")))
+        initial_checkpoint = InitialCheckpoint(
+            str(getattr(args, "load_format", "auto")), download_dir=args.download_dir
+        )
         stack.callback(initial_checkpoint.close)
         initial_checkpoint.read(args.model, args.revision)  # while the engine warms up
         with refusals.plain_errors(args.model):
@@ -147,13 +149,11 @@ async def open_engine(
         config = engine.vllm_config
         model, revision = config.model_config.model, config.model_config.revision
         initial_checkpoint.read(model, revision, is_loaded=True)
-        model_dir = local_model_dir(model, revision)
+        model_dir = local_model_dir(model, revision, config.load_config.download_dir)
         described = capabilities.build_reference(
             model_dir, config.model_config.hf_config, data_type(config.model_config.dtype)
         )
-        drafts = capabilities.draft_files(
-            config.speculative_config, config.model_config, model_dir, described
-        )
+        drafts = capabilities.draft_files(config, model_dir, described)
         if spill is not None:
             _make_folder(spill, described)
         holdings = HoldingsPage()

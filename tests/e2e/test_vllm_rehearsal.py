@@ -892,6 +892,29 @@ def test_files_that_are_read_whole_are_not_read_again(
     assert not started.given
 
 
+def test_files_are_found_where_vllm_downloads_them_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    repo = tmp_path / "models--nobody--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    folder = repo / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    save_file(FILES, folder / "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    load_config = LoadConfig(download_dir=str(tmp_path))
+    found = get_model_loader(load_config)._prepare_weights("nobody/tiny", None, None, True, None)
+    assert found[0] == str(folder)
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(load_config=load_config),
+        model_config=SimpleNamespace(model="nobody/tiny", revision=None),
+    )
+    assert list(map(str, bridges.model_files(worker))) == found[1]
+
+
 @pytest.mark.parametrize(
     ("change", "why"), [(lambda t: t.add_(1), None), (lambda t: t.add_(0), "")]
 )

@@ -74,8 +74,13 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [path for path in files if not path.name.startswith(_OTHER)] or files
 
 
-def local_model_dir(model: str, revision: str | None) -> Path | None:
+def local_model_dir(
+    model: str, revision: str | None, download_dir: str | None = None
+) -> Path | None:
     """Find where a model has been read from: a directory, or the Hugging Face cache.
+
+    Args:
+        download_dir: Cache that vLLM was told to use instead (``--download-dir``).
 
     Returns:
         None if it cannot be found without network.
@@ -85,6 +90,10 @@ def local_model_dir(model: str, revision: str | None) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(
+                model, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
     except (ImportError, OSError, ValueError):  # no hub client, not cached, not a repository
         return None

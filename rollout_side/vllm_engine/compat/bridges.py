@@ -379,7 +379,8 @@ def model_files(worker: Any) -> list[Path]:
     Raises:
         InvalidRequestError: Their index cannot be read.
     """
-    model_dir = local_model_dir(worker.model_config.model, worker.model_config.revision)
+    config, load_config = worker.model_config, worker.vllm_config.load_config
+    model_dir = local_model_dir(config.model, config.revision, load_config.download_dir)
     return [] if model_dir is None else weight_files(model_dir)
 
 
@@ -413,10 +414,15 @@ def draft_checkpoint_tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     drafting = config.speculative_config
     if draft_is_in_checkpoint(drafting, worker.model_config):
         return
-    load_config = getattr(drafting, "draft_load_config", None) or config.load_config
-    model = draft_model(worker.model_runner)
+    model, load_config = draft_model(worker.model_runner), draft_load_config(config)
     for name, tensor in _read_again(load_config, drafting.draft_model_config, model):
         yield DRAFT_MODEL + name, tensor
+
+
+def draft_load_config(config: Any) -> Any:
+    """Return the ``LoadConfig`` of the model that drafts tokens, of vLLM's ``VllmConfig``."""
+    own = getattr(config.speculative_config, "draft_load_config", None)
+    return own or config.load_config
 
 
 def draft_is_in_checkpoint(drafting: Any, config: Any) -> bool:

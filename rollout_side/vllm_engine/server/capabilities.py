@@ -64,22 +64,23 @@ def build_reference(model_dir: Path | None, hf_config: Any, served_dtype: DataTy
 
 
 def draft_files(
-    drafting: Any, config: Any, model_dir: Path | None, reference: Reference
+    vllm_config: Any, model_dir: Path | None, reference: Reference
 ) -> tuple[TensorMeta, ...]:
     """Return the tensors that the files of the model that drafts tokens hold, by their names in a
     base; none where there is no such model, or its safetensors files are not on this machine.
 
     Args:
-        drafting: vLLM's ``SpeculativeConfig``, or None.
-        config: ``ModelConfig`` of the served model.
-        model_dir: Directory of that model.
+        vllm_config: vLLM's ``VllmConfig``.
+        model_dir: Directory of the served model.
         reference: Reference of that model.
     """
+    drafting = vllm_config.speculative_config
     own = getattr(drafting, "draft_model_config", None)
     if own is None or not draft_method(drafting):
         return ()
-    in_checkpoint = bridges.draft_is_in_checkpoint(drafting, config)
-    found = model_dir if in_checkpoint else local_model_dir(own.model, own.revision)
+    in_checkpoint = bridges.draft_is_in_checkpoint(drafting, vllm_config.model_config)
+    download_dir = bridges.draft_load_config(vllm_config).download_dir
+    found = model_dir if in_checkpoint else local_model_dir(own.model, own.revision, download_dir)
     try:
         metas = _from_files(found) if found is not None else []
     except UnsupportedError as error:

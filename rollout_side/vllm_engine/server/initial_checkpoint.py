@@ -45,10 +45,13 @@ class InitialCheckpoint:
     Args:
         load_format: vLLM's ``--load-format``.
         cache: Cache of digests; by default the user's own.
+        download_dir: vLLM's ``--download-dir``.
     """
 
-    def __init__(self, load_format: str, cache: DigestCache | None = None) -> None:
-        self._cache = cache
+    def __init__(
+        self, load_format: str, cache: DigestCache | None = None, *, download_dir: str | None = None
+    ) -> None:
+        self._cache, self._download_dir = cache, download_dir
         self._dir: Path | None = None
         self._reader: CheckpointReader | None = None
         self._known: Checkpoint | None = None
@@ -74,7 +77,7 @@ class InitialCheckpoint:
         """
         if self._known is not None:
             return
-        found = local_model_dir(model, revision)
+        found = local_model_dir(model, revision, self._download_dir)
         if found is None:
             if is_loaded:
                 self.close()

@@ -31,7 +31,7 @@ OTHERS = {
     "--enforce-eager", "--gpu-memory-utilization", "--headless", "--load-format", "--lora-modules",
     "--max-lora-rank", "--no-build-isolation", "--nproc-per-node", "--pipeline-parallel-size",
     "--calculate-kv-scales", "--enable-tower-connector-lora", "--ec-transfer-config",
-    "--kv-offloading-size", "--speculative-config",
+    "--kv-offloading-size", "--speculative-config", "--download-dir",
     "--kv-transfer-config", "--quantization", "--served-model-name", "--standalone",
     "--tensor-parallel-size", "--prefill-context-parallel-size", "--decode-context-parallel-size",
     "--nnodes", "--enable-eplb", "--enable-elastic-ep", "--enable-expert-parallel",

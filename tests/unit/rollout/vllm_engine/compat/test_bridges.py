@@ -150,7 +150,7 @@ def test_files_are_read_again_without_a_word_and_no_more_of_them_than_is_used(
 
 def test_files_of_which_a_part_can_be_read_again(tmp_path: Path) -> None:
     def why(model: object = None, load_format: str = "auto", **settings: object) -> str:
-        load_config = SimpleNamespace(load_format=load_format, **settings)
+        load_config = SimpleNamespace(load_format=load_format, download_dir=None, **settings)
         worker = SimpleNamespace(
             vllm_config=SimpleNamespace(load_config=load_config),
             model_config=SimpleNamespace(model=str(tmp_path), revision=None),

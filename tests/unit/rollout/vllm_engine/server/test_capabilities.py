@@ -78,9 +78,13 @@ def test_layers_for_drafts_are_no_part_of_the_reference(tmp_path: Path) -> None:
     assert reference.draft_prefixes == ("model.layers.1.", "mtp.")
 
 
-def _drafting(path: Path, method: str) -> Any:
+def _drafting(path: Path | str, method: str, served: Path, download_dir: str | None = None) -> Any:
     config = SimpleNamespace(model=str(path), revision=None, dtype=torch.float32)
-    return SimpleNamespace(method=method, draft_model_config=config)
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, draft_model_config=config),
+        model_config=SimpleNamespace(model=str(served)),
+        load_config=SimpleNamespace(download_dir=download_dir),
+    )
 
 
 def test_a_draft_is_of_the_checkpoint_or_has_files_of_its_own(tmp_path: Path) -> None:
@@ -89,27 +93,39 @@ def test_a_draft_is_of_the_checkpoint_or_has_files_of_its_own(tmp_path: Path) ->
         path.mkdir()
         save_file({name: torch.zeros(1) for name in names}, path / "model.safetensors")
     reference = build_reference(base, _config(), DataType.FLOAT16)
-    served = SimpleNamespace(model=str(base))
 
-    def files(path: Path, method: str) -> list[str]:
-        return [meta.name for meta in draft_files(_drafting(path, method), served, base, reference)]
+    def files(path: Path | str, method: str, download_dir: str | None = None) -> list[str]:
+        config = _drafting(path, method, base, download_dir)
+        return [meta.name for meta in draft_files(config, base, reference)]
 
     assert files(base, "mtp") == ["mtp.a", "mtp.b"]
     assert files(own, "eagle3") == ["draft_model.fc.weight", "draft_model.t2d"]
     assert files(base, "draft_model")[0] == "draft_model.a.weight"
     assert files(own, "ngram") == files(tmp_path / "none", "eagle") == []
-    assert draft_files(None, served, base, reference) == ()
+    without = SimpleNamespace(speculative_config=None)
+    assert draft_files(without, base, reference) == ()
+    repo = tmp_path / "models--nobody--drafts"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    (repo / "snapshots").mkdir()
+    own.rename(repo / "snapshots" / ("0" * 40))
+    assert files("nobody/drafts", "eagle3") == []
+    assert files("nobody/drafts", "eagle3", str(tmp_path)) == [
+        "draft_model.fc.weight", "draft_model.t2d",
+    ]  # fmt: skip
 
 
 def test_a_draft_that_is_left_out_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served, reference = SimpleNamespace(model=str(tmp_path)), Reference("Tiny", ())
-    assert not draft_files(_drafting(tmp_path / "none", "eagle"), served, tmp_path, reference)
+    reference = Reference("Tiny", ())
+    missing = _drafting(tmp_path / "none", "eagle", tmp_path)
+    assert not draft_files(missing, tmp_path, reference)
     assert "no safetensors files on this machine" in caplog.text
     tensors = {f"{i:0500}": torch.zeros(1, dtype=torch.int8) for i in range(2200)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert not draft_files(_drafting(tmp_path, "draft_model"), served, tmp_path, reference)
+    large = _drafting(tmp_path, "draft_model", tmp_path)
+    assert not draft_files(large, tmp_path, reference)
     assert "names of more than 1048576 bytes" in caplog.text
 
 

@@ -49,6 +49,18 @@ def test_files_that_were_still_on_their_way_are_looked_for_again(tmp_path: Path)
     assert settled(initial_checkpoint).state is CheckpointState.DIGESTED
 
 
+def test_files_of_a_download_directory(tmp_path: Path) -> None:
+    repo = tmp_path / "models--not--in-the-cache"
+    folder = repo / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(folder.name)
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    initial_checkpoint = InitialCheckpoint("auto", DigestCache(None), download_dir=str(tmp_path))
+    initial_checkpoint.read("not/in-the-cache", None)
+    assert settled(initial_checkpoint).state is CheckpointState.DIGESTED
+
+
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:
     initial_checkpoint = InitialCheckpoint("safetensors", DigestCache(None))
     initial_checkpoint.read(str(tmp_path), None)
