@@ -151,7 +151,8 @@ class ModelBase(PushContent):
         rule = _base_rule(target, self.cast)
         settings = None if self.merged is None else merge_settings(module, self.merged)
         served = target.base_fingerprint if self.opened.buffers else ""
-        key = self.merged, settings, rule.key, served, self._left_out(target)
+        drafts = _draft_names(target)
+        key = self.merged, settings, rule.key, served, self._left_out(target), drafts
         source: ModuleSource | None = self.opened.sources.get(key)
         if source is None:
             if self.merged is not None:
@@ -173,10 +174,10 @@ class ModelBase(PushContent):
         buffers = self.opened.buffers
         if self.merged is not None:
             buffers = frozenset(base_name_in_peft(name, self.merged) or "" for name in buffers)
-        left_out = self._left_out(target)
-        source = ModuleSource(module, params, rule, without=buffers | left_out)
+        left_out, drafts = self._left_out(target), _draft_names(target)
+        source = ModuleSource(module, params, rule, buffers | left_out, drafts)
         if buffers and not _is_base(source, target):
-            whole = ModuleSource(module, params, rule, without=left_out)
+            whole = ModuleSource(module, params, rule, left_out, drafts)
             if _is_base(whole, target):
                 source = whole
         if left_out:

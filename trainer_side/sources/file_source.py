@@ -104,7 +104,7 @@ class CheckpointSource:
     """Tensors of a checkpoint directory or of one safetensors file.
 
     Tensors are read in the order of their names, layer by layer, each from disk as
-    it is packed: extra memory is that of the largest tensor.
+    it is packed: extra memory is that of the largest tensor. Those for drafts come last.
 
     Args:
         path: Directory or file.
@@ -138,7 +138,7 @@ class CheckpointSource:
         more = f", without {len(left_out)} of layers for drafts" if left_out else ""
         self.description = f"checkpoint {path}, {len(by_name)} tensors{more}"
         self._by_name = by_name
-        self._names = sorted(by_name, key=_natural_key)
+        self._names = sorted(by_name, key=lambda name: (name in drafts, _natural_key(name)))
         # Slices tell shape and dtype without reading; meta tensors carry both.
         self.metas = make_metas(
             [(name, _meta(by_name[name].get_slice(name))) for name in self._names], cast

@@ -30,6 +30,8 @@ class ModuleSource:
         params: Its parameters and buffers; they must not change while a push reads them.
         cast: Rule for the dtype that each of them travels in.
         without: Names among ``params`` to leave out.
+        drafts: Checkpoint names of tensors for drafts, which come last: a replica that loads in
+            place would hold them until the model is complete.
 
     Parameters that transformers holds in another form are converted one group at a
     time: extra memory at the sender is that of the largest such group.
@@ -44,6 +46,7 @@ class ModuleSource:
         params: Params,
         cast: CastRule,
         without: Collection[str] = (),
+        drafts: Collection[str] = (),
     ) -> None:
         for name, tensor in params.local():
             if tensor.is_meta:
@@ -55,7 +58,10 @@ class ModuleSource:
         self.shards: Any = None
         self._revert = reverter(model)
         own = {name: meta for name, meta in params.metas.items() if name not in without}
-        self._groups, outputs = cached_conversions(model, own, self._revert)
+        groups, outputs = cached_conversions(model, own, self._revert)
+        self._groups = sorted(
+            groups, key=lambda group: any(name in drafts for name in group.targets)
+        )
         self.description = f"{params.kind} {type(model).__name__}, {len(own)} parameters"
         self.is_collective = params.is_collective
         self.metas = make_metas(

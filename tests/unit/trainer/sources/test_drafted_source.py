@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from trainer_side.params.elements import Elements
+from trainer_side.pushes.content import base_content
+from trainer_side.ranks.ranks import OneRank
 from trainer_side.sources.drafted_source import DraftedSource
 from trainer_side.sources.shard_source import HeldSource
 from weft_rl.contract.errors import InvalidManifestError, UnsupportedError
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.rpc.manifest_codec import reference_tensor_to_proto
 from weft_rl.v1 import publish_pb2 as pb
+from weft_rl.v1 import types_pb2
 
 
 class Fake:
@@ -119,6 +124,38 @@ def test_layers_of_the_checkpoint_keep_their_names() -> None:
     assert not source.is_collective
     with pytest.raises(InvalidManifestError, match=r"'mtp\.fc' is in the model and in draft="):
         DraftedSource(Fake(0, "mtp.fc", is_collective=False), draft, target("mtp.fc"))
+
+
+LAYERS = ("model.layers.0.up", "model.layers.1.eh_proj", "model.layers.1.up", "model.norm.weight")
+
+
+@pytest.mark.parametrize("kind", ["module", "files"])
+def test_layers_for_drafts_are_sent_last(kind: str, tmp_path: Path) -> None:
+    """A replica that loads in place would hold them until the model is complete."""
+    model: Any = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    model.model.norm = torch.nn.Module()
+    for name in LAYERS:
+        layer, _, last = name.rpartition(".")
+        model.get_submodule(layer).register_parameter(last, torch.nn.Parameter(torch.rand(2)))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+    content: Any = base_content(tmp_path if kind == "files" else model, OneRank(), True)
+
+    def order(*drafts: str) -> list[str]:
+        described = target(*drafts)
+        described.base_dtype = types_pb2.DATA_TYPE_FLOAT32
+        described.draft_prefixes[:] = ["model.layers.1."]
+        source, _ = content.source(described)
+        views = [torch.zeros(2) for _ in source.metas]
+        source.read(0, len(views), views)
+        for meta, view in zip(source.metas, views, strict=True):
+            assert torch.equal(view, model.state_dict()[meta.name])
+        return [meta.name for meta in source.metas]
+
+    assert order() == [LAYERS[0], LAYERS[3]]
+    assert order(*LAYERS[1:3]) == [LAYERS[0], LAYERS[3], *LAYERS[1:3]]
 
 
 def test_what_the_pool_does_not_take_is_refused(parts: tuple[Held, Fake]) -> None:
