@@ -37,7 +37,7 @@ def _load(worker: Any, version: str, file: str, fail_at: int) -> dict[str, Any]:
     thread.join()
     if errors:
         raise errors[0]
-    return {"qkv_buckets": arriving.buckets_of("layers.0.self_attn"), "has_plan": plans != [None]}
+    return {"qkv_buckets": arriving.buckets_of("layers.0.self_attn"), "has_plan": plans != [()]}
 
 
 @guarded

@@ -263,6 +263,18 @@ class CopyPlan:
             pieces[slot.bucket] += [replace(piece, offset=first + piece.offset) for piece in own]
         return CopyPlan(manifest, pieces, self._processed)
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that it copies."""
+        return frozenset(slot.meta.name for slot, own in self._by_tensor() if own)
+
+    def fills(self, model: torch.nn.Module) -> bool:
+        """Return whether all that it writes to are parameters or buffers of a model."""
+        own = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        targets = [piece.target for part in self._plain for piece in part]
+        made = (tensor for layer in self._processed for tensor in layer.served.values())
+        return all(storage_of(tensor) in own for tensor in (*targets, *made))
+
     def load(self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None) -> None:
         """Copy a segment of this layout into the model's parameters; returns when done.
 
@@ -425,6 +437,27 @@ class CopyPlan:
         for target, source in pairs:
             differs |= (bits(target) != bits(source.to(self.device))).any()
         return not bool(differs)
+
+
+def plan_of_layout(
+    plans: Iterable[CopyPlan], manifest: Manifest, ignored: Collection[str] = ()
+) -> CopyPlan | None:
+    """Return the plan of a layout, one of these or made of one; None if it cannot be.
+
+    Args:
+        ignored: See ``CopyPlan.for_layout``.
+    """
+    own_first = sorted(plans, key=lambda plan: plan.layout_digest != manifest.layout_digest)
+    made = (plan.for_layout(manifest, ignored) for plan in own_first)
+    return next((plan for plan in made if plan is not None), None)
+
+
+def with_others(plan: CopyPlan | None, plans: Iterable[CopyPlan]) -> tuple[CopyPlan, ...]:
+    """Return a plan, if there is one, and those for other names: a base with a draft, say, and
+    one without."""
+    if plan is None:
+        return tuple(plans)
+    return (plan, *(other for other in plans if other.names != plan.names))
 
 
 class _ProcessingPlan:

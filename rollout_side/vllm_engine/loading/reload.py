@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,7 +23,13 @@ import torch
 
 from rollout_side.memory.versions import StagedVersion, tensor_in
 from rollout_side.vllm_engine.compat import bridges, cpu_fixes
-from rollout_side.vllm_engine.loading.copy_plan import CopyPlan, can_learn, wait_for_copies
+from rollout_side.vllm_engine.loading.copy_plan import (
+    CopyPlan,
+    can_learn,
+    plan_of_layout,
+    wait_for_copies,
+    with_others,
+)
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.layerwise import (
     LAYERWISE,
@@ -48,10 +54,10 @@ def apply_base(
     worker: Any,
     staged: StagedVersion,
     reference: Reference,
-    plan: CopyPlan | None = None,
+    plans: Sequence[CopyPlan] = (),
     on_progress: Callable[[], None] = lambda: None,
     drafted: DraftedModel | None = None,
-) -> CopyPlan | None:
+) -> tuple[CopyPlan, ...]:
     """Replace the model's weights by a staged version. Call it while paused.
 
     Adapters that were loaded come back at their next use. The staged memory is not
@@ -60,11 +66,11 @@ def apply_base(
     Args:
         drafted: The model with the one that drafts for it, which is replaced, too, if the version
             has all of it; else it stays.
-        plan: The copies that loading amounts to, of whatever layout, where they are known.
+        plans: The copies that loading amounts to, of whatever layouts, where they are known.
         on_progress: Called at each tensor, or bucket, that is loaded.
 
     Returns:
-        The plan for the next one, if there is any.
+        The plans for the next one: one for each set of names.
 
     Raises:
         InvalidManifestError: It is not exactly what the model consists of; nothing
@@ -73,18 +79,23 @@ def apply_base(
             next base that loads repairs it.
     """
     model, ignored = _loaded_model(worker, staged.manifest, reference, drafted)
-    plan = plan and plan.for_layout(staged.manifest, ignored)
+    plan = plan_of_layout(plans, staged.manifest, ignored)
     if plan is not None:
         with mixing(staged.version, "copying"), _config_of(worker, plan):
             plan.load(staged.segment.data, on_progress)
-        return plan
+        return with_others(plan, plans)
     with bridges.vllm_config_context(worker.vllm_config):
         given = ((name, tensor) for name, tensor in staged.tensors() if name not in ignored)
         num_tensors = len(staged.manifest.tensors) - len(ignored)
         reload_layers(worker, model, staged.version, _reporting(given, on_progress), num_tensors)
-        if not can_learn(worker):
-            return None
-        return learn(model, staged, ignored)
+        if can_learn(worker):
+            plan = learn(model, staged, ignored)
+        return with_others(plan, _still_filling(plans, drafted or model))
+
+
+def _still_filling(plans: Iterable[CopyPlan], model: torch.nn.Module) -> list[CopyPlan]:
+    """Return the plans that fill a model after a reload, which may have moved parameters."""
+    return [plan for plan in plans if plan.fills(model)]
 
 
 def _config_of(worker: Any, plan: CopyPlan) -> AbstractContextManager[object]:
@@ -346,9 +357,9 @@ def load_in_place(
     worker: Any,
     arriving: IncomingBase,
     reference: Reference,
-    plan: CopyPlan | None = None,
+    plans: Sequence[CopyPlan] = (),
     drafted: DraftedModel | None = None,
-) -> CopyPlan | None:
+) -> tuple[CopyPlan, ...]:
     """Replace the model's weights by a base that arrives meanwhile. Call it while paused.
 
     May run on another thread than the engine's. On CUDA that thread's current device is
@@ -357,11 +368,10 @@ def load_in_place(
     Adapters that were loaded come back at their next use.
 
     Args:
-        plan: The copies that loading amounts to, of whatever layout, where they are known.
-        drafted: See ``apply_base``.
+        plans, drafted: See ``apply_base``.
 
     Returns:
-        The plan for the next one, if there is any.
+        See ``apply_base``.
 
     Raises:
         InvalidManifestError: It is not exactly what the model consists of; nothing
@@ -372,7 +382,7 @@ def load_in_place(
     """
     manifest = arriving.manifest
     model, ignored = _loaded_model(worker, manifest, reference, drafted)
-    plan = plan and plan.for_layout(manifest, ignored)
+    plan = plan_of_layout(plans, manifest, ignored)
     arrived = _begun(arriving)
     # Set here, since it is the thread's own: another than the engine's has gradients on.
     with torch.no_grad():
@@ -380,7 +390,7 @@ def load_in_place(
             with mixing(arriving.version), _config_of(worker, plan):
                 for index, wire in arrived:
                     plan.load_bucket(index, wire)
-            return plan
+            return with_others(plan, plans)
         with bridges.vllm_config_context(worker.vllm_config):
             proof: PlanProof | None = None
             if can_learn(worker):
@@ -389,7 +399,8 @@ def load_in_place(
             given = _tensors(manifest, arrived, ignored, arriving.report_progress, worker.device)
             num_tensors = len(manifest.tensors) - len(ignored)
             reload_layers(worker, model, arriving.version, given, num_tensors)
-            return proof.plan() if proof is not None else None
+            plan = proof.plan() if proof is not None else None
+            return with_others(plan, _still_filling(plans, drafted or model))
 
 
 def _passing(proof: PlanProof, arrived: Iterator[_Bucket]) -> Iterator[_Bucket]:

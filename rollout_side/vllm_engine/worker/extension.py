@@ -158,9 +158,9 @@ class WeftWorker:
         staged = state.store.staged(transfer_id, content_digest)
         state.store.served.set(None)
         # Forgotten until the load is done: one that fails leaves nothing to rely on.
-        plan, state.copy_plan = state.copy_plan, None
-        state.copy_plan = apply_base(
-            self, staged, state.reference, plan, state.report_progress, state.drafted
+        plans, state.copy_plans = state.copy_plans, ()
+        state.copy_plans = apply_base(
+            self, staged, state.reference, plans, state.report_progress, state.drafted
         )
         has_draft = state.brings_draft(staged.manifest)
         return {"load_seconds": time.perf_counter() - begin, "has_draft": has_draft}
@@ -176,11 +176,12 @@ class WeftWorker:
         """
         state = state_of(self)
         state.check_idle()
-        if state.copy_plan is None:
+        if not state.copy_plans:
             found = [StoredTensor(name, dtype, tuple(shape), digest)
                      for name, dtype, shape, digest in stored]  # fmt: skip
-            state.copy_plan = learn_from(self, state.reference, found)
-        return {"has_learnt": state.copy_plan is not None}
+            learnt = learn_from(self, state.reference, found)
+            state.copy_plans = () if learnt is None else (learnt,)
+        return {"has_learnt": bool(state.copy_plans)}
 
     @guarded
     def weft_load_in_place(self: Any, transfer_id: str, version: str) -> None:
@@ -363,7 +364,7 @@ class WeftWorker:
         """
         state = state_of(self)
         if discarded:
-            state.copy_plan = None  # a plan sets only what was in the last base
+            state.copy_plans = ()  # a plan sets only what was in the last base
             if state.kept is not None:
                 state.kept.restore()
         state.kept = None

@@ -312,8 +312,8 @@ class WorkerState:
     adapters: AdapterLoader = field(default_factory=AdapterLoader)
     drafted: DraftedModel | None = None
     """Model with the one that drafts for it, where a base can bring both."""
-    copy_plan: CopyPlan | None = None
-    """Plan by which the base that was loaded last can be loaded by copies alone."""
+    copy_plans: tuple[CopyPlan, ...] = ()
+    """Plans by which a base can be loaded by copies alone: one for each set of names."""
     kept: KeptTensors | None = None
     """Tensors that no base brings, kept over a sleep that discards weights."""
     load: InPlaceLoad | None = None
@@ -418,18 +418,18 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
 
     def load(handoff: Handoff) -> None:
         # Forgotten until the load is done: one that fails midway leaves nothing to rely on.
-        plan, state.copy_plan = state.copy_plan, None
+        plans, state.copy_plans = state.copy_plans, ()
         served = state.store.served.set(None)
         try:
             with on_device(device):
                 if given is not None:
                     torch.cuda.current_stream(device).wait_event(given)
-                state.copy_plan = load_in_place(
-                    worker, handoff, state.reference, plan, state.drafted
+                state.copy_plans = load_in_place(
+                    worker, handoff, state.reference, plans, state.drafted
                 )
         except WeftError as error:
             if error.metadata.get("dirty") != "true":  # nothing has changed
-                state.copy_plan = plan
+                state.copy_plans = plans
                 state.store.served.set(served)
             raise
 
@@ -439,8 +439,10 @@ def loader(worker: Any, state: WorkerState) -> Callable[[Handoff], None]:
 def served_base(state: WorkerState, handoff: Handoff, content_digest: bytes) -> ServedBase | None:
     """Return a base that was loaded in place, for clones from the engine's parameters; None if
     they do not hold all its bytes unchanged."""
-    plan, manifest = state.copy_plan, handoff.manifest
-    if plan is None or plan.layout_digest != manifest.layout_digest or not plan.is_readable:
+    manifest = handoff.manifest
+    own = (plan for plan in state.copy_plans if plan.layout_digest == manifest.layout_digest)
+    plan = next(own, None)
+    if plan is None or not plan.is_readable:
         return None
     return ServedBase(
         handoff.transfer_id, handoff.version, manifest, content_digest, plan.read_bucket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 
 from rollout_side.memory.segment import HostSegment
 from rollout_side.memory.versions import StagedVersion, tensors_in
+from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading import reload
 from rollout_side.vllm_engine.loading.copy_plan import CopyPlan
 from rollout_side.vllm_engine.loading.drafted_model import DraftedModel
 from rollout_side.vllm_engine.loading.plan_proof import learn, learn_from_files
@@ -215,10 +218,9 @@ def test_the_first_base_is_copied_whatever_its_layout(
         assert model.digests() == before
         pushed = layout(second)
         if in_place:
-            used = load_in_place(worker(model), ReusedMemory(pushed), REFERENCE, plan)
+            (used,) = load_in_place(worker(model), ReusedMemory(pushed), REFERENCE, [plan])
         else:
-            used = apply_base(worker(model), pushed, REFERENCE, plan)
-        assert used is not None
+            (used,) = apply_base(worker(model), pushed, REFERENCE, [plan])
         assert used.layout_digest == pushed.manifest.layout_digest
         assert used.is_readable
         assert model.digests() == expected
@@ -351,16 +353,50 @@ def test_a_draft_is_copied_with_its_model() -> None:
     assert plan is not None
 
     load = partial(apply_base, worker(model), reference=REFERENCE, drafted=drafted)
-    assert load(staged=second, plan=plan) is plan
+    assert load(staged=second, plans=[plan]) == (plan,)
     fc = dict(second.tensors())[FC.name]
     assert torch.equal(drafted.draft.fc.weight, fc)
     assert model.digests() == load_own_way(Model(), staged(2)).digests()
 
-    alone = load(staged=staged(1), plan=plan)  # the draft stays
-    assert alone is not None
+    alone, whole = load(staged=staged(1), plans=[plan])  # the draft stays
+    assert whole is plan
     assert torch.equal(drafted.draft.fc.weight, fc)
     assert model.digests() == load_own_way(Model(), staged(1)).digests()
     assert alone.for_layout(first.manifest) is None, "it does not know the draft's tensors"
+    # In turn, each finds its own plan.
+    assert load(staged=second, plans=[alone, whole]) == (whole, alone)
+    assert load(staged=staged(1), plans=[whole, alone]) == (alone, whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_plan_outlives_a_reload_that_moves_nothing(
+    moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is loaded by vLLM's reload each time: its model keeps the plan that it has."""
+
+    def reload_layers(worker: Any, own: Any, version: Any, tensors: Any, number: int) -> None:
+        own.load_weights(tensors)
+        if moves:
+            model.norm.weight = torch.nn.Parameter(model.norm.weight.clone())
+
+    monkeypatch.setattr(reload, "reload_layers", reload_layers)
+    monkeypatch.setattr(reload, "can_learn", lambda worker: True)
+    monkeypatch.setattr(bridges, "vllm_config_context", lambda config: contextlib.nullcontext())
+    model = load_own_way(Model(), staged(1))
+    plan = learnt(model, staged(1))
+    drafted = DraftedModel(model, Drafter(model), REFERENCE, [FC])
+    monkeypatch.setattr(
+        Drafter, "load_weights", lambda self, weights: [self.fc.weight.copy_(w) for _, w in weights]
+    )
+    monkeypatch.setattr(drafted.draft.fc, "quant_method", object(), raising=False)  # no plan
+    runner = worker(model)
+    runner.vllm_config = None
+    load = partial(apply_base, runner, reference=REFERENCE, drafted=drafted)
+    assert load(staged=with_draft(staged(2), 2), plans=[plan]) == (() if moves else (plan,))
+    if not moves:
+        assert load(staged=staged(3), plans=[plan]) == (plan,)
+        assert model.digests() == load_own_way(Model(), staged(3)).digests()
 
 
 @torch.no_grad()
@@ -370,8 +406,7 @@ def test_another_draft_is_passed_over() -> None:
     pushed = with_draft(staged(2), 2, other)
     plan = learn(model, staged(1))
     assert plan is not None
-    used = apply_base(worker(model), pushed, REFERENCE, plan)
-    assert used is not None
+    (used,) = apply_base(worker(model), pushed, REFERENCE, [plan])
     assert not used.is_readable, "it does not hold all of that version"
     assert model.digests() == load_own_way(Model(), staged(2)).digests()
     assert learn(model, pushed, {other.name}) is not None

@@ -100,7 +100,7 @@ def test_a_version_lands_bucket_by_bucket(any_bits: bool) -> None:
     model = load_own_way(Model(), first)
     plan = learnt(model, first)
     arriving = ReusedMemory(second)
-    assert load_in_place(worker(model), arriving, REFERENCE, plan) is plan
+    assert load_in_place(worker(model), arriving, REFERENCE, [plan]) == (plan,)
     assert model.digests() == load_own_way(Model(), second).digests()
     assert arriving.num_given == NUM_BUCKETS
 
@@ -179,7 +179,7 @@ def test_a_plan_is_proven_by_digests_of_what_passes(
     assert plan.is_readable == (whole is whole_columns)
     before = load_own_way(whole(Model()), first).digests()
     assert model.digests() == before
-    assert load_in_place(worker(model), ReusedMemory(second), REFERENCE, plan) is plan
+    assert load_in_place(worker(model), ReusedMemory(second), REFERENCE, [plan]) == (plan,)
     assert model.digests() == load_own_way(whole(Model()), second).digests()
     plan.load(first.segment.data)
     assert model.digests() == before
@@ -304,11 +304,11 @@ def test_a_transfer_that_never_begins_changes_nothing() -> None:
     first, second = staged(1), staged(2)
     model = load_own_way(Model(), first)
     before = model.digests()
-    for plan in (learnt(model, first), None):
+    for plans in ([learnt(model, first)], []):
         with pytest.raises(PeerUnavailableError, match="the trainer has gone"):
-            load_in_place(worker(model), ReusedMemory(second, fail_at=0), REFERENCE, plan)
+            load_in_place(worker(model), ReusedMemory(second, fail_at=0), REFERENCE, plans)
         with pytest.raises(LoadFailedError, match="no bucket of base@2") as failed:
-            load_in_place(worker(model), ReusedMemory(second, num=0), REFERENCE, plan)
+            load_in_place(worker(model), ReusedMemory(second, num=0), REFERENCE, plans)
         assert "dirty" not in failed.value.metadata
     assert model.digests() == before
 
@@ -320,7 +320,7 @@ def test_another_model_is_refused_before_it_arrives() -> None:
     less = Reference("Toy", REFERENCE.tensors[1:])
     arriving = ReusedMemory(second)
     with pytest.raises(InvalidManifestError, match=r"'wire\.embed\.weight' is not"):
-        load_in_place(worker(model), arriving, less, learnt(model, first))
+        load_in_place(worker(model), arriving, less, [learnt(model, first)])
     assert arriving.num_given == 0
     assert model.digests() == before
 
@@ -333,11 +333,11 @@ def test_a_transfer_that_ends_midway_leaves_mixed_weights(arriving: dict[str, in
     model = load_own_way(Model(), first)
     plan = learnt(model, first)
     with pytest.raises(LoadFailedError, match="loading base@2 failed midway") as failed:
-        load_in_place(worker(model), ReusedMemory(second, **arriving), REFERENCE, plan)
+        load_in_place(worker(model), ReusedMemory(second, **arriving), REFERENCE, [plan])
     assert failed.value.metadata["dirty"] == "true"
     assert isinstance(failed.value.__cause__, PeerUnavailableError | LoadFailedError)
     assert "the weights are mixed" in failed.value.message
-    load_in_place(worker(model), ReusedMemory(second), REFERENCE, plan)
+    load_in_place(worker(model), ReusedMemory(second), REFERENCE, [plan])
     assert model.digests() == load_own_way(Model(), second).digests()
 
 
@@ -348,5 +348,5 @@ def test_a_bucket_out_of_order_is_refused() -> None:
     both = list(enumerate(wires(second)))[:2]
     arriving.buckets = lambda: iter([both[0], both[0]])  # type: ignore[method-assign]
     with pytest.raises(LoadFailedError, match="bucket 0 arrived in place of bucket 1"):
-        load_in_place(worker(model), arriving, REFERENCE, learnt(model, first))
+        load_in_place(worker(model), arriving, REFERENCE, [learnt(model, first)])
     assert arriving.version == PolicyVersion("base", 2)

@@ -33,20 +33,20 @@ OLD, NEW = cast(CopyPlan, object()), cast(CopyPlan, object())
 def _end(monkeypatch: pytest.MonkeyPatch, result: CopyPlan | WeftError) -> WorkerState:
     """A load that ends so; the state that it leaves."""
     store = WorkerStore(2**20, 2**20)
-    state = WorkerState(store, Reference("Model", METAS), copy_plan=OLD)
+    state = WorkerState(store, Reference("Model", METAS), copy_plans=(OLD,))
     base = ServedBase("t1", PolicyVersion("base", 1), MANIFEST, b"digest", lambda i, out: out)
     store.served.set(base)
 
     def load(
-        worker: Any, handoff: HandoffQueue, reference: Reference, plan: Any, drafted: Any
-    ) -> CopyPlan:
-        assert plan is OLD
+        worker: Any, handoff: HandoffQueue, reference: Reference, plans: Any, drafted: Any
+    ) -> tuple[CopyPlan, ...]:
+        assert plans == (OLD,)
         assert drafted is None
         assert not store.served.is_of("t1", b"digest")  # its weights are about to change
-        assert state.copy_plan is None
+        assert state.copy_plans == ()
         if isinstance(result, WeftError):
             raise result
-        return result
+        return (result,)
 
     monkeypatch.setattr(worker_state, "load_in_place", load)
     handoff = HandoffQueue("t2", PolicyVersion("base", 2), MANIFEST, time.monotonic() + 20)
@@ -61,13 +61,13 @@ def _end(monkeypatch: pytest.MonkeyPatch, result: CopyPlan | WeftError) -> Worke
 
 def test_what_was_loaded_whole_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, NEW)
-    assert state.copy_plan is NEW
+    assert state.copy_plans == (NEW,)
     assert state.store.retained_bases() == ()  # until it is committed
 
 
 def test_where_nothing_has_changed_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, TransferAbortedError("it never began"))
-    assert state.copy_plan is OLD
+    assert state.copy_plans == (OLD,)
     assert state.store.served.is_of("t1", b"digest")
     assert not state.store.served.is_of("t1", b"other")
     assert state.store.retained_bases() == (1,)
@@ -75,7 +75,7 @@ def test_where_nothing_has_changed_all_is_as_before(monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_left_of_what_failed_midway(monkeypatch: pytest.MonkeyPatch) -> None:
     state = _end(monkeypatch, LoadFailedError("a layer burned", metadata={"dirty": "true"}))
-    assert state.copy_plan is None
+    assert state.copy_plans == ()
     assert state.store.retained_bases() == ()
 
 
