@@ -95,12 +95,15 @@ class Pool:
             want = referee.logprobs(model, prompt, answer.tokens)
             assert max(abs(a - b) for a, b in zip(answer.log_probs, want, strict=True)) <= BOUND
 
-    def stale(self, version: int, replica_id: str = "replica-0") -> str:
-        """Return the words of `weft status` on a draft, once the replica serves a version."""
+    def stale(self, version: int, replica_id: str = "replica-0", *, words: str = "") -> str:
+        """Return the words of `weft status` on a draft, once the replica serves a version, and
+        these words are among them: its draft counts as of the base until its next heartbeat."""
         while True:
             replica = wait_ready(self.target, replica_id)
-            if replica.version_vector.base == version:
-                return stale_draft(replica)
+            said = stale_draft(replica)
+            if replica.version_vector.base == version and words in said:
+                return said
+            time.sleep(0.1)
 
 
 def draft_counts(url: str) -> tuple[float, float]:
@@ -192,7 +195,7 @@ def test_a_draft_is_of_its_bases_version(
     tokens, stale = pool.ask()
     assert tokens == when_fresh
     assert stale < acceptance / 2
-    assert "of base@1: fewer drafts are accepted" in pool.stale(2)
+    assert pool.stale(2, words="of base@1: fewer drafts are accepted")
 
     pool.publisher.push_base(**first.pushed)
     tokens, again = pool.ask()
