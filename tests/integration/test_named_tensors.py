@@ -182,6 +182,23 @@ def test_a_replica_of_a_release_before_drafts_is_sent_none(
     assert same(old.base, weights(Model(1)))
 
 
+def test_a_replica_of_a_release_before_drafts_that_comes_later_says_why_it_waits(
+    pool: Pool, drafting: EngineDouble, publisher: Publisher
+) -> None:
+    publisher.push_base(Model(2), draft=Draft())
+    old = EngineDouble(weights(Model()))
+    old.capabilities = replace(old.capabilities, passes_over_drafts=False)
+    pool.add_replica("replica-1", old)
+
+    def reason() -> str:
+        with open_channel(pool.target) as channel:
+            found = InspectServiceStub(channel).GetPool(pb.GetPoolRequest(), timeout=10)
+        return next(r.state_reason for r in found.replicas if r.replica_id == "replica-1")
+
+    until(lambda: "is for drafts, and a replica is too old: update it" in reason())
+    assert old.base_version == 0
+
+
 def test_a_replica_that_comes_later_clones_the_draft_too(
     pool: Pool, drafting: EngineDouble, publisher: Publisher
 ) -> None:

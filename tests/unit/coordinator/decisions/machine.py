@@ -299,6 +299,7 @@ class Machine:
                 "failure": failure,
             }
             self.do(events.LookedUp(**fields | changes))
+            self.check_fits()
         return [t for t in tickets if f"t{t}" in self.state.transfers]
 
     def record(self, version: PolicyVersion) -> VersionRecord | None:

@@ -24,7 +24,13 @@ from weft_rl.coordinator.decisions.state.replica import Replica, holds
 from weft_rl.coordinator.decisions.state.replica_state import takes_clones, versions_to_bring
 from weft_rl.coordinator.decisions.state.transfer import Attempt, Group, Transfer, group_members
 from weft_rl.coordinator.decisions.state.values import ContentDigest, Failure, Phase
-from weft_rl.coordinator.decisions.transfers import abort, lifecycle, regrouping, suspects
+from weft_rl.coordinator.decisions.transfers import (
+    abort,
+    lifecycle,
+    preflight,
+    regrouping,
+    suspects,
+)
 from weft_rl.coordinator.decisions.transfers.abort import discard
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue
 
@@ -59,6 +65,11 @@ class Clone(Repair):
             and takes_clones(state, replica)
             and holds(source, transfer.policy_version)
         )
+
+    def _fits(self, change: Change, transfer: Transfer, replica: Replica) -> bool:
+        # It may have joined after what it lacks was begun, and be of another release.
+        is_described = preflight.are_described(change.state, [replica])
+        return is_described and preflight.fits(change, transfer, [replica])
 
     def _on_dropped(self, change: Change, transfer: Transfer) -> None:
         if self.num_interruptions:  # what was verified is of no use any more

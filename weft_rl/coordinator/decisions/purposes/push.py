@@ -136,7 +136,7 @@ class Push(Purpose):
         if change.now >= self.answer_by:
             raise self._too_late(change.state, transfer, replicas)
         require_lease(change.state, transfer.policy, self.fencing_token, change.now)
-        if len(replicas) < self.min_replicas or not _are_described(change.state, replicas):
+        if len(replicas) < self.min_replicas or not preflight.are_described(change.state, replicas):
             return _FOR_REPLICAS
         fits = preflight.fits(change, transfer, replicas)
         unheard = _unheard(change.state, transfer, replicas)
@@ -175,7 +175,7 @@ class Push(Purpose):
         self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
     ) -> WeftError:
         num_replicas = len(replicas)
-        lacking = ", ".join(_drafts_not_described(state, replicas))
+        lacking = ", ".join(preflight.drafts_not_described(state, replicas))
         if lacking and num_replicas >= self.min_replicas:
             return PeerUnavailableError(
                 f"{lacking} registered and has not described the model that drafts tokens there; "
@@ -564,20 +564,6 @@ def _check_request(state: PoolState, event: events.BeginTransfer, policy: Policy
             f"{under_way} pushes of {policy.name!r} are under way or wait already",
             metadata={"num_transfers": str(under_way)},
         )
-
-
-def _are_described(state: PoolState, replicas: Iterable[Replica]) -> bool:
-    """Return whether the tensors of the base, and of the replicas' drafts, are known."""
-    return state.reference_known and not _drafts_not_described(state, replicas)
-
-
-def _drafts_not_described(state: PoolState, replicas: Iterable[Replica]) -> list[str]:
-    """Return the replicas whose drafts' tensors are not known, each with its draft's method."""
-    return [
-        f"{replica.replica_id} ({replica.capabilities.draft_method or 'a draft'})"
-        for replica in replicas
-        if replica.capabilities.draft_fingerprint not in state.drafts_known
-    ]
 
 
 def _check_base(state: PoolState, adapter: AdapterSpec) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from weft_rl.containers.frozen import replace
+from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, replica_sender
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
@@ -74,11 +75,27 @@ class Repair(Purpose):
             return ()
         if transfer.kind is PolicyKind.BASE and not obeys_pins(state, replica):
             return ()
+        try:
+            if not self._fits(change, transfer, replica):
+                return ()
+        except WeftError as error:
+            change.drop_transfer(transfer.transfer_id)
+            self._on_dropped(change, transfer)
+            self._on_failed(change, transfer, Failure.of(error))
+            return ()
         needed = {self.replica_id, self.source or self.replica_id}
         if queue.taken & needed:
             return needed if self._holds_back(change, transfer, queue) else ()
         self._start(change, transfer, replica)
         return needed
+
+    def _fits(self, change: Change, transfer: Transfer, replica: Replica) -> bool:
+        """Return whether the version is known to fit the replica; False while that is looked up.
+
+        Raises:
+            WeftError: It does not.
+        """
+        return True
 
     @abstractmethod
     def _is_possible(self, state: PoolState, transfer: Transfer, replica: Replica) -> bool:
@@ -100,17 +117,20 @@ class Repair(Purpose):
         failure = next(iter(transfer.refusals.values()), None)
         phase = Phase.ABORTED if failure else Phase.COMMITTED
         change.end_transfer(replace(transfer, phase=phase, failure=failure))
-        version, replica_id = transfer.policy_version, self.replica_id
         if failure:
-            back_off(change, replica_id, version, self.source, failure)
-            text = f" at {replica_id}: {failure.message} [{failure.reason}]"
-            change.announce_transfer(EventKind(f"{self.name}_failed"), transfer, text)
+            self._on_failed(change, transfer, failure)
             return
         seconds = change.now - transfer.begin_at
-        text = f" served by {replica_id}, {transfer.layout.total_bytes} bytes"
+        text = f" served by {self.replica_id}, {transfer.layout.total_bytes} bytes"
         change.announce_transfer(
             EventKind(f"{self.name}_ended"), transfer, f"{text}, {seconds:.3f} seconds"
         )
+
+    def _on_failed(self, change: Change, transfer: Transfer, failure: Failure) -> None:
+        version, replica_id = transfer.policy_version, self.replica_id
+        back_off(change, replica_id, version, self.source, failure)
+        text = f" at {replica_id}: {failure.message} [{failure.reason}]"
+        change.announce_transfer(EventKind(f"{self.name}_failed"), transfer, text)
 
 
 def waiting_repair(

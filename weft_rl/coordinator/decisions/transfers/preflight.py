@@ -91,6 +91,20 @@ def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> boo
     return complete
 
 
+def are_described(state: PoolState, replicas: Iterable[Replica]) -> bool:
+    """Return whether the tensors of the base, and of the replicas' drafts, are known."""
+    return state.reference_known and not drafts_not_described(state, replicas)
+
+
+def drafts_not_described(state: PoolState, replicas: Iterable[Replica]) -> list[str]:
+    """Return the replicas whose drafts' tensors are not known, each with its draft's method."""
+    return [
+        f"{replica.replica_id} ({replica.capabilities.draft_method or 'a draft'})"
+        for replica in replicas
+        if replica.capabilities.draft_fingerprint not in state.drafts_known
+    ]
+
+
 def check_names(state: PoolState, policy: str) -> None:
     """Refuse an adapter whose name a replica's server has for something else.
 

@@ -21,11 +21,19 @@ from tests.unit.coordinator.decisions.recovery.clones import (
     serving_pool,
     standing_of,
 )
+from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.contract.names import AdapterVersions, VersionVector
 from weft_rl.contract.replica_report import ReplicaReport
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.coordinator.decisions.purposes.clone import Clone
 from weft_rl.coordinator.decisions.state import effects, events
-from weft_rl.coordinator.decisions.state.values import Failure, Phase, ReplicaState
+from weft_rl.coordinator.decisions.state.values import (
+    Failure,
+    Phase,
+    ReplicaState,
+    VersionLayout,
+)
+from weft_rl.coordinator.decisions.transfers.preflight import check_fit
 
 
 def test_a_late_joiner_gets_the_base_then_adapters_from_the_oldest_on() -> None:
@@ -401,6 +409,54 @@ def test_a_replica_without_lora_is_not_sent_adapters() -> None:
     m.finish(ticket)
     m.do(events.Tick())
     assert not m.look_ups()
+
+
+W = TensorMeta("w", DataType.BFLOAT16, (8, 8))
+WITH_DRAFT = VersionLayout.of(plan_buckets([W, replace(W, name="mtp.fc")]))
+
+
+@pytest.mark.parametrize("passes_over", [False, True])
+def test_a_base_with_a_draft_is_sent_to_who_passes_it_over(
+    passes_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an older release does not, and joins when there is nothing to begin any more."""
+    m = serving_pool()
+    m.register("r1", passes_over_drafts=passes_over)
+    if passes_over:  # what was checked for the push is known
+        m.state = replace(m.state, fits={})
+    m.do(events.Tick())
+    sent = len(m.ever(effects.CallSend))
+    monkeypatch.setattr(m, "check_fits", lambda: None)
+    tickets = m.answer_look_ups(layout=WITH_DRAFT)
+    (asked,) = m.found(effects.CheckFit)
+    assert len(m.ever(effects.CallSend)) == sent
+    fit = check_fit(asked.manifest, asked.adapter, Reference("Tiny", (W,)), asked.key)
+    m.do(events.FitChecked(asked.key, fit))
+    if passes_over:
+        assert [call.replica_id for call in m.found(effects.CallSend)] == ["r0"]
+        m.finish(tickets[0])
+        assert m.state.replicas["r1"].vector.base == 1
+        return
+    assert not m.state.transfers
+    assert len(m.ever(effects.CallSend)) == sent
+    assert [e.kind for e in m.found(effects.Announce)] == [effects.EventKind.CLONE_FAILED]
+    why = standing_of(m, "r1")[1]
+    assert why.startswith(
+        "lacks base@1, which could not be brought yet, it is tried again: 'mtp.fc' is for drafts, "
+        "and a replica is too old: update it"
+    )
+    m.do(events.Tick())
+    assert [str(e.version) for e in m.look_ups()] == ["code@1"], "adapters are brought meanwhile"
+
+
+def test_a_clone_waits_until_its_replicas_tensors_are_known() -> None:
+    m = serving_pool()
+    m.register("r1", draft_fingerprint="d" * 64)
+    ticket = next_clone(m)
+    assert m.transfer(ticket).phase is Phase.WAITING
+    m.do(events.ReferenceKnown(CAPABILITIES.base_fingerprint, "d" * 64))
+    m.check_fits()
+    assert m.transfer(ticket).phase is Phase.FORMING
 
 
 def test_a_clone_that_takes_too_long_is_given_up() -> None:
