@@ -44,7 +44,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (("m", "--pipeline-parallel-size", "2"), "--tensor-parallel-size"),
         (("m", "-pcp", "2"), "--prefill-context-parallel-size 2: .* same part of a model"),
         (("m", "--decode-context-parallel-size", "2"), "on a CPU: vLLM has no attention there"),
-        (("m", "--enable-expert-parallel", "--enable-eplb"), "--enable-eplb: vLLM moves experts"),
+        (("m", "--enable-expert-parallel", "--enable-eplb"), "--enable-eplb: vLLM .* adapters"),
         (("m", "--enable-elastic-ep"), "--enable-elastic-ep: vLLM adds and removes ranks"),
         (("m", "--enable-moe-shared-loras"), "--enable-moe-shared-loras: Weft knows no adapters"),
         (("m", "--enable-mixed-moe-lora-format"), "lora-format: Weft takes adapters of experts"),

@@ -53,8 +53,9 @@ _NEVER = {
     "grpc": _OVER_TCP,
     "uds": _OVER_TCP,
     "enable_eplb": (
-        "vLLM moves experts between ranks as it serves, and its loader puts those of a base where "
-        "they were at the start, so that tokens would go to other experts than those they chose"
+        "vLLM moves experts between ranks as it serves: its loader puts those of a base where they "
+        "were at the start, and the factors of adapters on experts stay where they were, so that "
+        "tokens would go to other experts, or adapters, than those they chose"
     ),
     "enable_elastic_ep": "vLLM adds and removes ranks as it serves, which would lack a base",
     "enable_mixed_moe_lora_format": (
