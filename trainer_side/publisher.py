@@ -324,6 +324,7 @@ class Publisher:
         model: torch.nn.Module,
         *,
         adapter_name: str = "default",
+        draft: Model | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         options: PushOptions | None = None,
@@ -338,6 +339,7 @@ class Publisher:
         Args:
             model: A PEFT model, wrapped or not.
             adapter_name: Name of the adapter in the PEFT model.
+            draft: See ``push_base``.
             require, timeout_seconds, options: See ``push_adapter``.
 
         Returns:
@@ -348,7 +350,9 @@ class Publisher:
             WeftError: See ``push_base``.
         """
         return self._push(
-            self._settings.base(model, require, timeout_seconds, options, merged=adapter_name)
+            self._settings.base(
+                model, require, timeout_seconds, options, merged=adapter_name, draft=draft
+            )
         )
 
     # -- pushes beside the training -----------------------------------------------------
@@ -408,6 +412,7 @@ class Publisher:
         model: torch.nn.Module,
         *,
         adapter_name: str = "default",
+        draft: Model | None = None,
         require: Require | None = None,
         timeout_seconds: float | None = None,
         options: PushOptions | None = None,
@@ -415,7 +420,9 @@ class Publisher:
     ) -> Future[PushResult]:
         """Copy base and adapter as they are now and push them merged; see
         ``push_adapter_async``."""
-        request = self._settings.base(model, require, timeout_seconds, options, merged=adapter_name)
+        request = self._settings.base(
+            model, require, timeout_seconds, options, merged=adapter_name, draft=draft
+        )
         return self._background.submit(request, when_busy)
 
     # -- the pool -----------------------------------------------------------------------

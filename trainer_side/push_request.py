@@ -172,12 +172,10 @@ class PushSettings:
     ) -> PushRequest:
         """Make the request to push a base, with the adapter ``merged`` in it if one is named; see
         ``Publisher.push_base`` and ``push_merged``."""
-        if merged is None:
-            check_model(model, "push_base")
-        else:
-            check_model(model, "push_merged", directories=False)
+        method = "push_base" if merged is None else "push_merged"
+        check_model(model, method, directories=merged is None)
         if draft is not None:
-            check_model(draft, "push_base(draft=)")
+            check_model(draft, f"{method}(draft=)")
         how = self._options(options)
 
         def content() -> Content:

@@ -6,16 +6,20 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import Pool
-from tests.integration.models import Model, same, until, weights
+from tests.integration.models import Model, peft_of, same, until, weights
 from trainer_side import Publisher, PushOptions
+from weft_rl.cli.main import app
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -148,6 +152,54 @@ def test_a_model_is_pushed_with_its_draft(drafting: EngineDouble, publisher: Pub
         with pytest.raises(InvalidManifestError, match=words):
             publisher.push_base(Model(3), draft=wrong)
     assert same(drafting.base, weights(Model(1)))
+
+
+def test_merged_weights_are_pushed_with_a_draft(
+    drafting: EngineDouble, publisher: Publisher
+) -> None:
+    draft, model = Draft(), peft_of(Model(2))
+    _, report = publisher.push_merged(model, draft=draft)
+    assert "Draft" in report.source
+    whole = dict(drafting.base)
+    own = {f"draft_model.{name}": p.detach() for name, p in draft.named_parameters()}
+    merged = weights(peft_of(Model(2)).merge_and_unload())
+    assert {name: whole.pop(name) for name in own}.keys() == own.keys()
+    torch.testing.assert_close(whole, merged)
+    publisher.push_merged(model)
+    assert same(drafting.base, whole)
+    publisher.push_merged_async(model, draft=draft).result(20)
+    assert same(drafting.base, {**whole, **own})
+    with pytest.raises(InvalidRequestError, match=r"push_merged\(draft=\) takes a torch module or"):
+        publisher.push_merged(model, draft=3)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_pushed_with_its_draft_from_the_shell(
+    pool: Pool, drafting: EngineDouble, tmp_path: Path
+) -> None:
+    draft = Draft()
+    own = {name: p.detach() for name, p in draft.named_parameters()}
+    save_file(weights(Model(3)), tmp_path / "model.safetensors")
+    save_file(own, tmp_path / "draft.safetensors")
+
+    def push(policy: str) -> Result:
+        command = [
+            "push",
+            "-c",
+            pool.target,
+            "--policy",
+            policy,
+            str(tmp_path / "model.safetensors"),
+        ]
+        return CliRunner().invoke(app, [*command, "--draft", str(tmp_path / "draft.safetensors")])
+
+    assert push("base").exit_code == 0
+    assert same(
+        drafting.base,
+        {**weights(Model(3)), **{f"draft_model.{name}": tensor for name, tensor in own.items()}},
+    )
+    refused = push("math")
+    assert isinstance(refused.exception, InvalidRequestError)
+    assert "--draft is of --policy base" in str(refused.exception)
 
 
 def test_a_draft_is_refused_where_no_replica_takes_one(

@@ -101,6 +101,12 @@ def test_a_draft_in_files_is_sent_beside_what_the_ranks_hold(kind, engine, train
     assert not any("error" in answer for answer in answers), answers
     trainer.do("save", path=str(tmp_path / "whole.pt"))
     assert same(engine.base, {**torch.load(tmp_path / "whole.pt"), **DRAFT})
+    trainer.do("make", kind=kind, peft={"seed": 1, "use_rslora": True})
+    answers = trainer.do("push", what="merged", draft=str(tmp_path))
+    assert not any("error" in answer for answer in answers), answers
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    assert same({name: engine.base.pop(name) for name in DRAFT}, DRAFT)
+    assert is_merged(engine, torch.load(tmp_path / "whole.pt"))
 
 
 # FSDP1 without use_orig_params takes no model that is trained in part.

@@ -76,11 +76,23 @@ def push(
             "trained on, 'same' and 'only base@N' refuse any other, 'any' compares nothing.",
         ),
     ] = DEFAULT_BASE,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Safetensors files of the model that drafts tokens, to be pushed with the base.",
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Publish an adapter or a checkpoint from disk, as a trainer would."""
-    if not path.exists():
-        raise InvalidRequestError(f"{path} does not exist")
+    for given in (path, draft):
+        if given is not None and not given.exists():
+            raise InvalidRequestError(f"{given} does not exist")
+    if draft is not None and policy != BASE_POLICY:
+        raise InvalidRequestError(
+            f"--draft is of --policy {BASE_POLICY}: a model that drafts tokens comes with a base"
+        )
     from trainer_side import Publisher, PushOptions
 
     with Publisher(
@@ -93,7 +105,7 @@ def push(
         options=PushOptions(cast=cast, check_finite=check_finite),
     ) as publisher:
         if policy == BASE_POLICY:
-            version, report = publisher.push_base(path)
+            version, report = publisher.push_base(path, draft=draft)
         else:
             version, report = publisher.push_adapter(path, policy, base=base)
     if json_output:

@@ -73,6 +73,8 @@ def test_the_defaults_of_weft_push_are_the_publishers():
     options["timeout_seconds"] = options.pop("timeout")
     options["require"] = parse_require(options["require"])
     assert options.pop("base") == of_a_push["base"].default
+    of_a_base = inspect.signature(Publisher.push_base).parameters
+    assert options.pop("draft") is of_a_base["draft"].default
     assert PushOptions(**{name: options.pop(name) for name in ("cast", "check_finite")}) == (
         PushOptions()
     )
