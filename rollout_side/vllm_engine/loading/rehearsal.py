@@ -342,7 +342,7 @@ class _LoadRecord:
         self._tensors: list[torch.Tensor] = []  # which keeps what names their storages
         self.layers: dict[str, set[torch.nn.Module]] = {}
         self.dtypes: dict[str, set[torch.dtype]] = {}
-        """Those of the parameters, by the tensor's name."""
+        """Dtypes of the parameters that a tensor goes to, by its name."""
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is about to be given under a name."""

@@ -156,7 +156,7 @@ class ReferenceCache:
         self._references: LruMapping[str, Reference] = LruMapping(_MAX_REFERENCES)
         # All are kept: a pool has few, and what its state knows of must be here.
         self._drafts: dict[str, tuple[tuple[TensorMeta, ...], tuple[str, ...]]] = {}
-        self._exceptions: dict[tuple[str, DataType], DtypeExceptions] = {}
+        self._exceptions: dict[tuple[str, DataType], DtypeTable] = {}
 
     def put(self, reference: Reference) -> None:
         """Add a reference and drop the least recently used beyond the bound.
@@ -185,13 +185,13 @@ class ReferenceCache:
         prefixes = tuple(dict.fromkeys((*own, *found.draft_prefixes)))[:MAX_DRAFT_PREFIXES]
         return replace(found, draft=draft, draft_prefixes=prefixes)
 
-    def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> DtypeExceptions:
+    def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> DtypeTable:
         """Return the dtypes of a known reference's floats that differ from the base's."""
         key = (fingerprint, base_dtype)
         if key not in self._exceptions:
             reference = self._references.get(fingerprint)
             assert reference is not None
-            self._exceptions[key] = DtypeExceptions.of(reference.dtype_exceptions(base_dtype))
+            self._exceptions[key] = DtypeTable.of(reference.dtype_exceptions(base_dtype))
         return self._exceptions[key]
 
 
@@ -200,14 +200,14 @@ _MAX_EXCEPTIONS_BYTES: Final = 2**19
 
 
 @dataclass(frozen=True)
-class DtypeExceptions:
+class DtypeTable:
     """Dtypes that some floats are sent in, or a digest of them where they are too many to tell."""
 
     by_name: Mapping[str, DataType]
     digest: bytes = b""
 
     @classmethod
-    def of(cls, by_name: Mapping[str, DataType]) -> DtypeExceptions:
+    def of(cls, by_name: Mapping[str, DataType]) -> DtypeTable:
         """Make them of all that there are."""
         if sum(map(len, by_name)) <= _MAX_EXCEPTIONS_BYTES:
             return cls(by_name)
