@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -53,6 +53,7 @@ _PASSING = frozenset(
     }
 )
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
+_MAX_FAILURES_SHOWN = 3
 
 # What ranks that send beside rank 0 tell it as they agree on a plan: that they cannot use its
 # backend, that they have no place in a group that is kept.
@@ -129,6 +130,18 @@ def under_way(call: str) -> TransferTimeoutError:
     )
 
 
+def _with_text(error: WeftError, text: str) -> WeftError:
+    return error_from_reason(error.reason, error.message + text, error.metadata)
+
+
+def _shown_before(failures: Sequence[WeftError], error: WeftError) -> str:
+    """Return the reasons for which a push was begun again before it ended with ``error``, as the
+    end of that error's message; empty if there are no others."""
+    others = dict.fromkeys(each.message for each in failures if each.message != error.message)
+    shown = [*others][-_MAX_FAILURES_SHOWN:]
+    return "; before that: " + "; ".join(shown) if shown else ""
+
+
 class PushExecutor:
     """Executor of pushes, one at a time; thread-safe.
 
@@ -180,7 +193,7 @@ class PushExecutor:
         if deadline is None:
             deadline = time.monotonic() + request.timeout_seconds
         call = f"the push of {request.policy}"
-        remarks: list[str] = []
+        failures: list[WeftError] = []
         with (
             self.turn.taken(call, deadline),
             self._traced("weft.push", parent=parent, policy=request.policy) as span,
@@ -201,13 +214,19 @@ class PushExecutor:
                         seconds=time.monotonic() - began,
                         source=plan.push.description,
                         backend=plan.backend,
-                        remarks=(*remarks, *plan.remarks, *about_base),
+                        remarks=(
+                            *(f"begun again, for {error}" for error in failures),
+                            *plan.remarks,
+                            *about_base,
+                        ),
                     )
                 except WeftError as error:  # tried again until the deadline, if it may pass
                     if error.reason not in _PASSING:
+                        if before := _shown_before(failures, error):
+                            raise _with_text(error, before) from error
                         raise
-                    self._begin_again(request, error, plan, deadline, len(remarks))
-                    remarks.append(f"begun again, for {error}")
+                    self._begin_again(request, error, plan, deadline, failures)
+                    failures.append(error)
                 else:
                     span.set(replicas=report.num_replicas, backend=report.backend)
                     result = PushResult(version, report)
@@ -266,16 +285,16 @@ class PushExecutor:
         error: WeftError,
         plan: PushPlan | None,
         deadline: float,
-        num_times: int,
+        failures: Sequence[WeftError],
     ) -> None:
         """Pause, then have all ranks begin a failed push again, or raise its ``error`` on all of
         them.
 
         Args:
             plan: The failed push's plan, if it came so far.
-            num_times: Number of times that it was begun again before.
+            failures: Errors that it was begun again for before.
         """
-        pause = min(_FIRST_PAUSE_SECONDS * 2**num_times, _LONGEST_PAUSE_SECONDS)
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** len(failures), _LONGEST_PAUSE_SECONDS)
 
         def decide() -> bytes:
             is_of_all = request.require == "all" and error.reason in ("PEER_GONE", "STALLED")
@@ -296,7 +315,7 @@ class PushExecutor:
         verdict = self._ranks.share(decide)
         if verdict:
             why = verdict.removeprefix(_FINAL).decode()
-            raise error_from_reason(error.reason, error.message + why, error.metadata) from error
+            raise _with_text(error, why + _shown_before(failures, error)) from error
         _log.warning("the push of %s is begun again: %s", request.policy, error)
 
     def _log_success(

@@ -205,7 +205,8 @@ def _ordered(
         request.fencing_token = token
         return list(method(request, timeout=left).replica_ids)
 
-    names = coordinator.with_lease(BASE_POLICY, types_pb2.POLICY_KIND_BASE, call, deadline)
+    kind, waits_for = types_pb2.POLICY_KIND_BASE, "the replicas that share a GPU"
+    names = coordinator.with_lease(BASE_POLICY, kind, call, deadline, waits_for)
     return json.dumps(names).encode()
 
 

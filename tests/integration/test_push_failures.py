@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import random
+import re
 import select
 import signal
 import threading
@@ -246,6 +247,9 @@ def test_a_push_that_nobody_comes_for_ends_at_its_deadline_with_what_it_waits_fo
             publisher.push_base(Model(1))
         assert 1.0 < time.monotonic() - began < 5.0
         assert caught.value.reason == "POOL_EMPTY"
+        assert re.fullmatch(
+            r"no replica is in contact .*; before that: replica-0 is gone: .*", caught.value.message
+        )
 
 
 def test_what_cannot_be_read_twice_is_not_begun_twice(pool):

@@ -279,7 +279,9 @@ class PoolClient:
 
         while True:
             try:
-                begun = self.coordinator.with_lease(request.policy, kind, begin, deadline)
+                begun = self.coordinator.with_lease(
+                    request.policy, kind, begin, deadline, "its turn, or for replicas"
+                )
             except WeftError as error:
                 self._is_open = error.reason in _UNANSWERED
                 is_forgotten = error.reason == "MANIFEST_UNKNOWN"  # the coordinator restarted
@@ -426,12 +428,14 @@ class PoolClient:
         request = pb.AwaitTransferRequest(transfer_id=begun.transfer_id)
 
         def ask(left: float) -> pb.AwaitTransferResponse:
-            call = self.coordinator.stub.AwaitTransfer.future(request, timeout=left)
+            # At that deadline the coordinator ends the transfer, and says who did not do what.
+            timeout = left + _VERDICT_SECONDS
+            call = self.coordinator.stub.AwaitTransfer.future(request, timeout=timeout)
             if sender is not None:
                 sender.stand_by(call)
             return call.result()
 
-        transfer = self.coordinator.call(ask, deadline).transfer
+        transfer = self.coordinator.call(ask, deadline, "the replicas to switch").transfer
         self._is_open = False
         self.coordinator.leases.published(begun.version.policy)
         return transfer

@@ -30,7 +30,7 @@ from weft_rl.rpc.codec import dtype_from_proto, dtype_to_proto
 from weft_rl.rpc.handshake import why_refused
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
-from weft_rl.rpc.status import error_from_rpc
+from weft_rl.rpc.status import error_from_rpc, is_unanswered
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 from weft_rl.v1.publish_pb2_grpc import PublishServiceStub
@@ -260,7 +260,12 @@ class CoordinatorClient:
         if not self._contact.was_reached:
             self._contact.wait(deadline)
 
-    def call(self, call: Callable[[float], _T], deadline: float) -> _T:
+    def call(
+        self,
+        call: Callable[[float], _T],
+        deadline: float,
+        waits_for: str = "the coordinator to answer",
+    ) -> _T:
         """Make one RPC with the time that is left; its failure is a typed error.
 
         It is made again once a coordinator that was away is back (all RPCs are idempotent).
@@ -268,14 +273,18 @@ class CoordinatorClient:
         Args:
             call: Function that makes the RPC, within so many seconds.
             deadline: ``time.monotonic()`` at which to give up.
+            waits_for: What the RPC waits for, as the error says that ends it at its deadline.
         """
+        late = TransferTimeoutError(f"the deadline passed while waiting for {waits_for}")
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TransferTimeoutError("the push's deadline passed")
+                raise late
             try:
                 return call(left)
             except grpc.RpcError as rpc_error:
+                if is_unanswered(rpc_error):
+                    raise late from rpc_error
                 error = error_from_rpc(rpc_error)
                 if error.reason != "COORDINATOR_AWAY":
                     raise error from rpc_error
@@ -288,6 +297,7 @@ class CoordinatorClient:
         kind: types_pb2.PolicyKind.ValueType,
         call: Callable[[int, float], _T],
         deadline: float,
+        waits_for: str,
     ) -> _T:
         """Make an RPC under a policy's lease, which is acquired as needed; see ``call``.
 
@@ -299,7 +309,7 @@ class CoordinatorClient:
         while True:
             token = self.leases.token(policy, kind, deadline)
             try:
-                return self.call(partial(call, token), deadline)
+                return self.call(partial(call, token), deadline, waits_for)
             except LeaseFencedError as error:
                 # Expired while we were away (a long step under a debugger, a restart
                 # of the coordinator): acquire anew once, or learn who holds it.
@@ -311,7 +321,11 @@ class CoordinatorClient:
     def describe(self, deadline: float) -> pb.DescribeTargetResponse:
         """Return what the pool serves; block until a replica has described it."""
         request = pb.DescribeTargetRequest()
-        return self.call(lambda left: self.stub.DescribeTarget(request, timeout=left), deadline)
+        return self.call(
+            lambda left: self.stub.DescribeTarget(request, timeout=left),
+            deadline,
+            "a replica that has described its base model",
+        )
 
     def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
         """Return every tensor of the base that the pool serves; asked for once. A coordinator that

@@ -117,6 +117,12 @@ def error_from_rpc(error: grpc.RpcError) -> WeftError:
     return WeftError(f"{code.name if code else 'UNKNOWN'}: {text}")
 
 
+def is_unanswered(error: grpc.RpcError) -> bool:
+    """Return whether a call ended by its caller's deadline, before the server said anything."""
+    late = grpc.StatusCode.DEADLINE_EXCEEDED
+    return isinstance(error, grpc.Call) and error.code() is late and _error_info(error) is None
+
+
 def _cause(text: str) -> str:
     """Return what gRPC says of a failed connection, without the layers that it passed through.
 

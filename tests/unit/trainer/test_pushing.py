@@ -20,7 +20,12 @@ from trainer_side.ranks.torch_ranks import TorchRanks
 from trainer_side.sharding.plan import plan_shards
 from trainer_side.sources.shard_source import ShardSource
 from trainer_side.sources.source import CastRule, ParamsSource, tensor_source
-from weft_rl.contract.errors import CapacityError, InvalidManifestError
+from weft_rl.contract.errors import (
+    CapacityError,
+    InvalidManifestError,
+    PeerUnavailableError,
+    TransferTimeoutError,
+)
 from weft_rl.contract.layout.manifest import plan_buckets
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -210,3 +215,26 @@ def test_a_push_that_gathers_nothing_agrees_once_before_it_is_sent(
     begun = pb.BeginTransferResponse(group=pb.GroupPlan(group_id="g"))
     _pushing(ranks, client)._carry_out(begun, push, False, time.monotonic() + 5)
     assert ranks.num_agreed == num_agreed
+
+
+def test_a_push_that_is_given_up_says_why_it_was_begun_again_before() -> None:
+    """Each reason once, in order; and what it ended with first."""
+    gone = PeerUnavailableError("r0 is gone: it closed its stream", reason="PEER_GONE")
+    silent = PeerUnavailableError("r0 is gone: it could not be told to join", reason="PEER_GONE")
+    late = TransferTimeoutError("its time was up", metadata={"member": "r0"})
+    failures = iter([gone, silent, silent, late])
+
+    def fail(*rest: Any) -> Any:
+        raise next(failures)
+
+    pushing = _pushing(OneRank(), SimpleNamespace(end=lambda error: None))
+    pushing._agree = fail  # type: ignore[method-assign]
+    pushing._begin_again = lambda *rest: None  # type: ignore[method-assign]
+    request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
+    with pytest.raises(TransferTimeoutError) as caught:
+        pushing.push(request, began=0.0)
+    assert caught.value.message == (
+        "its time was up; before that: r0 is gone: it closed its stream; "
+        "r0 is gone: it could not be told to join"
+    )
+    assert caught.value.metadata == {"member": "r0"}

@@ -49,7 +49,12 @@ class _Coordinator:
         self.failure, self.num_woken = failure, 0
 
     def with_lease(
-        self, policy: str, kind: object, call: Callable[[int, float], Any], deadline: float
+        self,
+        policy: str,
+        kind: object,
+        call: Callable[[int, float], Any],
+        deadline: float,
+        waits_for: str,
     ) -> Any:
         assert (policy, kind) == ("base", types_pb2.POLICY_KIND_BASE)
         return call(7, 1.0)

@@ -15,7 +15,7 @@ from trainer_side.pool.backend_selection import BackendSelection
 from trainer_side.pool.client import PoolClient
 from trainer_side.pool.progress import reporter_for
 from trainer_side.pushes.rank_push import RankPush
-from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.layout.manifest import Manifest, plan_buckets
 from weft_rl.contract.tensors import DataType, TensorMeta
 from weft_rl.v1 import publish_pb2 as pb
@@ -53,7 +53,9 @@ class Coordinator:
     def _await(self, request: pb.AwaitTransferRequest, timeout: float) -> None:
         raise grpc.RpcError
 
-    def call(self, call: Callable[[float], Any], deadline: float) -> pb.AwaitTransferResponse:
+    def call(
+        self, call: Callable[[float], Any], deadline: float, waits_for: str
+    ) -> pb.AwaitTransferResponse:
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return pb.AwaitTransferResponse(transfer=self._outcome)
@@ -85,3 +87,26 @@ def test_its_failure_is_told_and_says_what_it_has_cost(monkeypatch: pytest.Monke
     with pytest.raises(PeerUnavailableError, match="replica-0 had begun to load it in place"):
         client.carry_out(BEGUN, Others(), False, time.monotonic() + 5)
     assert [repr(error) for error in coordinator.aborted] == [repr(PeerUnavailableError("it died"))]
+
+
+def test_the_coordinator_has_time_to_say_why_a_push_ended_at_its_deadline() -> None:
+    """Both have the same deadline, and it is the coordinator that knows who did not come."""
+    waited: list[float] = []
+
+    class Late(Coordinator):
+        def call(
+            self, call: Callable[[float], Any], deadline: float, waits_for: str
+        ) -> pb.AwaitTransferResponse:
+            self.stub.AwaitTransfer = SimpleNamespace(future=self._future)
+            with pytest.raises(grpc.RpcError):
+                call(5.0)
+            raise TransferTimeoutError(f"waited for {waits_for}")
+
+        def _future(self, request: pb.AwaitTransferRequest, timeout: float) -> Any:
+            waited.append(timeout)
+            raise grpc.RpcError
+
+    client = client_of(Late(pb.Transfer()), lambda *said: None)
+    with pytest.raises(TransferTimeoutError, match="waited for the replicas to switch"):
+        client._outcome(BEGUN, time.monotonic() + 5, None)
+    assert 5.5 < waited[0] < 10

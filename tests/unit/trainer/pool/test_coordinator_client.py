@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def _call(client: CoordinatorClient, fenced: set[int], **metadata: str) -> int:
         return token
 
     kind: Any = types_pb2.POLICY_KIND_BASE
-    return client.with_lease("base", kind, call, time.monotonic() + 5)
+    return client.with_lease("base", kind, call, time.monotonic() + 5, "its turn")
 
 
 def test_a_lease_that_ran_out_is_acquired_anew_once(client: CoordinatorClient) -> None:
@@ -67,8 +68,27 @@ def test_one_that_somebody_holds_is_left_to_them(client: CoordinatorClient) -> N
 
 
 def test_nothing_is_called_after_the_deadline(client: CoordinatorClient) -> None:
-    with pytest.raises(TransferTimeoutError):
-        client.call(lambda left: pytest.fail("it was called"), time.monotonic() - 1)
+    with pytest.raises(
+        TransferTimeoutError, match="the deadline passed while waiting for a verdict"
+    ):
+        client.call(lambda left: pytest.fail("it was called"), time.monotonic() - 1, "a verdict")
+
+
+def test_a_call_that_is_not_answered_in_time_says_what_it_waited_for() -> None:
+    """The coordinator of a busy machine, which takes the call and does not come to answer it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = CoordinatorClient(
+            f"127.0.0.1:{silent.getsockname()[1]}", "trainer-a", connect_seconds=1.0
+        )
+        client._contact.was_reached = True
+        try:
+            with pytest.raises(TransferTimeoutError) as caught:
+                client.describe(time.monotonic() + 0.3)
+        finally:
+            client.close()
+    assert caught.value.message.startswith(
+        "the deadline passed while waiting for a replica that has described its base model"
+    )
 
 
 def test_a_transfer_whose_push_was_interrupted_as_it_was_begun_is_aborted(
