@@ -96,8 +96,9 @@ class Publisher:
             send these themselves, so each must reach the coordinator and the replicas (see
             ``max_senders``). "this" process only: for a trainer whose weights are whole here,
             pushed by one of its ranks.
-        progress: "auto" draws a bar on a terminal; None is silent; or a function
-            of (policy, buckets verified, buckets in all).
+        progress: "auto" shows on standard error what a push waits for and what it has sent: a bar
+            on a terminal (if rich is installed), elsewhere a line every 10 s. None is silent. Or a
+            function of (version, buckets verified, buckets in all).
         on_publish_again: Called with a policy's name when no replica holds the version that the
             pool should serve any more (all were restarted, say), and this publisher owns the
             policy: once each time that is asked, at the sender, on a thread of its own, one call
@@ -171,7 +172,7 @@ class Publisher:
         self._notices = NoticeQueue(on_publish_again) if on_publish_again else None
         self._coordinator: CoordinatorClient | None = None
         selection = BackendSelection(backend, send_from)
-        client = None
+        client, reporter = None, reporter_for(progress)
         if pushing_ranks.rank == SENDER:
             self._coordinator = CoordinatorClient(
                 coordinator,
@@ -180,8 +181,8 @@ class Publisher:
                 takeover=takeover,
                 on_wanted=self._notices.put if self._notices else None,
                 credentials=credentials,
+                on_wait=reporter.waits_for,
             )
-            reporter = reporter_for(progress)
             client = PoolClient(self._coordinator, data_host, selection, reporter)
         self._pushing = PushExecutor(
             pushing_ranks,

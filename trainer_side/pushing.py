@@ -197,6 +197,7 @@ class PushExecutor:
         with (
             self.turn.taken(call, deadline),
             self._traced("weft.push", parent=parent, policy=request.policy) as span,
+            self._reported(request.policy),
             self._cleaned_up(),
         ):
             self._ranks.open(deadline)
@@ -244,6 +245,11 @@ class PushExecutor:
             if self._sender_client is not None:
                 self._sender_client.end(error)
             raise
+
+    def _reported(self, policy: str) -> contextlib.AbstractContextManager[None]:
+        """Report a push inside the ``with``, at the sender only."""
+        client = self._sender_client
+        return contextlib.nullcontext() if client is None else client.reporter.push(policy)
 
     def _interrupted(self, error: BaseException) -> bool:
         """Return whether ``error`` is an interrupt; if so, abandon the ranks and abort the peer.

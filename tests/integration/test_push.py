@@ -1,5 +1,6 @@
 """A push from call to served: real coordinator, real gRPC, real gloo, engine double."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -20,6 +21,7 @@ from tests.integration.models import Model, lora, peft_of, same, until, weights
 from trainer_side import Publisher
 from trainer_side.packing import packer
 from trainer_side.pool.client import PoolClient
+from weft_rl import progress
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import read_checkpoint
 from weft_rl.contract.checkpoint import Checkpoint
@@ -219,6 +221,35 @@ def test_a_push_into_an_empty_pool_waits_for_a_replica(pool, publisher):
     pusher.join(20)
     assert str(result["v"]) == "base@1"
     assert same(engine.base, weights(Model(1)))
+
+
+def test_who_waits_for_a_push_reads_what_it_waits_for(pool, publisher, capfd, monkeypatch):
+    monkeypatch.setattr(progress._LineView, "first_seconds", 0.02)
+    monkeypatch.setattr(progress._LineView, "every_seconds", 0.02)
+    told = ""
+
+    def reads(text):
+        nonlocal told
+        told += capfd.readouterr().err
+        return text in told
+
+    pusher = threading.Thread(target=publisher.push_base, args=(Model(1),))
+    pusher.start()
+    waits = "push of base: waiting for a replica that has described its base model ("
+    until(lambda: reads(waits))
+    engine, switch, go_on = EngineDouble(weights(Model())), EngineDouble.apply_base, asyncio.Event()
+
+    async def slow(*args):
+        await go_on.wait()
+        return await switch(engine, *args)
+
+    monkeypatch.setattr(engine, "apply_base", slow)
+    pool.add_replica("replica-0", engine)
+    until(lambda: reads("push of base@1: waiting for the replicas to switch ("))
+    pool.call(go_on.set)
+    pusher.join(20)
+    assert same(engine.base, weights(Model(1)))
+    assert "\x1b" not in told
 
 
 def test_the_second_trainer_is_told_who_owns_the_policy(pool, engines, publisher):

@@ -27,8 +27,8 @@ PACKAGES = ("rollout_side", "trainer_side", "weft_rl")
 
 #: What an environment of the trainer's extra holds beside torch and what torch itself needs.
 TRAINERS = {
-    "googleapis-common-protos", "grpcio", "grpcio-status", "numpy", "pip", "protobuf", "setuptools",
-    "weft-rl", "xxhash",
+    "googleapis-common-protos", "grpcio", "grpcio-status", "markdown-it-py", "mdurl", "numpy",
+    "pip", "protobuf", "pygments", "rich", "setuptools", "weft-rl", "xxhash",
 }  # fmt: skip
 
 USER = """\
@@ -138,7 +138,7 @@ def check_beside_namesake(environment: Environment, coordinator: Running) -> Non
 
 def check_trainer(environment: Environment, coordinator: Running, work: Path) -> None:
     """A trainer pushes to a replica; its environment is small, and mypy sees our types."""
-    assert not environment.has("vllm", "typer", "rich", "transformers")
+    assert not environment.has("vllm", "typer", "transformers")
     extra = environment.distributions() - environment.closure("torch") - TRAINERS
     assert not extra, f"the trainer's extra brings {sorted(extra)}"
     refused = environment.refused("weft", "status")

@@ -12,7 +12,6 @@ import secrets
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ import torch
 from trainer_side.packing.packer import PackedBuckets, PackedLayout, Packer, Reader
 from trainer_side.pool.backend_selection import BackendSelection, SelectedBackend
 from trainer_side.pool.coordinator_client import CoordinatorClient, data_address
-from trainer_side.pool.progress import ProgressReporter
+from trainer_side.pool.progress import PushReporter
 from trainer_side.pushes.rank_push import RankPush
 from trainer_side.ranks.ranks import SENDER
 from trainer_side.sources.adapter_source import Adapter
@@ -111,7 +110,7 @@ class PoolClient:
         data_host: Address that replicas reach this machine by; None takes the route towards the
             coordinator.
         selection: Selection of the backend that carries the bytes, and of its device.
-        reporter: Reporter of progress; None to show none.
+        reporter: Reporter of progress.
     """
 
     def __init__(
@@ -119,13 +118,15 @@ class PoolClient:
         coordinator: CoordinatorClient,
         data_host: str | None,
         selection: BackendSelection,
-        reporter: ProgressReporter | None,
+        reporter: PushReporter,
     ) -> None:
         #: For what is no push.
         self.coordinator = coordinator
+        #: Of the push under way.
+        self.reporter = reporter
         self._data_host = data_host
         self._host = ""
-        self._selection, self._reporter = selection, reporter
+        self._selection = selection
         self._sender: PushSender | None = None
         #: The trainer's ranks that send in the group that is kept.
         self._senders: tuple[int, ...] = (SENDER,)
@@ -319,18 +320,19 @@ class PoolClient:
             # version was committed all the same.
             gone = contextlib.suppress(StaleEpochError, PeerUnavailableError)
             with gone, tracer.span("weft.push.send"):
+                progress = self._progress(begun, push)
+                self.reporter.waits_for("the replicas to get ready")
                 sender = self._sender_for(begun, deadline)
-                with self._progress(begun, push) as progress:
-                    sending = sender.begin(
-                        push,
-                        transfer_id=begun.transfer_id,
-                        nonce=begun.nonce,
-                        deadline=deadline,
-                        progress=progress,
-                        check_finite=check_finite,
-                        find_group=lambda known: self._group_now(begun, known, deadline),
-                    )
-                    sender.send(sending)
+                sending = sender.begin(
+                    push,
+                    transfer_id=begun.transfer_id,
+                    nonce=begun.nonce,
+                    deadline=deadline,
+                    progress=progress,
+                    check_finite=check_finite,
+                    find_group=lambda known: self._group_now(begun, known, deadline),
+                )
+                sender.send(sending)
             with tracer.span("weft.push.await"):
                 return self._outcome(begun, deadline, sender)
         except BaseException as error:
@@ -355,10 +357,8 @@ class PoolClient:
         deadline: float,
     ) -> pb.Transfer:
         """Return the outcome of a push that other ranks send, who alone are in its group."""
-        with (
-            self._progress(begun, push) as progress,
-            tracing.of_process().span("weft.push.await"),
-        ):
+        progress = self._progress(begun, push)
+        with tracing.of_process().span("weft.push.await"):
             push.add_up()
             transfer = self._outcome(begun, deadline, None)
             if progress is not None:  # what is released is told to those who send
@@ -368,14 +368,9 @@ class PoolClient:
         self._others_group = (group.group_id, group.backend) if is_same else ("", "")
         return transfer
 
-    def _progress(
-        self, begun: pb.BeginTransferResponse, push: RankPush
-    ) -> AbstractContextManager[Progress | None]:
-        """Return a context of the push's progress function; of None without a reporter."""
-        if self._reporter is None:
-            return contextlib.nullcontext()
-        version = str(version_from_proto(begun.version))
-        return self._reporter.push(version, push.num_bytes)
+    def _progress(self, begun: pb.BeginTransferResponse, push: RankPush) -> Progress | None:
+        """Return the push's progress function; None if nobody wants to know."""
+        return self.reporter.sends(str(version_from_proto(begun.version)), push.num_bytes)
 
     def _sender_for(self, begun: pb.BeginTransferResponse, deadline: float) -> PushSender:
         if self._sender is not None:

@@ -227,6 +227,7 @@ class CoordinatorClient:
         on_wanted: Function called with a policy that is to be published again, on the leases'
             thread; must return at once.
         credentials: Credentials to show; by default those that the environment names.
+        on_wait: Function called with what is waited for, before each wait.
     """
 
     def __init__(
@@ -238,7 +239,9 @@ class CoordinatorClient:
         takeover: bool = False,
         on_wanted: Callable[[str], None] | None = None,
         credentials: Credentials | None = None,
+        on_wait: Callable[[str], None] = lambda what: None,
     ) -> None:
+        self._on_wait = on_wait
         self.target, self.credentials = coordinator, credentials
         self.trainer_id = trainer_id
         self._channel = open_threaded_channel(coordinator, credentials, self._give_up_late)
@@ -258,6 +261,7 @@ class CoordinatorClient:
             PeerUnavailableError: ``COORDINATOR_UNREACHABLE``.
         """
         if not self._contact.was_reached:
+            self._on_wait(f"the coordinator at {self.target}")
             self._contact.wait(deadline)
 
     def call(
@@ -275,6 +279,7 @@ class CoordinatorClient:
             deadline: ``time.monotonic()`` at which to give up.
             waits_for: What the RPC waits for, as the error says that ends it at its deadline.
         """
+        self._on_wait(waits_for)
         late = TransferTimeoutError(f"the deadline passed while waiting for {waits_for}")
         while True:
             left = deadline - time.monotonic()
@@ -307,6 +312,7 @@ class CoordinatorClient:
         self.reach(deadline)
         fenced = False
         while True:
+            self._on_wait(f"the lease of {policy}")
             token = self.leases.token(policy, kind, deadline)
             try:
                 return self.call(partial(call, token), deadline, waits_for)

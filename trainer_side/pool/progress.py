@@ -1,60 +1,67 @@
-"""Progress of a push, on a terminal or to a function."""
+"""Progress of a publisher's pushes, on a terminal or to a function."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from contextlib import contextmanager
+from typing import Literal
 
+from weft_rl.progress import ShownProgress, shown
 from weft_rl.transport.sender import Progress
 
 UserProgress = Callable[[str, int, int], None]
 
 
-class ProgressReporter(Protocol):
-    """Reporter that gives each push its progress function."""
+class PushReporter:
+    """Reporter of what the push under way waits for and of what it has sent; shows nothing."""
 
-    def push(self, version: str, total_bytes: int) -> AbstractContextManager[Progress]:
-        """Return the progress function of one push of ``version``, for as long as the push
-        takes."""
+    @contextmanager
+    def push(self, policy: str) -> Iterator[None]:
+        """Report a push of ``policy`` inside the ``with``."""
+        yield
+
+    def waits_for(self, what: str) -> None:
+        """Report what the push waits for now."""
+
+    def sends(self, version: str, total_bytes: int) -> Progress | None:
+        """Report that ``version`` was begun; return the function that its sender tells which part
+        of its buckets is released, if anybody wants to know."""
+        return None
 
 
-def reporter_for(progress: Literal["auto"] | UserProgress | None) -> ProgressReporter | None:
-    """Return a bar on a terminal for "auto" (if rich is installed), else the given function, or
-    None."""
+def reporter_for(progress: Literal["auto"] | UserProgress | None) -> PushReporter:
+    """Return a reporter to standard error for "auto", or to the given function, or to nobody."""
     if callable(progress):
-        return _Calls(progress)
-    if progress == "auto" and sys.stderr.isatty():
-        try:
-            return _ProgressBar()
-        except ImportError:
-            pass
-    return None
+        return _FunctionReporter(progress)
+    return _StreamReporter() if progress == "auto" else PushReporter()
 
 
-class _Calls:
+class _FunctionReporter(PushReporter):
     def __init__(self, function: UserProgress) -> None:
         self._function = function
 
-    @contextmanager
-    def push(self, version: str, total_bytes: int) -> Iterator[Progress]:
-        yield lambda done, total: self._function(version, done, total)
+    def sends(self, version: str, total_bytes: int) -> Progress:
+        return lambda done, total: self._function(version, done, total)
 
 
-class _ProgressBar:
+class _StreamReporter(PushReporter):
     def __init__(self) -> None:
-        import rich.progress  # noqa: F401 (fail here, not in the middle of a push)
+        self._progress = ShownProgress("")
 
     @contextmanager
-    def push(self, version: str, total_bytes: int) -> Iterator[Progress]:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
-        from rich.progress import Progress as RichProgress
+    def push(self, policy: str) -> Iterator[None]:
+        with shown(f"push of {policy}") as self._progress:
+            yield
 
-        columns = (
-            "[bold]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        )  # fmt: skip
-        with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(version, total=total_bytes)
-            yield lambda done, total: bar.update(task, completed=total_bytes * done / total)
+    def waits_for(self, what: str) -> None:
+        self._progress.step(f"waiting for {what}")
+
+    def sends(self, version: str, total_bytes: int) -> Progress:
+        progress = self._progress
+        progress.title = f"push of {version}"
+
+        def released(done: int, total: int) -> None:
+            progress.step("sending", total_bytes)
+            progress.done(total_bytes * done / total)
+
+        return released

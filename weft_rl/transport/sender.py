@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 # How often a sender looks whether the others have come to their end, too.
 _SUM_SECONDS = 0.0005
 
-#: Called after each release with (buckets verified by all, buckets in all).
+#: Called once the receivers are ready and after each release, with (buckets verified by all,
+#: buckets in all).
 Progress = Callable[[int, int], None]
 
 
@@ -266,6 +267,7 @@ class SendingRank:
             self._make(sending)  # while the group still forms
         direction = self._direction
         self._await(lambda: direction.started, sending.deadline, "all receivers to be ready")
+        _tell_progress(sending)
         first = direction.first_bucket
         if first < sending.num_released:
             what = f"bucket {first}, which it had verified and which is no longer held here"
@@ -327,8 +329,7 @@ class SendingRank:
 
         self._await(is_released, sending.deadline, what)
         sending.num_released = max(sending.num_released, direction.num_released, num_wanted)
-        if sending.progress is not None:
-            sending.progress(sending.num_released, sending.num_buckets)
+        _tell_progress(sending)
 
     def _await_sum(self, sending: SenderProgress) -> None:
         """Block until the other senders' parts of the digests are known, or the transfer goes
@@ -423,3 +424,8 @@ class SendingRank:
         with self._lock:
             self._broken = self._broken or error  # an abort said why already
         self._changed.ring()
+
+
+def _tell_progress(sending: SenderProgress) -> None:
+    if sending.progress is not None:
+        sending.progress(sending.num_released, sending.num_buckets)

@@ -13,6 +13,7 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from trainer_side.packing.packer import whole_packing
+from trainer_side.pool.progress import PushReporter
 from trainer_side.pushes.rank_push import GatheredPush, RankPushFactory, ShardedPush
 from trainer_side.pushing import PushExecutor
 from trainer_side.ranks.ranks import SENDER, OneRank
@@ -227,7 +228,7 @@ def test_a_push_that_is_given_up_says_why_it_was_begun_again_before() -> None:
     def fail(*rest: Any) -> Any:
         raise next(failures)
 
-    pushing = _pushing(OneRank(), SimpleNamespace(end=lambda error: None))
+    pushing = _pushing(OneRank(), SimpleNamespace(end=lambda error: None, reporter=PushReporter()))
     pushing._agree = fail  # type: ignore[method-assign]
     pushing._begin_again = lambda *rest: None  # type: ignore[method-assign]
     request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
