@@ -21,6 +21,9 @@ _FIRST_LINE_SECONDS, _LINE_SECONDS = 5.0, 10.0
 #: An estimate of the time that is left needs this much of a step.
 _LEAST_SECONDS: Final = 1.0
 
+#: Title of a replica's start in its log, where ``weft demo`` reads how far it is.
+STARTING: Final = "the replica starts"
+
 #: Name of a step, or a function that returns it whenever it is shown.
 StepName = str | Callable[[], str]
 

@@ -19,6 +19,7 @@ from rollout_side.spill.folder import SpillSettings
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.launch import open_engine
 from rollout_side.vllm_engine.replica import VllmReplica
+from weft_rl.progress import STARTING, said
 from weft_rl.rpc.channel import MAX_PROMPT_BYTES
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.security.guard import AccessFile
@@ -104,22 +105,24 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     check_listen(config.telemetry.metrics)
     check_listen(config.telemetry.health)
     await check_contact(config.agent)
-    engine = await open_engine(
-        list(config.vllm_args),
-        http_host=config.http_host,
-        http_port=config.http_port,
-        adapter_memory_bytes=config.adapter_memory_bytes,
-        staging_memory_bytes=config.staging_memory_bytes,
-        staging=config.staging,
-        backend=config.backend,
-        base_copies=config.base_copies,
-        spill=_spill_settings(config),
-        enable_sleep=config.enable_sleep,
-        vllm_defaults=config.vllm_defaults,
-        running_requests=config.running_requests,
-        traced_as=config.agent.replica_id if config.telemetry.traces else "",
-        allow_unversioned_changes=config.allow_unversioned_changes,
-    )
+    with said(STARTING, _log.info) as start:  # the loop is blocked for minutes
+        engine = await open_engine(
+            list(config.vllm_args),
+            http_host=config.http_host,
+            http_port=config.http_port,
+            adapter_memory_bytes=config.adapter_memory_bytes,
+            staging_memory_bytes=config.staging_memory_bytes,
+            staging=config.staging,
+            backend=config.backend,
+            base_copies=config.base_copies,
+            spill=_spill_settings(config),
+            enable_sleep=config.enable_sleep,
+            vllm_defaults=config.vllm_defaults,
+            running_requests=config.running_requests,
+            traced_as=config.agent.replica_id if config.telemetry.traces else "",
+            allow_unversioned_changes=config.allow_unversioned_changes,
+            on_step=start.step,
+        )
     patience = _FAILURE_SECONDS
     try:
         why = await _serve_engine(config, engine, stop, ready, tracer, security)

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -73,6 +73,7 @@ async def open_engine(
     vllm_defaults: bool = RolloutConfig.vllm_defaults,
     allow_unversioned_changes: bool = RolloutConfig.allow_unversioned_changes,
     traced_as: str = "",
+    on_step: Callable[[str], None] = lambda step: None,
 ) -> VllmReplica:
     """Start an engine on the running event loop, which it blocks meanwhile (minutes).
 
@@ -96,6 +97,7 @@ async def open_engine(
         allow_unversioned_changes: Whether to accept an environment that opens vLLM endpoints which
             change weights.
         traced_as: Replica to name in the workers' spans; empty if they make none.
+        on_step: Function called with the name of each step that takes long, as it begins.
 
     Returns:
         A replica that does not listen yet. It is ended by ``shutdown``.
@@ -112,6 +114,7 @@ async def open_engine(
     bridges.check_version(version)
     # gRPC does not survive a fork, nor does a loop with threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    on_step("importing vLLM")
     parts = bridges.server_parts()
     args = parse_args(vllm_args, parts, {} if vllm_defaults else RL_DEFAULTS)
     refusals.refuse_backend(backend)
@@ -137,6 +140,7 @@ async def open_engine(
         )
         stack.callback(initial_checkpoint.close)
         initial_checkpoint.read(args.model, args.revision)  # while the engine warms up
+        on_step(f"starting the engine of {args.model}")
         with refusals.plain_errors(args.model):
             engine = await stack.enter_async_context(parts.build_engine(args))
         tracker = RequestTracker()
@@ -158,6 +162,7 @@ async def open_engine(
             _make_folder(spill, described)
         holdings = HoldingsPage()
         stack.callback(holdings.close)
+        on_step("preparing the workers for pushes")
         verdict = ReloadVerdict(engine_identity(config, version, model_dir))
         values = check_results(
             await engine.collective_rpc(

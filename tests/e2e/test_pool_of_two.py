@@ -39,6 +39,7 @@ from trainer_side import Publisher, RolloutClient, SampleGroup, Sampling
 from weft_rl.cli.demo.processes import Process
 from weft_rl.cli.main import app
 from weft_rl.cli.orders import drain, rollback
+from weft_rl.progress import STARTING
 
 _NUM_TOKENS = 240
 _SECONDS = 60.0
@@ -92,6 +93,16 @@ def pool(tmp_path_factory: pytest.TempPathFactory, qwen2: TinyModels) -> Iterato
         traces = {"options": ("--traces",), "env": _tracing_to(collector)}
         coordinator = stack.enter_context(running_coordinator(work, **traces))
         yield PoolOfTwo(work, coordinator.target, qwen2.base, collector, stack)
+
+
+def test_a_replica_logs_how_far_its_start_is(pool: PoolOfTwo) -> None:
+    """Every ten seconds, from the fifth on: an engine needs more."""
+    pool.grow(1)
+    lines = pool.processes[0].log_path.read_text().splitlines()
+    told = [json.loads(line)["message"] for line in lines if STARTING in line]
+    steps = r"importing vLLM|starting the engine of /.+|preparing the workers for pushes"
+    assert told
+    assert all(re.fullmatch(rf"{STARTING}: ({steps}) \(\d+ (s|min)\)", each) for each in told), told
 
 
 def _tracing_to(collector: Collector) -> dict[str, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from weft_rl.cli.console.output import connect, table_of
 from weft_rl.cli.demo.openai_client import ClientThreads, complete, list_models
 from weft_rl.cli.demo.processes import Process, interrupt_once
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
+from weft_rl.progress import STARTING, ShownProgress, shown
 from weft_rl.v1 import inspect_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
@@ -71,7 +73,7 @@ class _DemoPool:
         return process
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def run_demo(*, keep: bool) -> int:
@@ -111,7 +113,8 @@ def run_demo(*, keep: bool) -> int:
 
 
 def _run(demo: _DemoPool) -> None:
-    lora, base = _start_all(demo)
+    with shown("demo") as progress:
+        lora, base = _start_all(demo, progress)
     traffic = ClientThreads(demo.urls, _BASE_NAME)
     try:
         _check(demo, "base@0", _BASE_NAME, None)
@@ -140,9 +143,10 @@ def _run(demo: _DemoPool) -> None:
         demo.say(f"  grpcurl -plaintext {demo.coordinator} {method}")
 
 
-def _start_all(demo: _DemoPool) -> tuple[Process, Process]:
+def _start_all(demo: _DemoPool, progress: ShownProgress) -> tuple[Process, Process]:
     """Start coordinator, replicas and trainers, which find each other in any order; return the
     trainers, of the adapter and of the base."""
+    progress.step("making a model")
     model_path, any_port = str(demo.work / "model"), "127.0.0.1:0"
     coordinator = demo.start(
         "coordinator", "-m", "weft_rl", "coordinator", "--listen", any_port,
@@ -156,7 +160,10 @@ def _start_all(demo: _DemoPool) -> tuple[Process, Process]:
     demo.coordinator = coordinator.line_after("listening on ", 30)
     demo.metrics["coordinator"] = coordinator.line_after("metrics on ", 10)
     demo.page = coordinator.line_after("page on ", 10)
-    demo.say(f"coordinator listens on {demo.coordinator}; starting {_NUM_REPLICAS} vLLM replicas")
+    demo.say(
+        f"coordinator listens on {demo.coordinator}; starting {_NUM_REPLICAS} vLLM replicas, which "
+        "takes about a minute"
+    )
     replicas = [
         demo.start(
             name, "-m", "weft_rl", "rollout", "--coordinator", demo.coordinator,
@@ -173,15 +180,28 @@ def _start_all(demo: _DemoPool) -> tuple[Process, Process]:
         )
         for kind in ("lora", "base")
     )  # fmt: skip
+    progress.step(lambda: _how_far(replicas))
     for replica in replicas:
         demo.urls.append(re.split(r"[\s,]", replica.line_after("serving on ", _START_SECONDS))[0])
         demo.metrics[replica.name] = replica.line_after("metrics on ", 10)
+    progress.step("waiting for the trainers")
     for trainer in (lora, base):
         trainer.answer(_START_SECONDS)
+    progress.step("waiting for the replicas to be ready")
     _wait_until_ready(demo.coordinator)
     seconds = time.monotonic() - demo.began
     demo.say(f"replicas answer on {', '.join(demo.urls)} after {seconds:.0f} s")
     return lora, base
+
+
+def _how_far(replicas: Sequence[Process]) -> str:
+    """Describe what each replica does, as its log says."""
+    steps = [
+        f"{replica.name} {re.sub(r' of /.*| [(].*', '', found)}"
+        for replica in replicas
+        if (found := replica.last_after(f"{STARTING}: "))
+    ]
+    return ", ".join(steps) or "the replicas' processes start"
 
 
 def _wait_until_ready(coordinator: str) -> None:

@@ -97,6 +97,11 @@ class Process:
         self._log.flush()
         return "\n".join(self.log_path.read_text().splitlines()[-num_lines:])
 
+    def last_after(self, text: str) -> str:
+        """Return what follows ``text`` in the last line of its log that has it; empty if none."""
+        lines = [line for line in self.log_path.read_text().splitlines() if text in line]
+        return lines[-1].partition(text)[2] if lines else ""
+
     @property
     def pid(self) -> int:
         """Its process id."""

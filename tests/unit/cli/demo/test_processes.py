@@ -9,6 +9,10 @@ import subprocess
 import sys
 import time
 
+from weft_rl.cli.demo.main import _how_far
+from weft_rl.cli.demo.processes import Process
+from weft_rl.progress import STARTING
+
 _PARENT = """
 import sys, time
 from pathlib import Path
@@ -64,3 +68,22 @@ def test_who_is_stopping_its_own_is_interrupted_once(tmp_path) -> None:
         time.sleep(0.02)
     child.communicate(timeout=10)
     assert stopped.exists()
+
+
+def test_the_demo_says_what_each_replica_does(tmp_path) -> None:
+    """As their logs say, which they write every few seconds while an engine starts."""
+    first, second = (Process(name, ["-c", ""], tmp_path, {}) for name in ("replica-0", "replica-1"))
+    try:
+        assert _how_far([first, second]) == "the replicas' processes start"
+        first.log_path.write_text(
+            f"12:00 INFO main: {STARTING}: importing vLLM (5 s)\n"
+            f"12:01 INFO main: {STARTING}: starting the engine of /tmp/model (15 s)\nother\n"
+        )
+        assert _how_far([first, second]) == "replica-0 starting the engine"
+        second.log_path.write_text(f"12:00 INFO main: {STARTING}: importing vLLM (5 s)\n")
+        assert _how_far([first, second]) == (
+            "replica-0 starting the engine, replica-1 importing vLLM"
+        )
+    finally:
+        first.stop()
+        second.stop()
