@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.doubles.pool import Pool
 from tests.integration.models import Model, peft_of, weights
 from tests.models import make_model
 from trainer_side import Publisher
+from weft_rl import progress
 from weft_rl.cli.main import app
+from weft_rl.cli.verify import main
 from weft_rl.contract.names import PolicyVersion
 
 
@@ -162,3 +165,33 @@ def test_answers_of_another_model_are_told_apart(
     assert ended.exit_code == 1
     _, found = facts(pool, path, "base", "--no-parity")
     assert not any("parity" in replica for replica in found["parts"][0]["replicas"])
+
+
+def test_who_waits_reads_how_many_replicas_have_answered(
+    pool: Pool,
+    engines: list[EngineDouble],
+    publisher: Publisher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher.push_base(Model(5))
+    monkeypatch.setattr(progress._LineView, "first_seconds", 0.01)
+    monkeypatch.setattr(progress._LineView, "every_seconds", 0.01)
+    told, digests = threading.Event(), main._Pool.digests
+    seen = main.ShownProgress.text
+
+    def text(shown: progress.ShownProgress) -> str:
+        if "digest base@1, 0 of 2 have answered" in (found := seen(shown)):
+            told.set()
+        return found
+
+    def slowly(*given: Any) -> Any:
+        assert told.wait(20)
+        return digests(*given)
+
+    monkeypatch.setattr(main.ShownProgress, "text", text)
+    monkeypatch.setattr(main._Pool, "digests", slowly)
+    ended = verify(pool, saved(tmp_path / "five", 5), "base")
+    assert ended.exit_code == 0
+    assert "verify: replicas digest base@1, 0 of 2 have answered (0 s)\n" in ended.stderr
+    assert "verify:" not in ended.stdout

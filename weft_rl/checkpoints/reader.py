@@ -39,11 +39,21 @@ _MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 2**20
 
 
+#: Function that is told how many further bytes were read.
+OnRead = Callable[[int], None]
+
+
 class DigestCancelledError(Exception):
     """End of a digest that nobody wants any more."""
 
 
-def digest_file(path: Path, stop: threading.Event) -> tuple[StoredTensor, ...]:
+def _ignore_read(num_bytes: int) -> None:
+    pass
+
+
+def digest_file(
+    path: Path, stop: threading.Event, on_read: OnRead = _ignore_read
+) -> tuple[StoredTensor, ...]:
     """Digest the tensors of a file, read once, in the order of its bytes; extra memory is 1 MiB.
 
     Blocks for as long as the disk takes; ``stop`` is looked at between reads.
@@ -65,7 +75,7 @@ def digest_file(path: Path, stop: threading.Event) -> tuple[StoredTensor, ...]:
                 name,
                 dtype,
                 shape,
-                _digest(path, file.fileno(), begin + first, end - first, buffer, stop),
+                _digest(path, file.fileno(), begin + first, end - first, buffer, stop, on_read),
             )
             for name, dtype, shape, first, end in entries
         )
@@ -97,7 +107,13 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...]
 
 
 def _digest(
-    path: Path, fd: int, begin: int, num_bytes: int, buffer: torch.Tensor, stop: threading.Event
+    path: Path,
+    fd: int,
+    begin: int,
+    num_bytes: int,
+    buffer: torch.Tensor,
+    stop: threading.Event,
+    on_read: OnRead,
 ) -> int:
     """Digest a range of a file, chunk by chunk: the digest is linear in the bytes."""
     view = memoryview(buffer.numpy().data)
@@ -114,6 +130,7 @@ def _digest(
             got += read
         total += tensor_digest(buffer[:want], first_byte=done)
         done += want
+        on_read(want)
     return total % 2**64
 
 
@@ -166,23 +183,26 @@ def _checkpoint_of(found: Mapping[Path, tuple[StoredTensor, ...]]) -> Checkpoint
 
 
 def read_tensors(
-    files: Iterable[Path], cache: DigestCache, stop: threading.Event | None = None
+    files: Iterable[Path],
+    cache: DigestCache,
+    stop: threading.Event | None = None,
+    on_read: OnRead = _ignore_read,
 ) -> Iterator[tuple[Path, tuple[StoredTensor, ...]]]:
     """Yield each file with the tensors that it holds; blocks, and raises, as
     ``read_checkpoint``."""
     stop = stop or threading.Event()
     for path in files:
-        yield path, _digest_cached(path, cache, stop)
+        yield path, _digest_cached(path, cache, stop, on_read)
 
 
 def _digest_cached(
-    path: Path, cache: DigestCache, stop: threading.Event
+    path: Path, cache: DigestCache, stop: threading.Event, on_read: OnRead
 ) -> tuple[StoredTensor, ...]:
     before = FileState.of(path)
     known = cache.get(before)
     if known is not None:
         return known
-    found = digest_file(path, stop)
+    found = digest_file(path, stop, on_read)
     if FileState.of(path) != before:
         raise InvalidRequestError(f"{path} changed while it was read")
     cache.put(before, found)

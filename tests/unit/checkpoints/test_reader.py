@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,9 +190,9 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     path = save(tmp_path / "model.safetensors")
 
-    def touch(file: Path, stop: threading.Event) -> object:
+    def touch(file: Path, *others: Any) -> object:
         os.utime(file, ns=(1, 1))
-        return digest_file(file, stop)
+        return digest_file(file, *others)
 
     monkeypatch.setattr("weft_rl.checkpoints.reader.digest_file", touch)
     with pytest.raises(InvalidRequestError, match="changed while it was read"):

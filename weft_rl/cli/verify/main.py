@@ -34,6 +34,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import BASE_POLICY, STARTED_WITH, PolicyVersion, check_name, provenance
 from weft_rl.contract.tensors import DataType
+from weft_rl.progress import ShownProgress, shown
 from weft_rl.rpc.codec import tensors_from_proto, vector_from_proto, version_to_proto
 from weft_rl.rpc.pool_listing import get_pool
 from weft_rl.rpc.status import error_from_rpc
@@ -65,23 +66,27 @@ def run_verify(
     """
     is_adapter = policy.partition("@")[0] != BASE_POLICY
     name = ""
-    try:
-        local = read_adapter(path) if is_adapter else read_checkpoint(path)
-        if is_adapter and base is None:
-            base, name = base_dir_of(path)
-        local_base = read_checkpoint(base) if is_adapter and base is not None else None
-    except InvalidRequestError as error:
-        raise typer.BadParameter(error.message, param_hint="PATH") from None
-    with connect(coordinator) as channel:
-        pool = _Pool(channel)
-        version = pool.version(policy)
-        report = Report([_compare_part(pool, version, local, lambda _: version)])
-        if is_adapter:
-            _add_base(report, pool, version, local_base, name)
-    report.remarks += _remarks(pool, report)
-    if with_parity:
-        model_dir = base if is_adapter else path
-        _add_parity(report, pool, model_dir, path if is_adapter else None, prompts)
+    with shown("verify") as progress:
+        try:
+            read = read_adapter if is_adapter else read_checkpoint
+            local = read(path, progress)
+            if is_adapter and base is None:
+                base, name = base_dir_of(path)
+            local_base = None
+            if is_adapter and base is not None:
+                local_base = read_checkpoint(base, progress)
+        except InvalidRequestError as error:
+            raise typer.BadParameter(error.message, param_hint="PATH") from None
+        with connect(coordinator) as channel:
+            pool = _Pool(channel, progress)
+            version = pool.version(policy)
+            report = Report([_compare_part(pool, version, local, lambda _: version)])
+            if is_adapter:
+                _add_base(report, pool, version, local_base, name)
+        report.remarks += _remarks(pool, report)
+        if with_parity:
+            model_dir = base if is_adapter else path
+            _add_parity(report, pool, model_dir, path if is_adapter else None, prompts)
     if json_output:
         print_json(report.as_dict())
     else:
@@ -92,12 +97,17 @@ def run_verify(
 class _Pool:
     """Pool at the moment when this was made.
 
+    Args:
+        channel: Channel to its coordinator.
+        progress: Progress of the comparison.
+
     Raises:
         PeerUnavailableError: ``POOL_EMPTY``: no replica is ready.
         grpc.RpcError: The coordinator does not answer.
     """
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, progress: ShownProgress) -> None:
+        self.progress = progress
         self._stub = InspectServiceStub(channel)
         listed = get_pool(self._stub, CALL_SECONDS)
         self.vector = listed.version_vector
@@ -179,6 +189,9 @@ def _compare_part(
     part = ReportPart(version, local.path)
     verdicts: dict[bytes, dict[str, int]] = {}
     asked = [(replica, version_of(replica)) for replica in pool.ready]
+    pool.progress.step(
+        lambda: f"replicas digest {version}, {len(part.rows)} of {len(asked)} have answered"
+    )
     with ThreadPoolExecutor(min(_MAX_CALLS, len(asked))) as threads:
         for row, served, config_json in threads.map(lambda of: pool.digests(*of), asked):
             part.rows.append(row)
@@ -253,6 +266,7 @@ def _add_parity(
         report.remarks.append(_NOT_COMPARED + where)
         return
     dtype = DataType(capabilities.base_dtype)
+    pool.progress.step(f"loading {model_dir.name} with transformers")
     try:
         model = parity.LocalModel(model_dir, adapter, dtype)
     except ImportError as error:  # whose name transformers' classes do not set
@@ -264,6 +278,7 @@ def _add_parity(
         return
     asked: list[str | generate_pb2.TokenIds] = [*prompts]
     asked = asked or [*parity.default_prompts(model.vocab_size, model.special_tokens)]
+    pool.progress.step("replicas sample")
     addresses = {replica.replica_id: replica.address for replica in pool.ready}
     sampled = [
         (row, found)
@@ -273,6 +288,7 @@ def _add_parity(
     ]
     if not sampled:
         return
+    pool.progress.step("computing log-probabilities")
     try:
         exact, rounding = model.score([one for _, found in sampled for one in found])
     except Exception as error:  # noqa: BLE001 (of the model's own code, which may need more than a text)

@@ -22,6 +22,7 @@ from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.draft_layers import DRAFT_MODEL, draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType, shape_text
+from weft_rl.progress import ShownProgress
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -63,7 +64,7 @@ class LocalTensors:
         return tensor_digest(cast.view(-1).view(torch.uint8))
 
 
-def read_checkpoint(path: Path) -> LocalTensors:
+def read_checkpoint(path: Path, progress: ShownProgress) -> LocalTensors:
     """Read a checkpoint of a whole model: a directory, or one safetensors file.
 
     Raises:
@@ -74,11 +75,11 @@ def read_checkpoint(path: Path) -> LocalTensors:
     config = path / "config.json"
     settings = read_json(config) if path.is_dir() and config.is_file() else {}
     tied = frozenset({_HEAD} if settings.get("tie_word_embeddings") else ())
-    read = _read(path, weight_files(path) if path.is_dir() else [path])
+    read = _read(path, weight_files(path) if path.is_dir() else [path], progress)
     return replace(read, tied=tied, num_layers=num_layers_of(settings))
 
 
-def read_adapter(path: Path) -> LocalTensors:
+def read_adapter(path: Path, progress: ShownProgress) -> LocalTensors:
     """Read a PEFT adapter's directory.
 
     Raises:
@@ -89,7 +90,7 @@ def read_adapter(path: Path) -> LocalTensors:
             f"{path} is not a PEFT adapter, which has an adapter_config.json; for a checkpoint of "
             "the whole model say --policy base"
         )
-    return _read(path, [path / _ADAPTER_WEIGHTS])
+    return _read(path, [path / _ADAPTER_WEIGHTS], progress)
 
 
 def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
@@ -101,14 +102,24 @@ def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
     )
 
 
-def _read(path: Path, files: list[Path]) -> LocalTensors:
+def _read(path: Path, files: list[Path], progress: ShownProgress) -> LocalTensors:
     if not files or not all(file.is_file() for file in files):
         missing = next((file.name for file in files if not file.is_file()), "*.safetensors")
         raise InvalidRequestError(f"{path} holds no {missing}")
     tensors: dict[str, StoredTensor] = {}
     places: dict[str, Path] = {}
+    known_bytes = read_bytes = 0
+
+    def on_read(num_bytes: int) -> None:
+        nonlocal read_bytes
+        read_bytes += num_bytes
+        progress.done(known_bytes + read_bytes)
+
     try:
-        for file, found in read_tensors(files, DigestCache.of_user()):
+        progress.step(f"reading {path.name}", sum(file.stat().st_size for file in files))
+        for file, found in read_tensors(files, DigestCache.of_user(), on_read=on_read):
+            known_bytes, read_bytes = known_bytes + file.stat().st_size, 0
+            progress.done(known_bytes)
             tensors |= {tensor.name: tensor for tensor in found}
             places |= {tensor.name: file for tensor in found}
     except OSError as error:

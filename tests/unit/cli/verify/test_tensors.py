@@ -27,8 +27,10 @@ from weft_rl.cli.verify.tensors import (
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.tensors import DataType
+from weft_rl.progress import ShownProgress
 from weft_rl.transport.digests.wsum64 import tensor_digest
 
+PROGRESS = ShownProgress("verify")
 TENSORS = {"a": torch.linspace(-3, 3, 77).view(7, 11), "lm_head.weight": torch.ones(2, 2)}
 CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -53,9 +55,26 @@ def adapter(path: Path, **config: object) -> Path:
     return path
 
 
+def test_its_reading_is_shown_by_bytes_also_of_what_is_known(tmp_path: Path) -> None:
+    path, shares = checkpoint(tmp_path / "model"), list[float | None]()
+
+    class Watched(ShownProgress):
+        def done(self, num_bytes: float) -> None:
+            super().done(num_bytes)
+            shares.append(self.share)
+
+    size = (path / "model.safetensors").stat().st_size
+    for expected in ([308 / size, 324 / size, 1.0], [1.0]):  # the second time it is known
+        shares.clear()
+        progress = Watched("verify")
+        read_checkpoint(path, progress)
+        assert shares == expected
+        assert progress.text().startswith("verify: reading model ")
+
+
 def test_a_cast_is_that_of_a_push(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model")
-    local = read_checkpoint(path)
+    local = read_checkpoint(path, PROGRESS)
     assert {t.name: (t.dtype, t.shape) for t in local.tensors} == {
         "a": ("F32", (7, 11)),
         "lm_head.weight": ("F32", (2, 2)),
@@ -71,42 +90,45 @@ def test_a_cast_is_that_of_a_push(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_a_copy_where_the_config_says_so(tmp_path: Path, tied: bool) -> None:
     path = checkpoint(tmp_path / "model", tie_word_embeddings=tied)
-    assert read_checkpoint(path).optional([]) == ({"lm_head.weight"} if tied else set())
+    assert read_checkpoint(path, PROGRESS).optional([]) == ({"lm_head.weight"} if tied else set())
 
 
 def test_layers_for_drafts_may_lack_on_either_side(tmp_path: Path) -> None:
     names = ["model.layers.0.up.weight", "model.layers.1.up.weight", "mtp.fc.weight"]
     path = checkpoint(tmp_path / "model", num_hidden_layers=1)
     save_file({name: torch.ones(2) for name in names}, path / "model.safetensors")
-    optional = read_checkpoint(path).optional([])
+    optional = read_checkpoint(path, PROGRESS).optional([])
     assert optional == set(names[1:])
     drafts = [tensor(name, 1) for name in names[1:]]
     assert compare(drafts, [], no_cast, optional) == compare([], drafts, no_cast, optional) == []
     served = [tensor("draft_model.fc.weight", 1)]
-    assert compare([], served, no_cast, read_checkpoint(path).optional(served)) == []
+    assert compare([], served, no_cast, read_checkpoint(path, PROGRESS).optional(served)) == []
 
 
 def test_served_layers_above_the_configs_are_no_drafts(tmp_path: Path) -> None:
-    local = read_checkpoint(checkpoint(tmp_path / "model", num_hidden_layers=1))
+    local = read_checkpoint(checkpoint(tmp_path / "model", num_hidden_layers=1), PROGRESS)
     assert local.optional([tensor("model.layers.1.up.weight", 1)]) == set()
     assert local.optional([tensor("mtp.fc.weight", 1)]) == {"mtp.fc.weight"}
 
 
 def test_a_single_file_is_a_checkpoint(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model")
-    assert read_checkpoint(path / "model.safetensors").tensors == read_checkpoint(path).tensors
+    assert (
+        read_checkpoint(path / "model.safetensors", PROGRESS).tensors
+        == read_checkpoint(path, PROGRESS).tensors
+    )
 
 
 def test_what_is_no_checkpoint_or_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"holds no \*.safetensors"):
-        read_checkpoint(tmp_path)
+        read_checkpoint(tmp_path, PROGRESS)
     with pytest.raises(InvalidRequestError, match="is a PEFT adapter"):
-        read_checkpoint(adapter(tmp_path / "adapter"))
+        read_checkpoint(adapter(tmp_path / "adapter"), PROGRESS)
     with pytest.raises(InvalidRequestError, match="say --policy base"):
-        read_adapter(checkpoint(tmp_path / "model"))
+        read_adapter(checkpoint(tmp_path / "model"), PROGRESS)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(InvalidRequestError, match="holds no adapter_model"):
-        read_adapter(tmp_path / "adapter")
+        read_adapter(tmp_path / "adapter", PROGRESS)
 
 
 def test_the_base_is_where_the_config_says(tmp_path: Path) -> None:
@@ -131,7 +153,7 @@ def test_the_base_is_where_the_config_says(tmp_path: Path) -> None:
 def test_settings_that_change_what_the_tensors_mean(
     tmp_path: Path, served: dict[str, object], differs: list[str]
 ) -> None:
-    local = read_adapter(adapter(tmp_path / "adapter"))
+    local = read_adapter(adapter(tmp_path / "adapter"), PROGRESS)
     assert differing_settings(json.dumps({**CONFIG, **served}), local) == differs
 
 

@@ -83,9 +83,9 @@ def test_a_push_does_not_wait_for_the_disk_unless_it_must(
     base, digest, gate = AdapterBase(None, str(tmp_path)), save(tmp_path), threading.Event()
     read = reader.digest_file
 
-    def slowly(path: Path, stop: threading.Event) -> Any:
+    def slowly(*given: Any) -> Any:
         assert gate.wait(20)
-        return read(path, stop)
+        return read(*given)
 
     monkeypatch.setattr(reader, "digest_file", slowly)
     assert "still being read" in origins.of(base, None, digest, soon()).why
