@@ -24,6 +24,7 @@ from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import MAX_VERSION, PolicyVersion, check_name
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS, SWITCH_SECONDS
+from weft_rl.progress import shown
 from weft_rl.rpc.codec import (
     duration_from_proto,
     duration_to_proto,
@@ -72,7 +73,7 @@ def rollback(
 ) -> None:
     """Serve an earlier version again: of an adapter, or of the base if replicas hold copies."""
     request = pb.RollbackRequest(policy=policy, to_version=to)
-    with _admin(coordinator) as admin:
+    with _admin(coordinator) as admin, shown(f"rollback to {policy}@{to}"):
         response = admin.Rollback(request, timeout=timeout)
     name = f"[bold green]{policy}@{to}[/]"
     if response.replaced_version == to:
@@ -238,7 +239,7 @@ def drain(
     """Let a replica finish its requests, leave the pool and end; returns when it has left."""
     request = pb.DrainRequest(replica_id=replica, timeout=duration_to_proto(timeout), reason=reason)
     began = time.monotonic()
-    with connect(coordinator) as channel:
+    with connect(coordinator) as channel, shown(f"drain of {replica}"):
         inspect = InspectServiceStub(channel)
         before = _find(inspect, replica)
         AdminServiceStub(channel).Drain(request, timeout=CALL_SECONDS)
@@ -309,7 +310,7 @@ def sleep(
         timeout=duration_to_proto(timeout),
         level=level,
     )
-    with _admin(coordinator) as admin:
+    with _admin(coordinator) as admin, shown(f"sleep of {replica}"):
         admin.SleepReplica(request, timeout=timeout + SWITCH_SECONDS)
     report(json_output, f"[bold]{replica}[/] sleeps until it is woken", request)
 
@@ -324,7 +325,7 @@ def wake(
     Requests are routed to it once it holds what the pool serves. Does nothing if it is awake.
     """
     request = pb.WakeReplicaRequest(replica_id=replica)
-    with _admin(coordinator) as admin:
+    with _admin(coordinator) as admin, shown(f"wake of {replica}"):
         admin.WakeReplica(request, timeout=SWITCH_SECONDS)
     report(json_output, f"[bold]{replica}[/] is awake", request)
 
