@@ -150,7 +150,7 @@ class _TerminalView:
         line = Table.grid(padding=(0, 1))
         text = Text(progress.text(), no_wrap=True, overflow="ellipsis")
         share = progress.share
-        line.add_row(*([] if share is None else [ProgressBar(1.0, share, width=24)]), text)
+        line.add_row(*([] if share is None else [ProgressBar(1.0, share, width=10)]), text)
         if self._live is None:
             console = Console(file=self._stream)
             self._live = Live(line, console=console, transient=True, auto_refresh=False)
