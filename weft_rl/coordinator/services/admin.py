@@ -207,5 +207,5 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def _answer_by(self, context: Context) -> float:
         """Return the time by which a caller is answered: before it stops waiting."""
         left = context.time_remaining()
-        left = MAX_WAIT_SECONDS if left is None else left - min(0.25, left * 0.2)
+        left = MAX_WAIT_SECONDS if left is None else left - min(1.0, left * 0.2)
         return self._driver.now() + left

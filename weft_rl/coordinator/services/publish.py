@@ -85,7 +85,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         left = context.time_remaining()
         if left is None:
             return self._driver.now() + MAX_WAIT_SECONDS
-        return self._driver.now() + left - min(0.25, left * 0.2)
+        return self._driver.now() + left - min(1.0, left * 0.2)
 
     async def DescribeTarget(
         self, request: publish_pb2.DescribeTargetRequest, context: Context
