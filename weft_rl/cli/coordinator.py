@@ -97,7 +97,7 @@ def coordinator(
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
-    """Run the coordinator, which tracks replicas and versions and directs transfers."""
+    """Run the coordinator, which directs replicas and transfers."""
     configure_logging(log_level, log_format)
     from weft_rl.coordinator.server import serve
     from weft_rl.telemetry.ports import Ports

@@ -12,11 +12,17 @@ from typing import Annotated, Any
 import grpc
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, OptionalPolicyName
-from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, shown_time, table_of
+from weft_rl.cli.console.options import (
+    DEFAULT_COORDINATOR,
+    Coordinator,
+    Json,
+    OptionalPolicyName,
+    Wide,
+)
+from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, print_text, shown_time
+from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.coordinator.decisions.state.event_kinds import FAILURES
@@ -60,9 +66,10 @@ def versions(
     policy: OptionalPolicyName = "",
     limit: Limit = 20,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    wide: Wide = False,
     json_output: Json = False,
 ) -> None:
-    """Show versions, newest first: who pushed them, their state, why they failed.
+    """Show versions, newest first, and why some have failed.
 
     The limit is for each policy.
     """
@@ -78,7 +85,7 @@ def versions(
     if json_output:
         print_json(pb.ListVersionsResponse(versions=[version for _, version in listed]))
     else:
-        Console().print(_versions_table(listed))
+        listing_console(wide=wide).print(_versions_table(listed))
 
 
 def _newest(stub: InspectServiceStub, policy: str, limit: int) -> Iterator[pb.Version]:
@@ -87,8 +94,18 @@ def _newest(stub: InspectServiceStub, policy: str, limit: int) -> Iterator[pb.Ve
     return islice((version for page in pages for version in page.versions), limit)
 
 
-def _versions_table(listed: list[tuple[pb.Policy, pb.Version]]) -> Table:
-    table = table_of("versions", "version", "state", "trainer", "began", "digest", "remarks")
+_VERSION_COLUMNS = (
+    ColumnSpec("version"),
+    ColumnSpec("state"),
+    ColumnSpec("trainer", 2),
+    ColumnSpec("began", 3),
+    ColumnSpec("digest", 4),
+    ColumnSpec("remarks", 1, is_prose=True),
+)
+
+
+def _versions_table(listed: list[tuple[pb.Policy, pb.Version]]) -> FittedTable:
+    table = FittedTable("versions", _VERSION_COLUMNS)
     for policy, version in listed:
         table.add_row(
             f"{version.version.policy}@{version.version.version}",
@@ -96,7 +113,8 @@ def _versions_table(listed: list[tuple[pb.Policy, pb.Version]]) -> Table:
             version.trainer_id,
             shown_time(version.create_time),
             version.content_digest_hex[:_DIGEST_CHARS] or "-",
-            Text("\n").join(_remarks(policy, version)),
+            Text(", ").join(_remarks(policy, version)),
+            notes=_failure(version.failure_reason, version.failure_message),
         )
     return table
 
@@ -109,8 +127,10 @@ def _remarks(policy: pb.Policy, version: pb.Version) -> Iterator[Text]:
         yield Text("pinned")
     if version.HasField("trained_on_base_version"):
         yield Text(f"trained on base@{version.trained_on_base_version}", "dim")
-    if version.failure_reason:
-        yield Text(f"{version.failure_reason}: {version.failure_message}", "red")
+
+
+def _failure(reason: str, message: str) -> list[Text]:
+    return [Text(f"{reason}: {message}", "red")] if reason else []
 
 
 # -- transfers ---------------------------------------------------------------------------------
@@ -135,13 +155,18 @@ class TransferPurpose(StrEnum):
 
 def transfers(
     purpose: Annotated[
-        TransferPurpose | None, typer.Option(help="List only these; default: all.")
+        TransferPurpose | None,
+        typer.Option(
+            metavar="PURPOSE",
+            help=f"List only those of one purpose: {', '.join(TransferPurpose)}. Default: all.",
+        ),
     ] = None,
     limit: Limit = 20,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
+    wide: Wide = False,
     json_output: Json = False,
 ) -> None:
-    """Show transfers under way and the last 100 that ended: pushes, clones and others."""
+    """Show transfers under way, then the last 100 that ended."""
     with connect(coordinator) as channel:
         stub = InspectServiceStub(channel)
         found = (
@@ -154,7 +179,7 @@ def transfers(
     if json_output:
         print_json(pb.ListTransfersResponse(transfers=listed))
     else:
-        Console().print(_transfers_table(listed))
+        listing_console(wide=wide).print(_transfers_table(listed))
 
 
 def _purpose(transfer: publish_pb2.Transfer) -> str:
@@ -162,35 +187,38 @@ def _purpose(transfer: publish_pb2.Transfer) -> str:
     return name.removeprefix("TRANSFER_PURPOSE_").lower()
 
 
-def _transfers_table(listed: list[publish_pb2.Transfer]) -> Table:
-    columns = ("transfer", "sender", "state", "bytes", "replicas", "began", "seconds")
-    caption = "seconds: forming + staging + committing"
-    table = table_of("transfers", *columns, caption=caption, right="bytes")
+_TRANSFER_COLUMNS = (
+    ColumnSpec("transfer"),
+    ColumnSpec("sender", 3),
+    ColumnSpec("state"),
+    ColumnSpec("bytes", 4, is_number=True),
+    ColumnSpec("replicas", 5),
+    ColumnSpec("began", 2),
+    ColumnSpec("seconds", 1, is_number=True),
+    ColumnSpec("forming + staging + committing", 7, is_number=True),
+    ColumnSpec("paused", 6, is_number=True),
+)
+
+
+def _transfers_table(listed: list[publish_pb2.Transfer]) -> FittedTable:
+    table = FittedTable("transfers", _TRANSFER_COLUMNS)
     for transfer in listed:
-        word, colour = _TRANSFER_STATES.get(transfer.state, ("unknown", "red"))
-        state = Text(word, colour)
-        if transfer.failure_reason:
-            state.append(f"\n{transfer.failure_reason}: {transfer.failure_message}", "dim")
-        for refusal in transfer.refusals:
-            state.append(f"\n{refusal.replica_id}: {refusal.message}", "dim")
+        parts = (transfer.forming, transfer.staging, transfer.committing)
+        seconds, pause = [*map(duration_from_proto, parts)], duration_from_proto(transfer.pause)
+        refusals = [Text(f"{r.replica_id}: {r.message}", "dim") for r in transfer.refusals]
         table.add_row(
             f"{_purpose(transfer)} {transfer.version.policy}@{transfer.version.version}",
             transfer.trainer_id,
-            state,
+            Text(*_TRANSFER_STATES.get(transfer.state, ("unknown", "red"))),
             f"{transfer.total_bytes:,}",
             _replicas(transfer),
             shown_time(transfer.begin_time),
-            _seconds(transfer),
+            f"{sum(seconds):.2f}",
+            " + ".join(f"{each:.2f}" for each in seconds),
+            f"{pause:.3f}" if pause else "-",
+            notes=_failure(transfer.failure_reason, transfer.failure_message) + refusals,
         )
     return table
-
-
-def _seconds(transfer: publish_pb2.Transfer) -> str:
-    """Format the seconds of each phase, and how long generation was paused."""
-    parts = (transfer.forming, transfer.staging, transfer.committing)
-    text = " + ".join(f"{duration_from_proto(part):.2f}" for part in parts)
-    pause = duration_from_proto(transfer.pause)
-    return f"{text}\npaused for {pause:.3f}" if pause else text
 
 
 def _replicas(transfer: publish_pb2.Transfer) -> str:
@@ -223,13 +251,13 @@ def events(
     for event in reversed(listed[:limit]):
         _print_event(event, json_output)
     if not json_output and len(listed) < limit:
-        Console().print(f"(every event is kept since {shown_time(page.kept_since)})", style="dim")
+        print_text(f"[dim](every event is kept since {shown_time(page.kept_since)})[/]")
 
 
 def watch(coordinator: Coordinator = DEFAULT_COORDINATOR, json_output: Json = False) -> None:
-    """Print events as they happen, until interrupted; waits while the coordinator is away.
+    """Print events as they happen, until interrupted.
 
-    weft events shows those before.
+    It waits while the coordinator is away. weft events shows those before.
     """
     with open_channel(coordinator) as channel:
         for event in _follow_events(InspectServiceStub(channel)):
@@ -276,7 +304,7 @@ def _print_event(event: pb.WatchEventsResponse, json_output: bool) -> None:
         f"  {event.subject}",
         (f"  {event.message}" if event.message else "", "dim"),
     )
-    Console().print(text, soft_wrap=True)
+    print_text(text)
 
 
 # -- routes ------------------------------------------------------------------------------------
@@ -292,16 +320,17 @@ def routes(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Print each new list until interrupted.")
     ] = False,
+    wide: Wide = False,
     json_output: Json = False,
 ) -> None:
-    """Show the replicas that requests may be sent to, and what each serves."""
+    """Show the replicas that requests may be sent to."""
     with open_channel(coordinator) as channel:
         stub = InspectServiceStub(channel)
         for listed in _follow_routes(stub) if watch else _route_list(stub):
             if json_output:
                 print_json(listed)
             else:
-                Console().print(_routes_table(listed))
+                listing_console(wide=wide).print(_routes_table(listed))
 
 
 def _route_list(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]:
@@ -323,7 +352,8 @@ def _follow_routes(stub: InspectServiceStub) -> Iterator[pb.WatchRoutesResponse]
             error = error_from_rpc(rpc_error)
             if not isinstance(error, PeerUnavailableError):
                 raise error from rpc_error
-            Console(stderr=True).print(f"[dim]{error.message}; the last list stays in force[/]")
+            text = Text(f"{error.message}; the last list stays in force", "dim")
+            print_text(text, to=Console(stderr=True))
         time.sleep(_RETRY_SECONDS)
 
 
@@ -335,9 +365,16 @@ def _lists(call: Iterable[pb.WatchRoutesResponse]) -> Iterator[pb.WatchRoutesRes
             yield listed
 
 
-def _routes_table(listed: pb.WatchRoutesResponse) -> Table:
-    title = f"routes, revision {listed.revision}"
-    table = table_of(title, "replica", "OpenAI API", "model", "serves")
+_ROUTE_COLUMNS = (
+    ColumnSpec("replica"),
+    ColumnSpec("OpenAI API"),
+    ColumnSpec("model", 2),
+    ColumnSpec("serves", 1, is_prose=True),
+)
+
+
+def _routes_table(listed: pb.WatchRoutesResponse) -> FittedTable:
+    table = FittedTable(f"routes, revision {listed.revision}", _ROUTE_COLUMNS)
     for route in listed.routes:
         serves = vector_text(route.version_vector, most=_MAX_ADAPTERS)
         table.add_row(route.replica_id, route.http_url, route.model_name, serves)

@@ -110,9 +110,9 @@ def verify(
     ] = True,
     json_output: Json = False,
 ) -> None:
-    """Compare what replicas serve with local files, tensor by tensor, and their answers.
+    """Compare what replicas serve with local files.
 
-    Ends with 1 if something differs.
+    Tensor by tensor, and by their answers. Ends with 1 if something differs.
     """
     from weft_rl.cli.verify.main import run_verify
 
@@ -134,7 +134,7 @@ def demo(
         typer.Option("--keep", help="Keep everything running, and pushing, until interrupted."),
     ] = False,
 ) -> None:
-    """Run a demo on this machine: two vLLM replicas, two trainers, one coordinator."""
+    """Run a demo here: two replicas, two trainers, a coordinator."""
     from weft_rl.cli.demo.main import run_demo
 
     sys.exit(run_demo(keep=keep))
@@ -160,9 +160,9 @@ def doctor(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Check this machine and its way to the pool, and say what to do about what is wrong.
+    """Check this machine and its way to the pool.
 
-    Ends with 1 if a check fails.
+    Each failure comes with what to do. Ends with 1 if a check fails.
     """
     from weft_rl.cli.doctor.main import run_doctor
 
@@ -177,7 +177,7 @@ def doctor(
 
 
 def version(json_output: Json = False) -> None:
-    """Print the versions of Weft and of the packages that it uses."""
+    """Print the versions of Weft and of packages that it uses."""
     found = {
         "weft": __version__,
         "protocol revision": str(PROTOCOL_REVISION),

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from weft_rl.cli.console.options import (
@@ -19,7 +18,7 @@ from weft_rl.cli.console.options import (
     PolicyName,
     ReplicaId,
 )
-from weft_rl.cli.console.output import CALL_SECONDS, connect, plural, print_json, report
+from weft_rl.cli.console.output import CALL_SECONDS, connect, plural, print_json, print_text, report
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import MAX_VERSION, PolicyVersion, check_name
@@ -71,7 +70,10 @@ def rollback(
         float, typer.Option(help="Seconds that the rollback may take.", min=1)
     ] = 300.0,
 ) -> None:
-    """Serve an earlier version again: of an adapter, or of the base if replicas hold copies."""
+    """Serve an earlier version again.
+
+    Of an adapter, or of the base if replicas hold copies of it.
+    """
     request = pb.RollbackRequest(policy=policy, to_version=to)
     with _admin(coordinator) as admin, shown(f"rollback to {policy}@{to}"):
         response = admin.Rollback(request, timeout=timeout)
@@ -109,7 +111,10 @@ def pin(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Keep a version from being retired; of the base, keep the replicas' copies of it."""
+    """Keep a version from being retired.
+
+    Of the base, the replicas keep their copies of it.
+    """
     version = parse_version(name, number)
     request = pb.PinRequest(version=version_to_proto(version), pinned=not off)
     with _admin(coordinator) as admin:
@@ -124,7 +129,10 @@ def retire(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Retire a version of an adapter now; not the one that the bare name stands for."""
+    """Retire a version of an adapter now.
+
+    Not the one that the bare name stands for.
+    """
     version = parse_version(name, number)
     request = pb.RetireRequest(version=version_to_proto(version))
     with _admin(coordinator) as admin:
@@ -146,7 +154,10 @@ def retain(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Set how many versions of an adapter are kept; restarts do not change it."""
+    """Set how many versions of an adapter are kept.
+
+    A restart of the coordinator does not change it.
+    """
     request = pb.SetRetentionRequest(policy=policy, num_versions=number)
     with _admin(coordinator) as admin:
         response = admin.SetRetention(request, timeout=CALL_SECONDS)
@@ -164,9 +175,10 @@ def forget(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Remove an adapter: retire all its versions; replicas delete them, from disk too.
+    """Remove an adapter and all its versions.
 
-    Its version numbers are not used again: a later push of the name goes on above them.
+    Replicas delete them, from disk too. Its version numbers are not used again: a later push of the
+    name goes on above them.
     """
     request = pb.ForgetPolicyRequest(policy=policy, force=force)
     with _admin(coordinator) as admin:
@@ -185,7 +197,7 @@ def cordon(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Take a replica out of service; it still receives pushes, so it can come back at once."""
+    """Take a replica out of service; it still receives pushes."""
     request = pb.CordonRequest(replica_id=replica, reason=reason)
     with _admin(coordinator) as admin:
         admin.Cordon(request, timeout=CALL_SECONDS)
@@ -198,7 +210,10 @@ def quarantine(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Take a replica out of service and out of transfers; it refuses new requests."""
+    """Take a replica out of service and out of transfers.
+
+    It refuses new requests.
+    """
     request = pb.QuarantineRequest(replica_id=replica, reason=reason)
     with _admin(coordinator) as admin:
         admin.Quarantine(request, timeout=CALL_SECONDS)
@@ -236,7 +251,10 @@ def drain(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Let a replica finish its requests, leave the pool and end; returns when it has left."""
+    """Let a replica finish its requests, leave the pool and end.
+
+    Returns when it has left.
+    """
     request = pb.DrainRequest(replica_id=replica, timeout=duration_to_proto(timeout), reason=reason)
     began = time.monotonic()
     with connect(coordinator) as channel, shown(f"drain of {replica}"):
@@ -298,11 +316,12 @@ def sleep(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Put a replica to sleep: its GPU memory is free until weft wake; returns when it sleeps.
+    """Put a replica to sleep, so that its GPU memory is free.
 
-    Only a replica started with --enable-sleep. While it sleeps no requests are routed to it, it
-    refuses those that come, and it keeps up with pushes. After level 2 it wakes with the base
-    that was pushed since, or else with a copy: its own, its checkpoint's files, or a peer's.
+    Returns when it sleeps. Only a replica started with --enable-sleep. While it sleeps no requests
+    are routed to it, it refuses those that come, and it keeps up with pushes. After level 2 it
+    wakes with the base that was pushed since, or else with a copy: its own, its checkpoint's files,
+    or a peer's.
     """
     request = pb.SleepReplicaRequest(
         replica_id=replica,
@@ -320,9 +339,10 @@ def wake(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Wake a replica, whoever put it to sleep; returns when it is awake.
+    """Wake a replica, whoever put it to sleep.
 
-    Requests are routed to it once it holds what the pool serves. Does nothing if it is awake.
+    Returns when it is awake. Requests are routed to it once it holds what the pool serves. Does
+    nothing if it is awake.
     """
     request = pb.WakeReplicaRequest(replica_id=replica)
     with _admin(coordinator) as admin, shown(f"wake of {replica}"):
@@ -344,7 +364,7 @@ def base(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     json_output: Json = False,
 ) -> None:
-    """Show which base model the pool is bound to, or unbind it for another model.
+    """Show which base model the pool is bound to, or unbind it.
 
     It can be unbound while no replica is in contact and no push runs. Version numbers go on.
     """
@@ -368,16 +388,15 @@ def base(
 
 def _show_base(found: pb.GetBaseResponse) -> None:
     """Print what the pool is bound to, and what keeps it from being unbound."""
-    console = Console()
     if not found.base_fingerprint:
-        console.print(f"the pool is bound to none: {_NEXT_BASE}")
+        print_text(f"the pool is bound to none: {_NEXT_BASE}")
         return
-    console.print(
+    print_text(
         f"the pool is bound to [bold]{found.architecture}[/] {found.base_fingerprint[:12]}, and "
         f"serves {vector_text(found.version_vector)}"
     )
     if found.checkpoint_digest:
-        console.print(
+        print_text(
             f"base@0 is the checkpoint {found.checkpoint_digest.hex()[:12]} that "
             f"{found.checkpoint_replica_id} was started with"
         )
@@ -387,6 +406,6 @@ def _show_base(found: pb.GetBaseResponse) -> None:
     if found.num_transfers:
         hindrances.append(plural(found.num_transfers, "transfer") + " under way")
     if hindrances:
-        console.print(f"to bind it to another model, first end: {', '.join(hindrances)}")
+        print_text(f"to bind it to another model, first end: {', '.join(hindrances)}")
     else:
-        console.print("weft base --rebind retires what it serves and unbinds it")
+        print_text("weft base --rebind retires what it serves and unbinds it")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
-from weft_rl.cli.console.output import plural, print_json, rate
+from weft_rl.cli.console.output import plural, print_json, print_text, rate
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.options import (
@@ -85,7 +85,7 @@ def push(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Publish an adapter or a checkpoint from disk, as a trainer would."""
+    """Publish an adapter or a checkpoint from disk."""
     for given in (path, draft):
         if given is not None and not given.exists():
             raise InvalidRequestError(f"{given} does not exist")
@@ -113,15 +113,14 @@ def push(
         return
     speed = rate(report.total_bytes, report.staging_seconds)
     at = f" at {speed}" if speed else ""
-    Console().print(
+    print_text(
         f"[bold green]{version}[/] is served by {plural(report.num_replicas, 'replica')}: "
         f"{report.total_bytes:,} bytes in {report.seconds:.3f} s "
         f"(forming {report.forming_seconds:.3f}, staging {report.staging_seconds:.3f}{at}, "
-        f"committing {report.committing_seconds:.3f})",
-        soft_wrap=True,
+        f"committing {report.committing_seconds:.3f})"
     )
     for remark in report.remarks:
-        Console().print(f"  {remark}", markup=False, highlight=False)
+        print_text(f"  {escape(remark)}")
 
 
 def parse_require(text: str) -> Require:

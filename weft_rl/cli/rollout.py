@@ -90,15 +90,17 @@ def rollout(
     staging: Annotated[
         Staging,
         typer.Option(
-            help="Where a pushed base waits for its switch: on the device, in host memory, or "
-            "nowhere (in-place: each bucket is loaded as it arrives). auto: on the device if "
-            "it fits there. In place, requests wait while buckets are loaded, a push that fails "
-            "then takes the replica out of service, and no copy is kept."
+            metavar="PLACE",
+            help="Place where a pushed base waits for its switch: the device, the host's memory, "
+            "or in-place: each bucket is loaded as it arrives. auto: the device if it fits there, "
+            "else the host. In place, requests wait while buckets are loaded, a push that fails "
+            "then takes the replica out of service, and no copy is kept.",
         ),
     ] = RolloutConfig.staging,
     running_requests: Annotated[
         RunningRequests,
         typer.Option(
+            metavar="TREATMENT",
             help="Treatment of requests that run when the base changes. recompute: they go on, "
             "with their KV cache computed anew. keep: they go on over their KV cache, which "
             "later requests do not use. abort: those that have tokens end with VERSION_CHANGED, "
@@ -216,9 +218,9 @@ def rollout(
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
-    """Run a replica: vLLM's engine and OpenAI server, which serve what trainers push.
+    """Run a replica: vLLM's engine with its OpenAI server.
 
-    Everything after -- goes to vLLM's server, the model first.
+    It serves what trainers push. Everything after -- goes to vLLM's server, the model first.
     """
     if not context.args:
         raise typer.BadParameter("name the model after --, as in: weft rollout ... -- MODEL")

@@ -9,13 +9,13 @@ from typing import Annotated
 
 import grpc
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
-from weft_rl.cli.console.output import print_json, rate, table_of
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, Wide
+from weft_rl.cli.console.output import print_json, rate
+from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import provenance
 from weft_rl.rpc.channel import open_channel
@@ -35,6 +35,8 @@ _WHOLE_SECONDS = 60.0
 _MAX_REPLICAS = 200
 #: Policies that the table lists, and adapters that are named in one place.
 _MAX_POLICIES, _MAX_NAMED = 20, 3
+#: Version numbers of an adapter that are listed.
+_MAX_NUMBERS = 8
 _STATES = {
     pb.REPLICA_STATE_READY: ("ready", "green"),
     pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
@@ -52,17 +54,19 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh until interrupted.")
     ] = False,
+    wide: Wide = False,
     json_output: Json = False,
     interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 1.0,
 ) -> None:
-    """Show the pool: its replicas, what they serve, the last transfer."""
+    """Show the pool: replicas, what they serve, the last transfer."""
     with open_channel(coordinator) as channel:
         stub = InspectServiceStub(channel)
         pool = read_pool(stub, whole=json_output)
         if not watch:
-            print_json(pool) if json_output else Console().print(render(pool))
+            print_json(pool) if json_output else listing_console(wide=wide).print(render(pool))
             return
-        with nullcontext() if json_output else Live(auto_refresh=False) as live:
+        live_view = Live(auto_refresh=False, console=listing_console(wide=wide))
+        with nullcontext() if json_output else live_view as live:
             shown, away = render(pool), ""
             while True:
                 if live is None:
@@ -144,7 +148,10 @@ def _base_text(vector: types_pb2.VersionVector) -> str:
 
 
 def _adapter_text(entry: types_pb2.AdapterVersions) -> str:
-    return f"{entry.policy}@{entry.alias} ({','.join(map(str, entry.versions))})"
+    numbers = [*map(str, entry.versions)]
+    if len(numbers) > _MAX_NUMBERS:
+        numbers[_MAX_NUMBERS // 2 : -(_MAX_NUMBERS // 2)] = ["…"]
+    return f"{entry.policy}@{entry.alias} ({','.join(numbers)})"
 
 
 def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> str:
@@ -169,16 +176,24 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
     return "  ".join(differing[:_MAX_NAMED]) + (f"  and {more} more" if more > 0 else "")
 
 
-def _replicas(pool: pb.GetPoolResponse) -> Table:
+_REPLICA_COLUMNS = (
+    ColumnSpec("replica"),
+    ColumnSpec("state", is_prose=True),
+    ColumnSpec("serves", is_prose=True),
+    ColumnSpec("OpenAI API", 1),
+    ColumnSpec("seen", 2),
+    ColumnSpec("model", 3),
+)
+
+
+def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
     """Make the table of replicas; in a large pool, those that are not ready come first."""
     replicas = list(pool.replicas)
     if more := _num_replicas(pool) - min(len(replicas), _MAX_REPLICAS):
         replicas.sort(key=lambda replica: replica.state == pb.REPLICA_STATE_READY)
-    columns = ["replica", "state", "serves", "OpenAI API", "seen"]
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
-    if are_mixed:
-        columns.append("model")
-    table = table_of("replicas", *columns, caption=_more(more))
+    columns = _REPLICA_COLUMNS if are_mixed else _REPLICA_COLUMNS[:-1]
+    table = FittedTable("replicas", columns, caption=_more(more))
     told = {problem.subject for problem in pool.problems}
     for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
@@ -187,12 +202,8 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             state.append(
                 f" for {duration_from_proto(replica.report.drain.time_left):.0f} s", colour
             )
-        if replica.state_reason and replica.replica_id not in told:
-            state.append(f"\n{replica.state_reason}", "dim")
-        if not_compared := _not_compared(pool, replica):
-            state.append(f"\n{not_compared}", "dim")
-        if stale := stale_draft(replica):
-            state.append(f"\n{stale}", "dim")
+        why = "" if replica.replica_id in told else replica.state_reason
+        notes = (why, _not_compared(pool, replica), stale_draft(replica))
         seen = duration_from_proto(replica.since_heartbeat)
         table.add_row(
             replica.replica_id,
@@ -201,12 +212,13 @@ def _replicas(pool: pb.GetPoolResponse) -> Table:
             replica.http_url,
             f"{seen:.1f} s ago",
             *([replica.model_name] if are_mixed else []),
+            notes=[Text(note, "dim") for note in notes if note],
         )
     return table
 
 
-def _more(number: int) -> str | None:
-    return f"and {number} more: --json lists all" if number else None
+def _more(number: int) -> str:
+    return f"and {number} more: --json lists all" if number else ""
 
 
 def _not_compared(pool: pb.GetPoolResponse, replica: pb.Replica) -> str:
@@ -243,7 +255,16 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
     ] + [Text(f"and {more} more orders that keep replicas out of service", "yellow")] * bool(more)
 
 
-def _policies(pool: pb.GetPoolResponse) -> Table:
+_POLICY_COLUMNS = (
+    ColumnSpec("policy"),
+    ColumnSpec("served", is_prose=True),
+    ColumnSpec("newest", 2),
+    ColumnSpec("keeps", 3),
+    ColumnSpec("owner", 1),
+)
+
+
+def _policies(pool: pb.GetPoolResponse) -> FittedTable:
     """Make the table of the policies that ever had a version. Of many, those that need an operator
     come first, then those that a trainer owns."""
     policies = [policy for policy in pool.policies if policy.last_version]
@@ -255,22 +276,21 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
                 not p.HasField("lease"),
             )
         )
-    columns = ("policy", "served", "newest", "keeps", "owner")
-    table = table_of("policies", *columns, caption=_more(more))
+    table = FittedTable("policies", _POLICY_COLUMNS, caption=_more(more))
     told = {problem.subject for problem in pool.problems}
     for policy in policies[:_MAX_POLICIES]:
-        owner = "-"
+        owner, notes = "-", []
         if policy.HasField("lease"):
             left = duration_from_proto(policy.lease.time_to_live)
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
         if policy.policy in told:
             pass
         elif policy.lost:
-            owner += f"\n{_lost_text(policy)}"
+            notes.append(_lost_text(policy))
         elif policy.publish_again_version:
             lost = f"{policy.policy}@{policy.publish_again_version}"
             asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
-            owner += f"\n{lost} is held by no replica: {asked}"
+            notes.append(f"{lost} is held by no replica: {asked}")
         served = f"{policy.policy}@{policy.served_version}"
         trained_on = None
         if policy.HasField("trained_on_base_version"):
@@ -284,7 +304,10 @@ def _policies(pool: pb.GetPoolResponse) -> Table:
         keeps = "-"
         if policy.num_retained:
             keeps = f"{policy.num_retained}{'' if policy.has_own_retention else ' (default)'}"
-        table.add_row(policy.policy, served, str(policy.last_version), keeps, owner)
+        table.add_row(
+            policy.policy, served, str(policy.last_version), keeps, owner,
+            notes=[Text(note, "dim") for note in notes],
+        )  # fmt: skip
     return table
 
 

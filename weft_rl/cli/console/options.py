@@ -74,6 +74,10 @@ ReplicaId = Annotated[
         callback=_checked(check_name, "replica"),
     ),
 ]
+Wide = Annotated[
+    bool,
+    typer.Option("--wide", help="Show every column in full; so it is where output is no terminal."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
 

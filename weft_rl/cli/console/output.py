@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
 from weft_rl.rpc.channel import open_channel
@@ -44,16 +44,15 @@ def connect(coordinator: str) -> Iterator[grpc.Channel]:
             raise error_from_rpc(error) from error
 
 
-def table_of(title: str, *columns: str, caption: str | None = None, right: str = "") -> Table:
-    """Make a table without rows.
+def print_text(text: str | Text, *, to: Console | None = None) -> None:
+    """Print sentences: wrapped between words on a terminal, elsewhere in one line each.
 
     Args:
-        right: Column of numbers, which are aligned on their right.
+        text: Text, a string with markup.
+        to: Console; by default that of standard output.
     """
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold", justify="right" if column == right else "left")
-    return table
+    console = to or Console()
+    console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def print_json(facts: Message | Mapping[str, Any]) -> None:
@@ -73,7 +72,7 @@ def report(json_output: bool, text: str, *messages: Message) -> None:
     if json_output:
         print_json({name: value for m in messages for name, value in as_dict(m).items()})
     else:
-        Console().print(text, soft_wrap=True)
+        print_text(text)
 
 
 def print_error(error: WeftError, *, json_output: bool) -> None:
@@ -88,9 +87,8 @@ def print_error(error: WeftError, *, json_output: bool) -> None:
             ". Check that `weft coordinator` runs there, and --coordinator (or WEFT_COORDINATOR); "
             "`weft doctor` finds out more"
         )
-    Console(stderr=True).print(
-        f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
-    )
+    text = f"[bold red]error:[/] {escape(error.message)}{hint} [dim]({error.reason})[/]"
+    print_text(text, to=Console(stderr=True))
 
 
 def exit_code(error: WeftError) -> int:

@@ -18,7 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from weft_rl.cli.console.output import connect, table_of
+from weft_rl.cli.console.output import connect
+from weft_rl.cli.console.table import ColumnSpec, FittedTable
 from weft_rl.cli.demo.openai_client import ClientThreads, complete, list_models
 from weft_rl.cli.demo.processes import Process, interrupt_once
 from weft_rl.contract.errors import TransferTimeoutError, WeftError
@@ -266,9 +267,8 @@ def _check(demo: _DemoPool, base: str, model: str, adapter: str | None) -> None:
 
 def _show_pushes(demo: _DemoPool, pushes: list[dict[str, Any]]) -> None:
     phases = ("forming", "staging", "committing", "pause")
-    table = table_of("pushes", "version", "bytes", "total", *phases)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    numbers = [ColumnSpec(name, is_number=True) for name in ("bytes", "total", *phases)]
+    table = FittedTable("pushes", [ColumnSpec("version"), *numbers])
     for push in pushes:
         seconds = [push["seconds"], *(push[f"{phase}_seconds"] for phase in phases)]
         times = [f"{value * 1e3:.1f} ms" for value in seconds]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from weft_rl.cli.console.output import plural, print_json
+from weft_rl.cli.console.output import plural, print_json, print_text
 from weft_rl.cli.doctor.connection import check_connection, check_own
 from weft_rl.cli.doctor.finding import Finding, Level, fail
 from weft_rl.cli.doctor.machine import check_addresses, check_engine, check_space
@@ -64,11 +64,7 @@ def show(finding: Finding, console: Console) -> None:
     """Print a finding in one line, and its remedy in a second."""
     name = finding.check.replace("_", " ")
     colour = _COLOURS[finding.level]
-    console.print(
-        f"[{colour}]{finding.level.value:<4}[/]  {name:<18} {escape(finding.says)}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    text = f"[{colour}]{finding.level.value:<4}[/]  {name:<18} {escape(finding.says)}"
+    print_text(text, to=console)
     if finding.advice:
-        text = f"{'':24} -> {escape(finding.advice)}"
-        console.print(text, soft_wrap=True, highlight=False)
+        print_text(f"{'':24} -> {escape(finding.advice)}", to=console)

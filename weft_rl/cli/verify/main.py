@@ -8,7 +8,6 @@ from pathlib import Path
 
 import grpc
 import typer
-from rich.console import Console
 
 from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json
 from weft_rl.cli.verify import parity
@@ -90,7 +89,7 @@ def run_verify(
     if json_output:
         print_json(report.as_dict())
     else:
-        report.show(Console())
+        report.show()
     return not report.wrong
 
 

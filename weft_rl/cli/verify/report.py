@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from weft_rl.cli.console.output import plural, table_of
+from weft_rl.cli.console.output import plural, print_text
+from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.cli.verify.parity import Parity
 from weft_rl.cli.verify.tensors import FINE, ComparedTensor, Verdict
 from weft_rl.contract.names import PolicyVersion
@@ -82,19 +81,19 @@ class Report:
             "remarks": self.remarks,
         }
 
-    def show(self, console: Console) -> None:
+    def show(self) -> None:
         """Print the report for people."""
         for part in self.parts:
-            console.print(_table(part))
+            listing_console().print(_table(part))
             for text in _differences(part):
-                console.print(text, soft_wrap=True)
+                print_text(text)
         for remark in self.remarks:
-            console.print(Text(remark, "dim"), soft_wrap=True)
+            print_text(Text(remark, "dim"))
         for why in self.wrong:
-            console.print(Text(f"differs: {why}", "bold red"), soft_wrap=True)
+            print_text(Text(f"differs: {why}", "bold red"))
         if not self.wrong:
             what = f"equal: {self.parts[0].version} is what {self.parts[0].path} holds"
-            console.print(Text(what, "bold green"), soft_wrap=True)
+            print_text(Text(what, "bold green"))
 
 
 def _part_dict(part: ReportPart) -> dict[str, Any]:
@@ -120,10 +119,18 @@ def _part_dict(part: ReportPart) -> dict[str, Any]:
     }
 
 
-def _table(part: ReportPart) -> Table:
+_COLUMNS = (
+    ColumnSpec("replica"),
+    ColumnSpec("digest"),
+    ColumnSpec("tensors", is_prose=True),
+    ColumnSpec("log-probabilities", is_prose=True),
+)
+
+
+def _table(part: ReportPart) -> FittedTable:
     has_parity = any(row.parity or row.parity_error for row in part.rows)
-    columns = ["replica", "digest", "tensors", *(["log-probabilities"] if has_parity else [])]
-    table = table_of(f"{part.version} and {part.path}", *columns)
+    columns = _COLUMNS if has_parity else _COLUMNS[:-1]
+    table = FittedTable(f"{part.version} and {part.path}", columns)
     for row in part.rows:
         cells = [Text(row.replica_id), Text(row.digest.hex()[:_DIGEST_CHARS] or "-"), _tensors(row)]
         table.add_row(*cells, *([_parity(row)] if has_parity else []))
