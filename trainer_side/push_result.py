@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion, plural
 from weft_rl.v1 import publish_pb2 as pb
 
 
@@ -38,6 +38,17 @@ class PushReport:
     """Facts that success does not tell, each a sentence: replicas that did not switch and why, a
     quantised base, a base that is not the one that the adapter was trained on."""
 
+    def __repr__(self) -> str:
+        """Return the cost in short; the fields have all of it."""
+        return f"PushReport({self._cost()})"
+
+    def _cost(self) -> str:
+        text = (
+            f"{self.total_bytes:,} bytes to {plural(self.num_replicas, 'replica')} in "
+            f"{self.seconds:.3f} s over {self.backend}"
+        )
+        return f"{text}, {plural(len(self.remarks), 'remark')}" if self.remarks else text
+
 
 class PushResult(NamedTuple):
     """Version that a push made, and the push's report."""
@@ -50,6 +61,10 @@ class PushResult(NamedTuple):
     def __str__(self) -> str:
         """Return the version alone: ``math@17``."""
         return str(self.version)
+
+    def __repr__(self) -> str:
+        """Return version and cost in short."""
+        return f"PushResult({self.version}, {self.report._cost()})"
 
 
 def report_of(

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from weft_rl.contract.errors import InvalidRequestError, WeftError
-from weft_rl.contract.names import PolicyVersion, provenance
+from weft_rl.contract.names import PolicyVersion, plural, provenance
 from weft_rl.rpc.codec import version_from_proto
 from weft_rl.v1 import generate_pb2 as pb
 
@@ -42,6 +42,16 @@ class Sample:
     error: WeftError | None = None
     """Error that left it missing or not whole; only with ``on_error="keep"``."""
 
+    def __repr__(self) -> str:
+        """Return how many tokens it has, of which versions, and how it ended."""
+        bases = sorted({version for version in self.base_versions.tolist() if version >= 0})
+        made_by = [f"base@{version}" for version in bases]
+        if self.adapter is not None:
+            made_by = [str(self.adapter)]
+        text = f"{plural(len(self.token_ids), 'token')} of {', '.join(made_by) or 'no version'}"
+        error = f", {self.error.reason}" if self.error is not None else ""
+        return f"Sample({text}, {self.finish_reason}{error})"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
@@ -58,6 +68,14 @@ class SampleGroup:
     remarks: tuple[str, ...] = ()
     """Remarks on the samples, for messages, such as ``math@7 was trained on base@0, served over
     base@1``. Such samples are of a policy that its trainer does not hold."""
+
+    def __repr__(self) -> str:
+        """Return how many samples it has, and how many of them have failed."""
+        num_failed = sum(sample.error is not None for sample in self.samples)
+        num_tokens = sum(len(sample.token_ids) for sample in self.samples)
+        text = f"prompt {self.index}, {plural(len(self.samples), 'sample')} of "
+        text += plural(num_tokens, "token") + f", {num_failed} failed" * bool(num_failed)
+        return f"SampleGroup({text}{', ' + '; '.join(self.remarks) if self.remarks else ''})"
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,12 @@ class PaddedBatch:
     """Log-probabilities as the replicas say, float32; 0 where there is no token."""
     versions: torch.Tensor
     """Versions of the policy that was asked, int64; -1 where there is no token."""
+
+    def __repr__(self) -> str:
+        """Return the size of the batch."""
+        (rows, prompt), completion = self.prompt_ids.shape, self.completion_ids.shape[1]
+        text = f"{plural(rows, 'sample')}, prompts of {prompt} tokens, completions of {completion}"
+        return f"PaddedBatch({text})"
 
 
 def pad(groups: Sequence[SampleGroup], *, pad_token_id: int) -> PaddedBatch:

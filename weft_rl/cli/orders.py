@@ -18,10 +18,10 @@ from weft_rl.cli.console.options import (
     PolicyName,
     ReplicaId,
 )
-from weft_rl.cli.console.output import CALL_SECONDS, connect, plural, print_json, print_text, report
+from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, print_text, report
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.names import MAX_VERSION, PolicyVersion, check_name
+from weft_rl.contract.names import MAX_VERSION, PolicyVersion, check_name, plural
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS, SWITCH_SECONDS
 from weft_rl.progress import shown
 from weft_rl.rpc.codec import (

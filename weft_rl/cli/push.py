@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json
-from weft_rl.cli.console.output import plural, print_json, print_text, rate
+from weft_rl.cli.console.output import print_json, print_text, rate
 from weft_rl.contract.errors import InvalidRequestError
-from weft_rl.contract.names import BASE_POLICY
+from weft_rl.contract.names import BASE_POLICY, plural
 from weft_rl.contract.options import (
     DEFAULT_BASE,
     DEFAULT_CONNECT_SECONDS,

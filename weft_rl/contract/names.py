@@ -207,3 +207,8 @@ class VersionVector:
             for policy, alias in sorted(self.aliases.items())
             if theirs.get(policy) != alias
         ]
+
+
+def plural(number: int, noun: str) -> str:
+    """Format a number with its noun: ``1 replica``, ``2 replicas``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -109,11 +109,6 @@ def _was_answered(error: BaseException | None) -> bool:
     return False
 
 
-def plural(number: int, noun: str) -> str:
-    """Format a number with its noun: ``1 replica``, ``2 replicas``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def rate(num_bytes: int, seconds: float) -> str:
     """Format bytes a second in a fitting unit; empty if there were no bytes or no time."""
     if num_bytes <= 0 or seconds <= 0:

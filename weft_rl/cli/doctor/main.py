@@ -9,11 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from weft_rl.cli.console.output import plural, print_json, print_text
+from weft_rl.cli.console.output import print_json, print_text
 from weft_rl.cli.doctor.connection import check_connection, check_own
 from weft_rl.cli.doctor.finding import Finding, Level, fail
 from weft_rl.cli.doctor.machine import check_addresses, check_engine, check_space
 from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import plural
 from weft_rl.rpc.security.credentials import Credentials
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.text import Text
 
-from weft_rl.cli.console.output import plural, print_text
+from weft_rl.cli.console.output import print_text
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.cli.verify.parity import Parity
 from weft_rl.cli.verify.tensors import FINE, ComparedTensor, Verdict
-from weft_rl.contract.names import PolicyVersion
+from weft_rl.contract.names import PolicyVersion, plural
 
 _DIGEST_CHARS = 12
 _MAX_SHOWN = 20
