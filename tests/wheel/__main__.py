@@ -1,14 +1,15 @@
 """``python -m tests.wheel``: what is released, installed where there is nothing of ours.
 
-Builds the sdist, and from it the wheel, of the files that git knows; installs the wheel into
-an empty environment with the coordinator's extra and into another with the trainer's; and uses
-both, outside the source tree. ``--only coordinator`` makes the first, which needs no torch.
+Builds the sdist, and from it the wheel, of the files that git knows. With each Python that the
+classifiers name, it installs the wheel into an empty environment with the coordinator's extra and
+into another with the trainer's; and uses both, outside the source tree. ``--only coordinator``
+makes the first, which needs no torch; ``--python 3.12`` takes that Python alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import email
+import email.message
 import os
 import re
 import shutil
@@ -19,7 +20,9 @@ import time
 import zipfile
 from pathlib import Path
 
-from tests.wheel.environment import Environment, run
+from markdown_it import MarkdownIt
+
+from tests.wheel.environment import Environment, interpreter, run
 from tests.wheel.running import Running
 
 ROOT = Path(__file__).parents[2]
@@ -81,12 +84,24 @@ def build(work: Path) -> Path:
     return wheel
 
 
+def metadata_of(wheel: Path) -> email.message.Message:
+    """What the package index is told of a wheel; the payload is the long description."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def pythons_of(wheel: Path) -> list[str]:
+    """The versions of Python that the classifiers name."""
+    classifiers = "\n".join(metadata_of(wheel).get_all("Classifier", []))
+    return re.findall(r"^Programming Language :: Python :: (3\.\d+)$", classifiers, re.MULTILINE)
+
+
 def check_contents(wheel: Path) -> None:
     """Every module of ours, the types, the protos and nothing else; metadata that says so."""
+    said = metadata_of(wheel)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        said = email.message_from_bytes(archive.read(metadata))
     tracked = run("git", "-C", ROOT, "ls-files", "-co", "--exclude-standard", "--", *PACKAGES)
     wanted = {
         name for name in tracked.split() if name != "weft_rl/protos" and (ROOT / name).exists()
@@ -100,6 +115,24 @@ def check_contents(wheel: Path) -> None:
     assert said["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in said.get_all("Classifier", [])
     assert {"trainer", "coordinator", "rollout"} <= set(said.get_all("Provides-Extra", []))
+    assert pythons_of(wheel), "the classifiers name no version of Python"
+    check_description(said)
+
+
+def check_description(said: email.message.Message) -> None:
+    """The README as the package index shows it: whole, alpha, and without a link that leads
+    nowhere."""
+    assert said["Description-Content-Type"] == "text/markdown"
+    text = str(said.get_payload())
+    assert "Weft is alpha" in text
+    assert "Development Status :: 3 - Alpha" in said.get_all("Classifier", [])
+    headings = re.compile(r"^##? .+$", re.MULTILINE)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert headings.findall(text) == headings.findall(readme)
+    inline = (token.children or [] for token in MarkdownIt().parse(text) if token.type == "inline")
+    links = [str(t.attrs[a]) for ts in inline for t in ts for a in ("href", "src") if a in t.attrs]
+    dead = [link for link in links if not re.match(r"https?://", link)]
+    assert not dead, f"links that lead nowhere in a package index: {dead}"
 
 
 def start_coordinator(environment: Environment, cwd: Path) -> Running:
@@ -168,6 +201,9 @@ def main() -> int:
     """Build, install, use."""
     parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=main.__doc__)
     parser.add_argument("--only", choices=["coordinator"], help="leave the trainer's extra out")
+    parser.add_argument(
+        "--python", action="append", help="a version, such as 3.12; by default the classifiers'"
+    )
     parser.add_argument("--torch", default="torch", help="what pip installs as torch")
     parser.add_argument("--torch-index", help="where, if the usual index lacks it")
     options = parser.parse_args()
@@ -182,21 +218,31 @@ def main() -> int:
         wheel = build(work)
         check_contents(wheel)
         done(f"built {wheel.name}")
-        server = Environment(work / "coordinator", cwd=outside)
-        server.install(f"{wheel}[coordinator]")
-        with start_coordinator(server, outside) as coordinator:
-            check_coordinator(server, coordinator)
-            done("a coordinator and the command line run without torch")
-            check_beside_namesake(server, coordinator)
-            done("so they do beside another package that is named weft")
-            if options.only != "coordinator":
-                trainer = Environment(work / "trainer", cwd=outside)
-                trainer.install(options.torch, otherwise=options.torch_index)
+        num_trainers = 0
+        for version in options.python or pythons_of(wheel):
+            python, folder = interpreter(version), work / version
+            server = Environment(folder / "coordinator", cwd=outside, python=python)
+            server.install(f"{wheel}[coordinator]")
+            with start_coordinator(server, outside) as coordinator:
+                check_coordinator(server, coordinator)
+                done(f"Python {version}: a coordinator and the command line run without torch")
+                check_beside_namesake(server, coordinator)
+                done("so they do beside another package that is named weft")
+                if options.only == "coordinator":
+                    continue
+                trainer = Environment(folder / "trainer", cwd=outside, python=python)
+                try:
+                    trainer.install(options.torch, otherwise=options.torch_index)
+                except RuntimeError:  # an index with builds for one Python alone
+                    done(f"not tried: a trainer with Python {version}: no {options.torch}")
+                    continue
+                num_trainers += 1
                 trainer.install(f"{wheel}[trainer]")
                 check_trainer(trainer, coordinator, outside)
                 status = server.call("weft-rl", "status", "-c", coordinator.said)
                 assert "base@1" in status, status
                 done("a trainer without vLLM pushed, and mypy sees its types")
+        assert num_trainers or options.only, "the trainer's extra was tried with no Python"
     return 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
-import venv
+import sys
 from pathlib import Path
 
 
@@ -27,16 +29,36 @@ def run(*command: str | Path, cwd: Path | None = None, fails: bool = False) -> s
     return ended.stderr if fails else ended.stdout
 
 
+def interpreter(version: str) -> Path:
+    """The interpreter of a version of Python, such as "3.12": on PATH, or of pyenv.
+
+    Raises:
+        RuntimeError: There is none on this machine.
+    """
+    name = f"python{version}"
+    folders = [*os.environ.get("PATH", "").split(os.pathsep)]
+    folders += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin")))
+    for folder in folders:
+        found = shutil.which(name, path=folder)
+        with contextlib.suppress(RuntimeError):  # a shim of pyenv's, for a version not chosen
+            if found and run(found, "-c", "import sys; print(sys.version)").startswith(version):
+                return Path(found)
+    raise RuntimeError(f"there is no {name} on this machine: install it, or say --python")
+
+
 class Environment:
     """Made empty, with pip alone.
 
     Args:
         root: Where; its folder is made.
         cwd: Working directory of what is called in it.
+        python: Interpreter that it is made with; by default this one.
     """
 
-    def __init__(self, root: Path, *, cwd: Path | None = None) -> None:
-        venv.create(root, with_pip=True)
+    def __init__(
+        self, root: Path, *, cwd: Path | None = None, python: str | Path = sys.executable
+    ) -> None:
+        run(python, "-m", "venv", root)
         self._bin, self._cwd = root / "bin", cwd or root
 
     @property
