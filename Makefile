@@ -26,7 +26,7 @@ PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 
-.PHONY: help install chart chart-package chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart chart-package chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl release trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -159,6 +159,10 @@ chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.
 # Needs root: the pods have mount, PID and network namespaces, and a memory cgroup each.
 chart-run: install .venv-chart/.installed  ## What `helm install -f values-cpu.yaml` starts, as processes within the pods' limits (3 min; root).
 	$(CHART)/python -m tests.chart.laptop --replica $(BIN)
+
+# Only the commit of the tag counts. Nothing is uploaded.
+release: install .venv-chart/.installed  ## Sdist, wheel, chart and notes of a tag, built twice, compared, checked: make release TAG=v0.2.0 (1 min).
+	$(BIN)/python -m release $(TAG) --helm $(CHART)/helm
 
 chart-package: .venv-chart/.installed  ## The chart as an archive in build/chart, the same bytes for the same files.
 	$(CHART)/python helm/package.py --helm $(CHART)/helm

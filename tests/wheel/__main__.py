@@ -18,14 +18,19 @@ import sys
 import tempfile
 import time
 import zipfile
+from datetime import date
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from release.__main__ import release
 from tests.wheel.environment import Environment, interpreter, run
 from tests.wheel.running import Running
+from weft_rl import __version__
 
 ROOT = Path(__file__).parents[2]
+#: Where helm may be; without it the chart is left out, which has tests of its own.
+HELM_PATH = f"{ROOT / '.venv-chart/bin'}:{os.environ.get('PATH', '')}"
 PACKAGES = ("rollout_side", "trainer_side", "weft_rl")
 
 #: What an environment of the trainer's extra holds beside torch and what torch itself needs.
@@ -70,17 +75,26 @@ for proto in sorted((root / "weft/v1").iterdir(), key=lambda p: p.name):
 
 
 def build(work: Path) -> Path:
-    """The wheel, made from the sdist, made from a copy of what git knows."""
-    source, dist = work / "source", work / "dist"
+    """The wheel as `make release` makes it, of what git knows: tagged in a repository of its own,
+    under today's date in the changelog. Two builds were compared."""
+    source = work / "source"
     listed = run("git", "-C", ROOT, "ls-files", "-z", "-co", "--exclude-standard")
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    tools = Environment(work / "tools")
-    tools.install("build")
-    run(tools.python, "-m", "build", "-q", "-o", dist, source)
-    (wheel,) = dist.glob("*.whl")
+    changelog = source / "CHANGELOG.md"
+    dated = changelog.read_text().replace("(unreleased)", f"({date.today()})", 1)
+    changelog.write_text(dated)
+    tag = f"v{__version__}"
+    who = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+    for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "all"), ("tag", tag)):
+        run("git", "-C", source, *words)
+    files = release(source, tag, work / "release", shutil.which("helm", path=HELM_PATH))
+    (wheel,) = (path for path in files if path.suffix == ".whl")
+    notes = (work / "release" / f"weft-{__version__}.md").read_text()
+    assert notes.startswith("- ")
+    assert notes in dated
     return wheel
 
 
