@@ -25,7 +25,7 @@ from rollout_side.vllm_engine.http.middleware import (
 from rollout_side.vllm_engine.http.served_models import ServedModels
 from rollout_side.vllm_engine.http.server import OpenAiServer, listen
 from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
-from rollout_side.vllm_engine.server import capabilities, refusals
+from rollout_side.vllm_engine.server import capabilities, cpu_cache, refusals
 from rollout_side.vllm_engine.server.architecture import MemoryModule
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
@@ -131,6 +131,8 @@ async def open_engine(
     refusals.refuse_caches_beyond_reach(args, os.environ)
     refusals.refuse_ranks_on_cpu(args)
     refusals.refuse_experts_without_triton(args)
+    if bridges.is_cpu():
+        cpu_cache.size_cache(args, os.environ)
     async with contextlib.AsyncExitStack() as stack:
         sock = listen(http_host, http_port)
         stack.callback(sock.close)
@@ -276,6 +278,7 @@ def parse_args(
     """
     parser = parts.make_arg_parser(parts.argument_parser())
     parser.set_defaults(**defaults)
+    cpu_cache.mark_default(parser)
     try:
         args = parser.parse_args(list(vllm_args))
     except SystemExit as stop:

@@ -82,6 +82,7 @@ def running_replicas(
     *args: str,
     first: int = 0,
     options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[list[str]]:
     """A replica for each of ``models``, started side by side.
 
@@ -89,6 +90,7 @@ def running_replicas(
         args: vLLM's.
         first: Number in the name of the first; further ones follow.
         options: Of ``weft rollout``.
+        env: Further environment.
 
     Yields:
         Base URLs of their OpenAI servers.
@@ -96,7 +98,9 @@ def running_replicas(
     with ExitStack() as stack:
         processes = []
         for i, model in enumerate(models, first):
-            process = start_replica(work, target, f"replica-{i}", model, *args, options=options)
+            process = start_replica(
+                work, target, f"replica-{i}", model, *args, options=options, env=env
+            )
             stack.callback(process.stop)
             processes.append(process)
         yield [answering_url(process) for process in processes]

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
+from rollout_side.vllm_engine.server import cpu_cache
 from tests.e2e.logprobs import MAX_ERROR
 from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
 from trainer_side import Publisher
@@ -90,9 +92,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     assert "made tiny" in run(work, *_PYTHON, EXAMPLES / "tiny_model.py", "tiny")
     with (
         running_coordinator(work) as coordinator,
-        running_replicas(work, coordinator.target, [work / "tiny"], *LORA_ARGS) as urls,
+        running_replicas(
+            work, coordinator.target, [work / "tiny"], *LORA_ARGS, env={cpu_cache.VARIABLE: ""}
+        ) as urls,
     ):
         yield Pool(work, coordinator.target, urls[0])
+
+
+def test_a_replica_on_a_cpu_sizes_its_kv_cache(pool):
+    """By vLLM's own choice it would be 92 % of the machine's memory."""
+    (said,) = re.findall(r"a KV cache of (\d+) GiB", (pool.work / "replica-0.log").read_text())
+    metrics = httpx.get(f"{pool.url}/metrics").text
+    (served,) = re.findall(r'cache_config_info{.*kv_cache_memory_bytes="(\d+)"', metrics)
+    assert int(served) == int(said) * 2**30
 
 
 def test_the_charts_test_pushes_an_adapter_and_asks_for_it(pool, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from rollout_side.vllm_engine import launch
 from rollout_side.vllm_engine.compat import bridges
 from rollout_side.vllm_engine.launch import open_engine
-from rollout_side.vllm_engine.server import refusals
+from rollout_side.vllm_engine.server import cpu_cache, refusals
 from tests.models import save_config
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
@@ -141,6 +141,28 @@ def test_defaults_for_rl_unless_the_user_says_otherwise(
     assert ("--logprobs-mode processed_logprobs" in caplog.text) == (
         is_so[0] == "processed_logprobs"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "is_sized"),
+    [
+        ([], False),
+        (["--gpu-memory-utilization", "0.92"], True),
+        (["--kv-cache-memory-bytes", "1G"], True),
+        (["--num-gpu-blocks-override", "64"], True),
+        (["--config", "FILE"], True),
+    ],
+)
+def test_the_kv_cache_of_a_cpu_is_sized_unless_the_user_does(
+    given: list[str], is_sized: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("gpu-memory-utilization: 0.5\n")
+    words = ["m", *(str(file) if word == "FILE" else word for word in given)]
+    args = launch.parse_args(words, bridges.server_parts(), launch.RL_DEFAULTS)
+    environ: dict[str, str] = {}
+    cpu_cache.size_cache(args, environ)
+    assert (cpu_cache.VARIABLE in environ) is not is_sized
 
 
 @pytest.mark.parametrize("name", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"])

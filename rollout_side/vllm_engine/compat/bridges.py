@@ -81,6 +81,12 @@ def installed_version() -> str:
         ) from error
 
 
+def is_cpu() -> bool:
+    """Return whether vLLM computes on this machine's CPU."""
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    return bool(platform.is_cpu())
+
+
 # -- the OpenAI server ----------------------------------------------------------
 
 

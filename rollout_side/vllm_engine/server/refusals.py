@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout_side.vllm_engine.compat import bridges
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError, WeftError
 from weft_rl.transport.one_sided.directory import why_unavailable
@@ -303,7 +304,7 @@ def refuse_ranks_on_cpu(args: Namespace) -> None:
     Raises:
         UnsupportedError: Names the argument and the way out.
     """
-    if not _is_cpu():
+    if not bridges.is_cpu():
         return
     if (number := getattr(args, "decode_context_parallel_size", None) or 1) > 1:
         raise UnsupportedError(
@@ -331,7 +332,7 @@ def refuse_experts_without_triton(args: Namespace) -> None:
     Raises:
         UnsupportedError: Names the model and the way out.
     """
-    if not getattr(args, "enable_lora", False) or not _is_cpu() or _has_triton():
+    if not getattr(args, "enable_lora", False) or not bridges.is_cpu() or _has_triton():
         return
     experts = num_experts(_model_config(args))
     if experts:
@@ -355,11 +356,6 @@ def close_endpoints(app: Any) -> None:
     """Remove vLLM's endpoints that would change the engine; they answer 404."""
     routes = app.router.routes
     routes[:] = [route for route in routes if getattr(route, "path", "") not in _CLOSED]
-
-
-def _is_cpu() -> bool:
-    platform: Any = importlib.import_module("vllm.platforms").current_platform
-    return bool(platform.is_cpu())
 
 
 def _has_triton() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from rollout_side.vllm_engine.compat.bridges import SUPPORTED_RANGE, check_version
 from weft_rl.cli.doctor.finding import Finding, Level, fail, ok, warn
 from weft_rl.contract.errors import UnsupportedError
+from weft_rl.host_memory import available_memory
 from weft_rl.rpc.channel import address_of_interface, local_address_towards, split_target
 from weft_rl.rpc.security.credentials import is_loopback
 from weft_rl.transport.one_sided.directory import (
@@ -196,7 +197,7 @@ def check_space(catalog: Path | None, spill_dir: Path | None) -> Iterator[Findin
         advice = f"{least}: docker --shm-size, an emptyDir of Memory (the chart's shmGib)"
         yield _judge("shm", "/dev/shm", shutil.disk_usage(shm).free, _SHM_BYTES, advice)
     advice = "adapters and staged bases need memory: --adapter-memory-gib, --staging-memory-gib"
-    free, says = _free_memory()
+    free, says = available_memory()
     yield _judge("memory", says, free, _MEMORY_BYTES, advice)
 
 
@@ -214,24 +215,3 @@ def _judge(check: str, what: str, free: int, bounds: tuple[int, int], advice: st
     if free < too_little:
         return fail(check, says, advice)
     return warn(check, says, advice) if free < little else ok(check, says)
-
-
-def _free_memory() -> tuple[int, str]:
-    """Return the bytes available to this process, and what limits them: the machine or its
-    container."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left = int((group / limit).read_text()) - int((group / used).read_text())
-        except (OSError, ValueError):  # another version of cgroups, or no limit ("max")
-            continue
-        if left < available:
-            return max(0, left), "memory of this container"
-    return available, "memory of this machine"

@@ -1,0 +1,27 @@
+"""Memory of this host, as a process may use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> tuple[int, str]:
+    """Return the bytes available to this process, and what limits them: the machine or its
+    container."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left = int((_GROUP / limit).read_text()) - int((_GROUP / used).read_text())
+        except (OSError, ValueError):  # another version of cgroups, or no limit ("max")
+            continue
+        if left < available:
+            return max(0, left), "memory of this container"
+    return available, "memory of this machine"
