@@ -17,8 +17,11 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from rich.console import Console
 
+from rollout_side.agent.registration import check_contact
+from rollout_side.config import AgentConfig
 from tests.doubles.attacks import identities
 from tests.doubles.certificates import Authority
+from trainer_side import RolloutClient, Tls
 from weft_rl.cli.status import render
 from weft_rl.contract.errors import InvalidRequestError, WeftError
 from weft_rl.coordinator.config import CoordinatorConfig
@@ -131,6 +134,24 @@ async def test_a_certificate_with_the_role_is_answered(secured: Secured) -> None
     assert (await secured.get_pool(viewer)).coordinator_generation == 1
     trainer = secured.authority.credentials("trainer.test")
     assert (await secured.acquire(trainer, "code-7")).lease.fencing_token == 1
+
+
+async def test_a_replica_with_a_certificate_asks_before_it_loads_its_model(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = secured.authority.credentials("viewer.test")
+    for name, path in (("CERT", shown.tls_cert), ("KEY", shown.tls_key), ("CA", shown.tls_ca)):
+        monkeypatch.setenv(f"WEFT_TLS_{name}", path)
+    await check_contact(AgentConfig(coordinator=secured.target, replica_id="r0"))
+    assert "ROLE_MISSING" in caplog.text, "it was answered, and told the role that it lacks"
+
+
+async def test_a_rollout_client_with_a_certificate_follows_the_routes(secured: Secured) -> None:
+    shown = secured.authority.credentials("viewer.test")
+    tls = Tls(ca=shown.tls_ca, cert=shown.tls_cert, key=shown.tls_key)
+    with RolloutClient(secured.target, tls=tls) as rollouts:
+        call = asyncio.to_thread(rollouts.generate, [[1]], timeout_seconds=0.5)
+        assert await _reason(call) == "DEADLINE", "no replica is there"
 
 
 async def test_who_has_no_certificate_or_another_authoritys_is_not_connected(

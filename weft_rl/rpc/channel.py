@@ -218,6 +218,12 @@ class RenewedAioChannel(_RenewedChannel):
         """Close the channel, at most ``grace`` seconds after now."""
         await asyncio.gather(*(channel.close(grace) for channel in self._take_all()))
 
+    async def __aenter__(self) -> RenewedAioChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
 
 def renewed_channel(target: str, credentials: Credentials, options: Any) -> grpc.Channel:
     """Open a blocking channel to ``target`` with ``credentials``."""
