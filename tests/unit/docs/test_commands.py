@@ -38,7 +38,8 @@ OTHERS = {
     "--offload-group-size", "--cpu-offload-gb",
     "--enable-mixed-moe-lora-format", "--moe-backend", "--enable-moe-shared-loras",
     "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
-    "--generation-config", "--logprobs-mode",
+    "--generation-config", "--logprobs-mode", "--kv-cache-memory-bytes", "--api-key",
+    "--ssl-certfile",
 }  # fmt: skip
 #: Options of the scripts that ``python -m`` runs here.
 SCRIPTS = {
