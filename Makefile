@@ -25,6 +25,7 @@ CHART := .venv-chart/bin
 PAGE := .venv-page/bin
 SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
+DOCS := .venv-docs/bin
 
 .PHONY: help install chart chart-package chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl release trainers wheel-test lint types imports protos gen vectors ci baseline clean
 
@@ -185,6 +186,17 @@ two-machines: install  ## Two machines, with certificates and without, by the co
 	-cd .venv-chart && apt-get download -qq docker-registry && dpkg -x docker-registry_*.deb registry
 	@touch $@
 
+# Its commands and the trainer's API are made of the code; nothing is loaded from elsewhere.
+.PHONY: docs
+docs: .venv-docs/.installed  ## The manual as a site in build/site; a link or an anchor that leads nowhere fails (5 s).
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build -f site/mkdocs.yml
+
+.venv-docs/.installed: Makefile pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/pip install -q mkdocs==1.6.1 mkdocs-material==9.8.2 'mkdocstrings[python]==1.0.8' \
+	  mkdocstrings-python==2.0.11 'ruff>=0.15' -e '.[coordinator]'
+	@touch $@
+
 # IMAGES=docs/images takes the pictures of the manual anew.
 page: install .venv-page/.installed  ## What the page of the demo draws, in an installed Chromium (2 min; pictures in build/page).
 	IMAGES=$(abspath $(or $(IMAGES),build/page)) $(PAGE)/python -m pytest -c tests/page/pytest.ini --rootdir . tests/page
@@ -251,4 +263,4 @@ baseline: install  ## Take today's protos as what `buf breaking` compares with (
 ci: lint types imports protos wheel-test chart test  ## What CI runs.
 
 clean:  ## Remove environments and caches.
-	rm -rf .venv .venv-gen .venv-chart .venv-page .venv-swift .venv-triton .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gen .venv-chart .venv-docs .venv-page .venv-swift .venv-triton .venv-verl build *.egg-info .pytest_cache .mypy_cache .ruff_cache

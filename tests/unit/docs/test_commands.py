@@ -39,7 +39,7 @@ OTHERS = {
     "--enable-mixed-moe-lora-format", "--moe-backend", "--enable-moe-shared-loras",
     "--help", "--max-cpu-loras", "--max-loras", "--max-model-len", "--port", "--host",
     "--generation-config", "--logprobs-mode", "--kv-cache-memory-bytes", "--api-key",
-    "--ssl-certfile",
+    "--ssl-certfile", "--otlp-traces-endpoint",
 }  # fmt: skip
 #: Options of the scripts that ``python -m`` runs here.
 SCRIPTS = {
@@ -49,7 +49,6 @@ SCRIPTS = {
     for option in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text())
 }
 SEPARATORS = {"|", "||", "&&", ";", ">", "&"}
-NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def options(command: str) -> dict:
@@ -259,30 +258,6 @@ def test_what_is_quoted_is_so(page, check):
 )
 def test_what_is_wrong_is_found(check, text):
     assert check(Page(ROOT / "x.md", text, ()))
-
-
-ROW = re.compile(r"^\| `(--[a-z-]+)` \| ([^|]+) \|", re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", ["coordinator", "rollout", "push"])
-def test_the_tables_of_options_have_every_option_and_its_default(command):
-    text = page("docs/operations.md").prose
-    section = re.search(rf"^### `weft {command}`$(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)
-    assert section, command
-    quoted = {name: said.strip().strip("`") for name, said in ROW.findall(section[1])}
-    known = {p.opts[0]: p for p in COMMANDS[command].params if p.opts[0].startswith("--")}
-    known.pop("--help", None)
-    assert set(quoted) == set(known)
-    for name, said in quoted.items():
-        param = known[name]
-        if param.required:
-            assert said == "required", name
-        elif NUMBER.fullmatch(said):
-            assert float(said) == float(param.default), name
-        elif said in ("-", "off", "on"):
-            assert param.default in ({"-": ("", None), "off": (False,), "on": (True,)}[said]), name
-        else:
-            assert said == str(param.default), name
 
 
 def test_the_table_of_a_publishers_arguments_has_each_of_them_and_its_default():

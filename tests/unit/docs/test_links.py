@@ -81,7 +81,11 @@ def test_every_link_leads_somewhere(page):
     assert not dead_links(page)
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in pages() if page.name != "CHANGELOG.md"],  # which names what once was
+    ids=lambda page: page.name,
+)
 def test_every_file_that_is_named_is_there(page):
     assert not missing_files(page)
 

@@ -121,7 +121,7 @@ def _run(demo: _DemoPool) -> None:
         _check(demo, "base@0", _BASE_NAME, None)
         pushes = [_push(demo, base, "base@0")]
         _check(demo, "base@1", _BASE_NAME, None)
-        # Trained on base@1, and no other base is pushed under it: docs/modes.md says why.
+        # Trained on base@1, and no other base is pushed under it: docs/rollouts.md says why.
         pushes.append(_push(demo, lora, "base@1"))
         traffic.model = "math"
         _check(demo, "base@1", "math@1", "math@1")
