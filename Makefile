@@ -142,6 +142,12 @@ integrations-verl: install .venv-verl/.installed  ## verl trains over real repli
 	$(VERL)/pip install -q verl==0.9.1 cachetools fastapi uvicorn 'pytest>=9' 'pytest-timeout>=2.4' -e '.[trainer]'
 	@touch $@
 
+.PHONY: migrations
+migrations: install .venv-swift/.installed .venv-verl/.installed  ## What the pages for TRL, ms-swift and verl show, pasted and run on the CPU (5 minutes).
+	$(BIN)/python -m pytest tests/integrations/trl/test_migration.py
+	$(SWIFT)/python -m pytest -c tests/integrations/swift/pytest.ini --rootdir . tests/integrations/swift/test_migration.py
+	$(VERL)/python -m pytest -c tests/integrations/verl/pytest.ini --rootdir . tests/integrations/verl/test_migration.py
+
 gpu: install  ## Pushes between NVIDIA GPUs, with real vLLM (skipped where there is none; where there is one, what needs two).
 	$(BIN)/python -m pytest tests/gpu
 

@@ -151,6 +151,13 @@ def answering_url(process: Process) -> str:
     return url
 
 
+def served_versions(target: str) -> dict[str, int]:
+    """The number that a pool serves of each policy."""
+    with open_channel(target) as channel:
+        pool = InspectServiceStub(channel).GetPool(pb.GetPoolRequest(), timeout=10)
+    return {each.policy: each.served_version for each in pool.policies}
+
+
 def ask(url: str, model: str) -> tuple[list[str], list[float], str]:
     """Greedy tokens, their log-probabilities, and the version that answered."""
     response = httpx.post(

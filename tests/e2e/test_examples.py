@@ -16,12 +16,15 @@ import yaml
 
 from rollout_side.vllm_engine.server import cpu_cache
 from tests.e2e.logprobs import MAX_ERROR
-from tests.e2e.replicas import LORA_ARGS, MODEL_NAME, running_coordinator, running_replicas
+from tests.e2e.replicas import (
+    LORA_ARGS,
+    MODEL_NAME,
+    running_coordinator,
+    running_replicas,
+    served_versions,
+)
 from trainer_side import Publisher
 from weft_rl.cli.demo.openai_client import complete
-from weft_rl.rpc.channel import open_channel
-from weft_rl.v1 import inspect_pb2 as pb
-from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELM = EXAMPLES.parent / "helm"
@@ -75,9 +78,7 @@ class Pool:
     @property
     def served(self) -> dict[str, int]:
         """What the pool serves of each policy."""
-        with open_channel(self.target) as channel:
-            pool = InspectServiceStub(channel).GetPool(pb.GetPoolRequest(), timeout=10)
-        return {each.policy: each.served_version for each in pool.policies}
+        return served_versions(self.target)
 
     def check_adapter(self, said: list[str], pushes: int) -> str:
         """Moreover, an answer to its bare name names it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.downloads import put_into_cache
 from tests.two_machines.machines import ROOT, Machine, Server, lacking, two_machines
 from tests.unit.docs.pages import Block, parse
 from weft_rl.cli.demo.tiny_model import make_model
@@ -17,7 +17,6 @@ from weft_rl.cli.demo.tiny_model import make_model
 pytestmark = [pytest.mark.skipif(bool(lacking()), reason=lacking()), pytest.mark.timeout(600)]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-MODEL = "Qwen/Qwen3-0.6B"
 _SECONDS = 180.0
 _ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -48,10 +47,7 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     make_model(tmp_path / "model")
     with two_machines(tmp_path, *ADDRESSES) as made:
         for machine in made:
-            downloaded = machine.files / f"huggingface/hub/models--{MODEL.replace('/', '--')}"
-            shutil.copytree(tmp_path / "model", downloaded / "snapshots/1")
-            (downloaded / "refs").mkdir()
-            (downloaded / "refs/main").write_text("1")
+            put_into_cache(tmp_path / "model", machine.files / "huggingface")
         yield made
 
 
