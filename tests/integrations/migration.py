@@ -1,4 +1,4 @@
-"""Programs of examples/ that somebody pastes who comes from another tool, run as they are."""
+"""Programs of examples/ that take the place of another tool, run as they are pasted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program and the command for who comes from `swift rollout`."""
+"""The program and the command that take the place of `swift rollout`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program for who comes from TRL's `vllm-serve`."""
+"""The program that takes the place of TRL's `vllm-serve`."""
 
 from __future__ import annotations
 

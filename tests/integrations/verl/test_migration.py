@@ -1,4 +1,4 @@
-"""The command for who comes from verl's checkpoint engine."""
+"""The command that takes the place of verl's checkpoint engine."""
 
 from __future__ import annotations
 
