@@ -13,8 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from rollout_side.vllm_engine.server import cpu_cache
+from tests.downloads import put_into_cache
 from tests.e2e.logprobs import MAX_ERROR
 from tests.e2e.replicas import (
     LORA_ARGS,
@@ -23,7 +26,9 @@ from tests.e2e.replicas import (
     running_replicas,
     served_versions,
 )
-from trainer_side import Publisher
+from tests.unit.docs.pages import page
+from trainer_side import Publisher, RolloutClient
+from weft_rl.cli.console.options import DEFAULT_COORDINATOR as DEFAULT
 from weft_rl.cli.demo.openai_client import complete
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -106,6 +111,61 @@ def test_a_replica_on_a_cpu_sizes_its_kv_cache(pool):
     metrics = httpx.get(f"{pool.url}/metrics").text
     (served,) = re.findall(r'cache_config_info{.*kv_cache_memory_bytes="(\d+)"', metrics)
     assert int(served) == int(said) * 2**30
+
+
+def _block(name: str, number: int, pool: Pool) -> str:
+    """A block of Python of a page, for this pool; what it repeats is done twice."""
+    blocks = [block.text for block in page(name).blocks if block.language == "python"]
+    return re.sub(r"range\(\d+\)", "range(2)", blocks[number].replace(DEFAULT, pool.target))
+
+
+def test_the_trainer_of_the_readme(pool, monkeypatch):
+    put_into_cache(pool.work / "tiny", pool.work / "huggingface", "Qwen/Qwen3-8B")
+    monkeypatch.setenv("HF_HOME", str(pool.work / "huggingface"))
+    before = pool.served.get("math", 0)
+    (pool.work / "readme.py").write_text(_block("README.md", 0, pool))
+    run(pool.work, *_PYTHON, "readme.py")
+    assert pool.served["math"] == before + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "pushed"),
+    [
+        ("docs/trainers.md", 0, "math"),
+        ("docs/rollouts.md", 0, "math"),
+        ("docs/operations.md", 0, ""),
+        ("docs/gpu-and-staging.md", 0, "base"),
+    ],
+)
+def test_a_block_of_the_manual(pool, monkeypatch, name, number, pushed):
+    monkeypatch.chdir(pool.work)
+    base = AutoModelForCausalLM.from_pretrained(pool.work / "tiny", dtype="float32")
+    adapter = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(pool.work / "tiny", dtype="float32"),
+        LoraConfig(r=8, target_modules="all-linear"),
+    )
+    adapter.save_pretrained("adapter_dir")
+    before = pool.served.get(pushed, 0)
+    known = {"model": base, "peft_model": adapter}
+    exec(compile(_block(name, number, pool), name, "exec"), known)
+    assert pool.served.get(pushed, 0) == before + bool(pushed)
+    if "groups" in known:
+        assert known["batch"].completion_ids.shape[0] == 2 * 8
+        assert known["sample"].adapter == known["version"]
+
+
+def test_the_stream_of_the_manual(pool):
+    known = {}
+    exec(compile(_block("docs/rollouts.md", 1, pool), "stream", "exec"), known)
+    base = AutoModelForCausalLM.from_pretrained(pool.work / "tiny", dtype="float32")
+    learnt = []
+    with (
+        Publisher(pool.target, trainer_id="stream") as publisher,
+        RolloutClient(pool.target) as rollouts,
+    ):
+        args = (publisher, rollouts, [[5, 6], [7, 8, 9]], base)
+        known["train"](*args, learn=lambda _, batch: learnt.append(batch))
+    assert [len(batch) for batch in learnt] == [8, 8]
 
 
 def test_the_charts_test_pushes_an_adapter_and_asks_for_it(pool, monkeypatch):
