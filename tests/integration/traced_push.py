@@ -154,7 +154,9 @@ def trace_push(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
             replicas.add_replica("replica-0", EngineDouble(weights(Model())))
         with (
             trace.process("trainer"),
-            Publisher(coordinator.target, trainer_id="trainer-a", timeout_seconds=20) as publisher,
+            Publisher(
+                coordinator.target, trainer_id="trainer-a", timeout_seconds=20, progress=None
+            ) as publisher,
         ):
             publisher.push_adapter(peft_of(Model(), 1), "math")
             for seed in (2, 3):

@@ -280,16 +280,16 @@ class CoordinatorClient:
             waits_for: What the RPC waits for, as the error says that ends it at its deadline.
         """
         self._on_wait(waits_for)
-        late = TransferTimeoutError(f"the deadline passed while waiting for {waits_for}")
+        late = f"the deadline passed while waiting for {waits_for}"
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise late
+                raise TransferTimeoutError(late)
             try:
                 return call(left)
             except grpc.RpcError as rpc_error:
                 if is_unanswered(rpc_error):
-                    raise late from rpc_error
+                    raise TransferTimeoutError(late) from rpc_error
                 error = error_from_rpc(rpc_error)
                 if error.reason != "COORDINATOR_AWAY":
                     raise error from rpc_error

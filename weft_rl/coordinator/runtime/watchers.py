@@ -18,7 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from weft_rl.contract.errors import CapacityError, PeerUnavailableError
 from weft_rl.coordinator.decisions.state.effects import Announce, SaveEvent
-from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT, kept_with
+from weft_rl.coordinator.decisions.state.event_kinds import KEPT_WITH, MAX_KEPT
 from weft_rl.rpc.codec import timestamp_to_proto
 from weft_rl.v1 import inspect_pb2
 
@@ -134,18 +134,18 @@ class Feed:
 
     def publish(self, unix_seconds: float, announced: Announce) -> None:
         """Keep an event, and notify every watcher."""
-        policy, version = announced.concerns
+        concerns = announced.concerns
         event = inspect_pb2.WatchEventsResponse(
             time=timestamp_to_proto(unix_seconds),
             kind=inspect_pb2.EventKind.Value(f"EVENT_KIND_{announced.kind.name}"),
             subject=announced.subject,
             message=announced.message,
-            policy=policy,
-            version=version,
+            policy=concerns.policy if concerns else "",
+            version=concerns.version if concerns else 0,
         )
         self._num_published += 1
         kept = KeptEvent(self._num_published, announced, event)
-        self._kept[kept_with(announced.kind)].add(kept)
+        self._kept[KEPT_WITH[announced.kind]].add(kept)
         for watcher in self._watchers:
             watcher.put(event)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
 from weft_rl.coordinator.decisions.state.event_kinds import (
     DETAILS,
     FAILURES,
+    KEPT_WITH,
     TOPICS,
-    kept_with,
     story,
     tone,
     topic,
 )
+from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.v1 import inspect_pb2
 
 
@@ -26,7 +28,7 @@ def test_each_kind_has_one_topic_and_the_protos_have_it_too() -> None:
 def test_a_failure_is_never_a_detail_and_is_bad() -> None:
     assert not FAILURES & DETAILS
     assert {kind for kind in EventKind if tone(kind) == "bad"} == FAILURES
-    assert {kind for kind in EventKind if kept_with(kind) == "failures"} == FAILURES
+    assert {kind for kind in EventKind if KEPT_WITH[kind] == "failures"} == FAILURES
     for kind in EventKind:
         if kind.name.endswith(("LOST", "FAILED", "ABORTED", "QUARANTINED", "SUSPECT", "CONFLICT")):
             assert kind in FAILURES
@@ -38,10 +40,9 @@ def test_a_push_and_the_end_of_its_version_are_one_story() -> None:
         Announce(EventKind.TRANSFER_BEGUN, "t-1", "math@3 by trainer a", moved),
         Announce(EventKind.TRANSFER_STAGED, "t-1", "math@3", moved),
         Announce(EventKind.TRANSFER_COMMITTED, "t-1", "math@3 served", moved),
-        Announce(EventKind.VERSION_RETIRED, "math@3", ""),
+        Announce(EventKind.VERSION_RETIRED, "math@3", "", moved),
     ]
     assert {story(event) for event in told} == {"math@3"}
-    assert {event.concerns for event in told} == {("math", 3)}
 
 
 def test_who_is_lost_on_the_way_is_told_by_itself() -> None:
@@ -56,6 +57,9 @@ def test_who_is_lost_on_the_way_is_told_by_itself() -> None:
 
 
 def test_events_say_which_policy_they_concern() -> None:
-    assert Announce(EventKind.LEASE_ACQUIRED, "math", "").concerns == ("math", 0)
-    assert Announce(EventKind.POLICY_LOST, "math@3", "").concerns == ("math", 3)
-    assert Announce(EventKind.REPLICA_LOST, "replica-1", "").concerns == ("", 0)
+    change = Change(PoolState(), 0.0)
+    change.announce(EventKind.LEASE_ACQUIRED, "math", "")
+    change.announce(EventKind.POLICY_LOST, "math@3", "")
+    change.announce(EventKind.REPLICA_LOST, "replica-1", "")
+    concerned = [effect.concerns for effect in change.effects if isinstance(effect, Announce)]
+    assert concerned == [PolicyVersion("math", 0), PolicyVersion("math", 3), None]

@@ -7,13 +7,15 @@ import asyncio
 import pytest
 
 from weft_rl.contract.errors import PeerUnavailableError
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
 from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT
 from weft_rl.coordinator.runtime.watchers import MAX_REMEMBERED, Feed, RouteFeed
 
 
 def _event(subject: str, kind: EventKind = EventKind.REPLICA_READY) -> Announce:
-    return Announce(kind, subject, "")
+    concerns = PolicyVersion.parse(subject) if "@" in subject else None
+    return Announce(kind, subject, "", concerns)
 
 
 def test_the_last_events_are_kept_and_since_when() -> None:

@@ -6,9 +6,11 @@ Local to a call of ``step``; the rules share it so that each can be short.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import WeftError
+from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import (
     Announce,
     Answer,
@@ -25,6 +27,16 @@ from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 
 #: Ended transfers that are remembered.
 MAX_HISTORY = 100
+#: Events whose subject is a policy.
+_ABOUT_POLICIES: Final = frozenset(
+    {
+        EventKind.LEASE_ACQUIRED,
+        EventKind.LEASE_RELEASED,
+        EventKind.RETENTION_SET,
+        EventKind.POLICY_FORGOTTEN,
+        EventKind.UNRECORDED_VERSIONS,
+    }
+)
 
 
 class Change:
@@ -55,7 +67,12 @@ class Change:
 
     def announce(self, kind: EventKind, subject: str, message: str) -> None:
         """Notify watchers of something that happened, and log it."""
-        self.effects.append(Announce(kind, subject, message))
+        concerns = None
+        if "@" in subject:
+            concerns = PolicyVersion.parse(subject)
+        elif kind in _ABOUT_POLICIES:
+            concerns = PolicyVersion(subject, 0)
+        self.effects.append(Announce(kind, subject, message, concerns))
 
     def announce_transfer(self, kind: EventKind, transfer: Transfer, text: str) -> None:
         """Notify watchers of a step of a transfer, and log it.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Final
 
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import Manifest
@@ -652,18 +651,6 @@ class EventKind(enum.StrEnum):
     COORDINATOR_STARTED = enum.auto()
 
 
-#: Events whose subject is a policy.
-_ABOUT_POLICIES: Final = frozenset(
-    {
-        EventKind.LEASE_ACQUIRED,
-        EventKind.LEASE_RELEASED,
-        EventKind.RETENTION_SET,
-        EventKind.POLICY_FORGOTTEN,
-        EventKind.UNRECORDED_VERSIONS,
-    }
-)
-
-
 @dataclass(frozen=True)
 class Announce:
     """Line of the log and of WatchEvents."""
@@ -671,18 +658,8 @@ class Announce:
     kind: EventKind
     subject: str
     message: str
-    moved: PolicyVersion | None = None
-    """Version that a transfer moves, where the subject is the id of the transfer."""
-
-    @property
-    def concerns(self) -> tuple[str, int]:
-        """Policy and version that it concerns: "" and 0 where it concerns none in particular."""
-        if self.moved is not None:
-            return self.moved.policy, self.moved.version
-        if "@" in self.subject:
-            version = PolicyVersion.parse(self.subject)
-            return version.policy, version.version
-        return (self.subject if self.kind in _ABOUT_POLICIES else "", 0)
+    concerns: PolicyVersion | None = None
+    """Version that it concerns, of number 0 where it concerns a policy; None for neither."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,6 @@ def story(event: Announce) -> str:
     A push and the retirement of its version are one story, and so is each repair. Of a story at
     most one event is a failure: its end.
     """
-    policy, version = event.concerns
     match event.kind:
         case (
             EventKind.TRANSFER_BEGUN
@@ -155,12 +154,14 @@ def story(event: Announce) -> str:
             | EventKind.TRANSFER_ABORTED
             | EventKind.VERSION_RETIRED
         ):
-            return f"{policy}@{version}"
+            return str(event.concerns)
         case kind if topic(kind) == "repairs":
             return event.subject
     return ""
 
 
-def kept_with(kind: EventKind) -> str:
-    """Return the name of the events that a kind is kept with, ``MAX_KEPT`` of each name."""
-    return "failures" if kind in FAILURES else "details" if kind in DETAILS else "others"
+#: Name of the events that a kind is kept with, ``MAX_KEPT`` of each name.
+KEPT_WITH: Final[Mapping[EventKind, str]] = {
+    kind: "failures" if kind in FAILURES else "details" if kind in DETAILS else "others"
+    for kind in EventKind
+}

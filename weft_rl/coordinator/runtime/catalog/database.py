@@ -37,7 +37,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveRetired,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT, kept_with
+from weft_rl.coordinator.decisions.state.event_kinds import KEPT_WITH, MAX_KEPT
 from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
 from weft_rl.coordinator.decisions.state.replica import OutOfService
 from weft_rl.coordinator.decisions.state.values import (
@@ -142,7 +142,7 @@ class Catalog:
             check(catalog._connection, file.path)
             catalog._begin_generation()
             for number, past in catalog._events():
-                catalog._kept[kept_with(past.event.kind)].append(number)
+                catalog._kept[KEPT_WITH[past.event.kind]].append(number)
                 catalog._last_event = number
             catalog._execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000:.0f}")
         except BaseException as error:
@@ -324,7 +324,7 @@ class Catalog:
         """Write an event as the newest, and drop the oldest of those that it is kept with."""
         self._last_event += 1
         self._rows.put(EVENTS, event_to_row(self._last_event, save))
-        kept = self._kept[kept_with(save.event.kind)]
+        kept = self._kept[KEPT_WITH[save.event.kind]]
         kept.append(self._last_event)
         while len(kept) > MAX_KEPT:
             self._rows.delete(EVENTS, {"number": kept.popleft()})

@@ -366,8 +366,8 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
 
 def event_to_row(number: int, past: SaveEvent) -> tuple[Any, ...]:
     """Encode an event as the values of its row, in the order of the columns."""
-    event, moved = past.event, past.event.moved
-    version = (moved.policy, moved.version) if moved else (None, None)
+    event, concerns = past.event, past.event.concerns
+    version = (concerns.policy, concerns.version) if concerns else (None, None)
     message = event.message[:_MAX_EVENT_CHARS]
     return (number, past.time, event.kind.value, event.subject, message, *version)
 
@@ -375,8 +375,8 @@ def event_to_row(number: int, past: SaveEvent) -> tuple[Any, ...]:
 def event_from_row(row: Sequence[Any]) -> SaveEvent:
     """Decode an event from the values of its row."""
     _, time, kind, subject, message, policy, version = row
-    moved = PolicyVersion(policy, version) if policy is not None else None
-    return SaveEvent(time, Announce(EventKind(kind), subject, message, moved))
+    concerns = PolicyVersion(policy, version) if policy is not None else None
+    return SaveEvent(time, Announce(EventKind(kind), subject, message, concerns))
 
 
 def checkpoint_to_text(bound: BoundCheckpoint) -> str:
