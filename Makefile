@@ -27,7 +27,7 @@ SWIFT := .venv-swift/bin
 VERL := .venv-verl/bin
 DOCS := .venv-docs/bin
 
-.PHONY: help install chart chart-package chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl release trainers wheel-test lint types imports protos gen vectors ci baseline clean
+.PHONY: help install chart chart-package chart-run images page observe demo grpo test test-fast sim fuzz matrix models fault fault-vllm soak tenants bench figures bench-trainers bench-gpu gpu integrations-verl release trainers versions wheel-test lint types imports protos gen vectors ci baseline clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -162,6 +162,11 @@ wheel-test: install  ## Build the sdist and the wheel, install them into empty e
 
 chart: .venv-chart/.installed  ## The Helm chart: lint, schemas of Kubernetes 1.30 to 1.36, what is rendered (1 min; needs npm).
 	$(CHART)/python -m pytest -c tests/chart/pytest.ini --rootdir . tests/chart
+
+# Each release has an environment of its own while it runs.
+versions: install  ## The demo with the oldest, a middle and the newest vLLM for CPUs that the index has (30 min): make versions ONLY=0.29.0.
+	$(BIN)/python -m tests.versions --torch-index $(TORCH_CPU_INDEX) --not-on-cpu '$(NOT_ON_CPU)' \
+	  $(if $(ONLY),--only $(ONLY))
 
 # Needs root: the pods have mount, PID and network namespaces, and a memory cgroup each.
 chart-run: install .venv-chart/.installed  ## What `helm install -f values-cpu.yaml` starts, as processes within the pods' limits (3 min; root).

@@ -1,4 +1,4 @@
-"""Differences between vLLM 0.26 and 0.32, in one place.
+"""Differences between vLLM 0.26 and 0.33, in one place.
 
 Each function asks vLLM for the feature, not for its version number, so that a
 build with a back-port works too. Everything is imported when it is needed: this
@@ -33,8 +33,8 @@ from weft_rl.contract.sampling import Sampling
 
 #: First release that works, and first that has not been tried.
 OLDEST = (0, 26)
-TOO_NEW = (0, 33)
-SUPPORTED_RANGE = ">=0.26,<0.33"
+TOO_NEW = (0, 34)
+SUPPORTED_RANGE = ">=0.26,<0.34"
 
 #: Values of --load-format for which vLLM may map safetensors files.
 _LAZY_FORMATS = frozenset({"auto", "hf", "safetensors", "mistral"})
@@ -116,8 +116,9 @@ class ServerParts:
 
 
 def server_parts() -> ServerParts:
-    """Find the builders: they moved in 0.29 (arguments) and in 0.32 (the rest)."""
+    """Find the builders: they moved in 0.29 and 0.33 (arguments) and in 0.32 (the rest)."""
     arguments = _first_module(
+        "vllm.entrypoints.common.cli_args",
         "vllm.entrypoints.launchers.cli_args",
         "vllm.entrypoints.openai.cli_args",
     )

@@ -16,17 +16,27 @@ from rollout_side.vllm_engine.compat import bridges
 from weft_rl.contract.errors import UnsupportedError
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.32.0", "0.32.0+cpu", "0.30.0rc1"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.1", "0.32.0+cpu", "0.30.0rc1", "0.33.0"])
 def test_versions_that_work(version: str) -> None:
     bridges.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.9", "dev"])
+@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "0.34.0rc1", "1.0", "0.9", "dev"])
 def test_versions_that_are_refused(version: str) -> None:
     with pytest.raises(UnsupportedError) as refused:
         bridges.check_version(version)
     assert version in str(refused.value)
-    assert ">=0.26,<0.33" in str(refused.value)
+    assert bridges.SUPPORTED_RANGE in str(refused.value)
+
+
+def test_the_range_is_the_one_that_is_installed_and_that_pages_name() -> None:
+    """The newest is tried by `make versions`, if there is a build for CPUs or not."""
+    oldest, (major, minor) = ".".join(map(str, bridges.OLDEST)), bridges.TOO_NEW
+    assert f">={oldest},<{major}.{minor}" == bridges.SUPPORTED_RANGE
+    root = Path(__file__).parents[5]
+    assert f'"vllm{bridges.SUPPORTED_RANGE}"' in (root / "pyproject.toml").read_text()
+    for page in ("README.md", "docs/operations.md", "docs/gpu-and-staging.md"):
+        assert f"vLLM {oldest} to {major}.{minor - 1}" in (root / page).read_text(), page
 
 
 class _Wrapper(nn.Module):
