@@ -35,7 +35,7 @@ def test_the_range_is_the_one_that_is_installed_and_that_pages_name() -> None:
     assert f">={oldest},<{major}.{minor}" == bridges.SUPPORTED_RANGE
     root = Path(__file__).parents[5]
     assert f'"vllm{bridges.SUPPORTED_RANGE}"' in (root / "pyproject.toml").read_text()
-    for page in ("README.md", "docs/operations.md", "docs/gpu-and-staging.md"):
+    for page in ("README.md", "docs/start.md", "docs/gpu-and-staging.md"):
         assert f"vLLM {oldest} to {major}.{minor - 1}" in (root / page).read_text(), page
 
 
