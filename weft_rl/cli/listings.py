@@ -296,7 +296,8 @@ def _print_event(event: pb.WatchEventsResponse, json_output: bool) -> None:
     if json_output:
         print_json(event)
         return
-    kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_")
+    known = event.kind in pb.EventKind.values()
+    kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if known else "KIND_UNKNOWN"
     text = Text.assemble(
         (shown_time(event.time), "dim"),
         "  ",

@@ -153,10 +153,8 @@ def _over_another_base(state: PoolState, policies: Sequence[Policy]) -> str:
         f"{provenance(policy.trained_on.get(policy.served_version), base)}"
         for policy in policies[:_MAX_NAMED]
     ) + (f"; and {more} more" if more > 0 else "")
-    return (
-        f"{named}: {'its' if len(policies) == 1 else 'their'} answers are of policies that no "
-        "trainer holds, until it is pushed again"
-    )
+    whose, what = ("its", "it") if len(policies) == 1 else ("their", "them")
+    return f"{named}: {whose} answers are not those of what was trained. Push {what} again"
 
 
 # -- of replicas -------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_adapters_over_another_base_are_one_error() -> None:
     (problem,) = _found(m)
     assert problem.severity is Severity.ERROR
     assert problem.message.startswith("math@1 was trained on base@0, served over base@1; code@1")
-    assert "; and 1 more: their answers are of policies that no trainer holds" in problem.message
+    assert "; and 1 more: their answers are not those of what was trained" in problem.message
 
 
 def test_other_bytes_under_one_number_are_named_with_their_holders() -> None:

@@ -13,6 +13,12 @@ export class Events {
     this.nodes = new Map(); // by line
   }
 
+  /** Forget lines of a coordinator that has ended: the next one numbers events anew. */
+  clear() {
+    this.newest = 0;
+    this.nodes.clear();
+  }
+
   update(pool, now) {
     const list = byId("events");
     const newest = pool.events[pool.events.length - 1]?.revision ?? 0;

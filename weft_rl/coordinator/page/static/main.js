@@ -32,6 +32,7 @@ async function poll() {
       { signal: AbortSignal.timeout(GIVE_UP), cache: "no-store" });
     if (!answer.ok) throw new Error(refusals[answer.status] ?? `the coordinator answered ${answer.status}`);
     const told = await answer.json();
+    if (told.is_new) events.clear();
     pool.apply(told);
     contact.answeredAt = Date.now() / 1000;
     contact.ahead = pool.now - contact.answeredAt;

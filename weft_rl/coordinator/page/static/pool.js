@@ -88,7 +88,9 @@ export class Pool {
     for (const name of [...this.replicas.keys()].sort(byName)) {
       if (this.stateOf(name) === "lost") continue;
       for (const one of this.replicas.get(name).differences ?? []) {
-        found.set(one.policy, [...(found.get(one.policy) ?? []), { name, ...one }]);
+        const of = found.get(one.policy) ?? [];
+        of.push({ name, isReady: this.stateOf(name) === "ready", ...one });
+        found.set(one.policy, of);
       }
     }
     return found;

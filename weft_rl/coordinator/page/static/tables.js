@@ -66,7 +66,8 @@ export function drawPolicies(pool) {
     rows.map((row) => policyRow(pool, row)));
 }
 
-const isWrong = ({ policy, behind }) => behind.length > 0 || notes(policy).length > 0 || Boolean(policy.over_another_base);
+// A replica that is ready is about to switch, as in every push.
+const isWrong = ({ policy, behind }) => behind.some((one) => !one.isReady) || notes(policy).length > 0 || Boolean(policy.over_another_base);
 
 /** What is wrong with a policy, in a word: the sentences are above. */
 const notes = ({ policy: name, lost, publish_again_version: again, conflicts = [] }) => [
@@ -86,7 +87,7 @@ function policyRow(pool, { policy, behind }) {
     el("td", { "data-label": "Serves" }, served || isBase ? chip(versionName(name, served), colour(served)) : none("nothing yet"),
       ...notes(policy).map((note) => el("small", { class: "bad" }, note))),
     el("td", { "data-label": "Trained on" }, ...trainedOn(pool, policy, isBase, served)),
-    el("td", { "data-label": "Replicas behind" }, ...behind.slice(0, NAMED).map((one) => el("span", { class: "bad block" }, `${one.name}: ${stale(one)}`)),
+    el("td", { "data-label": "Replicas behind" }, ...behind.slice(0, NAMED).map((one) => el("span", { class: one.isReady ? "block" : "bad block" }, `${one.name}: ${stale(one)}`)),
       behind.length > NAMED ? el("small", { class: "bad" }, `and ${several(behind.length - NAMED, "replica")} more`) : null,
       behind.length ? null : none("none")),
     el("td", { "data-label": "Keeps" }, el("ul", { class: "versions" }, ...versions.map((version) =>

@@ -27,7 +27,7 @@ export function drawVerdict(pool) {
       .filter(Boolean);
   });
   const ready = (facts.replica_counts ?? []).find(({ state }) => state === "REPLICA_STATE_READY")?.num_replicas ?? 0;
-  const adapters = pool.policyNames().length - (pool.base ? 1 : 0);
+  const adapters = [...pool.policies.values()].filter((one) => one.policy !== "base" && Number(one.served_version ?? 0) && !one.lost).length;
   setText(byId("served"), total ? `${ready} of ${several(total, "replica")} ready; ` +
     `${versionName("base", pool.base?.served_version ?? 0)} and ${several(adapters, "adapter")} served` : "");
 }
