@@ -107,7 +107,7 @@ def test_probes_take_what_is_set_and_keep_the_rest():
     assert timings(EVERYTHING, "replicas", "startup") == [10, 1, 360]
     assert timings(EVERYTHING, "replicas", "liveness") == [10, 10, 6]
     assert timings(PLAIN, "replicas", "startup") == [10, 1, 180]
-    assert timings(PLAIN, "replicas", "readiness") == [2, 2, 1]
+    assert timings(PLAIN, "replicas", "readiness") == [2, 5, 1]
 
 
 def test_the_tests_pod_may_run_where_the_replicas_do():

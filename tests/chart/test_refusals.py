@@ -73,6 +73,8 @@ REFUSED = [
     ("cpu", ["replicas.enableSleep=true"], "enableSleep needs a GPU"),
     ("cpu", ["replicas.backend=nccl"], "backend=nccl needs a GPU"),
     ("cpu", ["replicas.rdma.enabled=true"], "rdma is for NCCL between GPUs"),
+    ("gpu", ["replicas.rdma.enabled=true"], "rdma.enabled needs replicas.rdma.resources"),
+    ("gpu", ["replicas.gpus=8"], "and uses no more: replicas.gpus is 8"),
     ("everything", ["replicas.backend=gloo"], "rdma is for NCCL between GPUs"),
     ("cpu", ["replicas.memory.retainedGib=0"], "has no room for one"),
     ("cpu", ["replicas.baseCopies=0"], "room for copies that nobody keeps"),
