@@ -120,7 +120,7 @@ def _check(source: Path, made: Path, version: str, tools: Path) -> None:
         _check_holds(wheel, wanted, zipped.namelist())
     run([tools, "-m", "pip", "install", "-q", "--no-deps", wheel])
     code = f"import weft_rl; assert weft_rl.__version__ == {version!r}"
-    run([tools, "-P", "-c", code], PYTHONPATH="")
+    run([tools, "-P", "-c", code])
 
 
 def _check_holds(package: Path, wanted: set[str], names: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ def make_tools(folder: Path) -> Path:
 
 
 def run(command: Sequence[str | Path], **environment: str) -> None:
-    """Run a command, which says something only if it fails.
+    """Run a command, which says something only if it fails, and sees nothing by PYTHONPATH.
 
     Raises:
         ReleaseError: It fails; has what it printed.
@@ -38,7 +38,7 @@ def run(command: Sequence[str | Path], **environment: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": "", **environment},
         umask=0o022,
     )
     if ended.returncode:
@@ -81,7 +81,7 @@ def _run_build(tools: Path, source: Path, out: Path, kind: str, seconds: int) ->
         out,
         source,
     ]
-    run(command, SOURCE_DATE_EPOCH=str(seconds), PYTHONPATH="")
+    run(command, SOURCE_DATE_EPOCH=str(seconds))
 
 
 def _repack(source: Path, target: Path, seconds: int) -> None:
