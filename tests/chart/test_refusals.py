@@ -63,6 +63,11 @@ REFUSED = [
     ("gpu", ["replicas.count=300"], "say 1200 or more"),
     ("gpu", ["access.by=tokens"], "trainer-a.trainers.weft needs name and tokenSha256"),
     ("tokens", ["access.by=certificates"], "trainer-a needs san and no tokenSha256"),
+    (
+        "tokens",
+        ["access.identities[0].san=trainer-a"],
+        "needs name and tokenSha256 and no san",
+    ),
     ("gpu", ["access.identities[0].policies=[]"], "publishes, but names no policies"),
     ("gpu", ["access.identities[0].roles={inspect}"], "has not the role publish"),
     ("cpu", ["coordinator.lostAfterSeconds=1"], "is less than heartbeatSeconds"),
