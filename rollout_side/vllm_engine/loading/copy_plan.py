@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollout_side.memory.versions import bucket_starts, tensors_in
 from rollout_side.vllm_engine.compat import bridges
+from rollout_side.vllm_engine.loading.planned_copy import Pair, PlannedCopy, joined, launch
 from rollout_side.vllm_engine.loading.processed_modules import (
     LoadingForm,
     ProcessedModule,
@@ -39,42 +39,6 @@ from rollout_side.vllm_engine.loading.processed_modules import (
 )
 from weft_rl.contract.layout.manifest import Manifest, TensorSlot
 from weft_rl.transport.digests.wsum64 import digests_of, tensor_digest
-
-
-@dataclass(frozen=True)
-class PlannedCopy:
-    """A copy: part of a bucket's bytes to part of a parameter."""
-
-    target: torch.Tensor
-    """The part of the parameter; on the meta device if it is one of a loading form."""
-    offset: int
-    """Start of the source in its bucket, in elements of its dtype."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def source(self, wire: torch.Tensor) -> torch.Tensor:
-        """Return the view of a bucket's bytes that is copied from (or, to read it back, to)."""
-        typed = wire.view(self.target.dtype)
-        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
-
-    def is_all_of(self, shape: Sequence[int]) -> bool:
-        """Return whether the source is a whole tensor of that shape, its elements in order."""
-        is_first = self.offset == 0 and prod(self.shape) == prod(shape)
-        return is_first and self.is_row_major
-
-    @property
-    def is_row_major(self) -> bool:
-        """True if the source's elements lie one behind the other, in order."""
-        return self.stride == tuple(_row_major(self.shape))
-
-    @property
-    def is_expanded(self) -> bool:
-        """True if several elements of the parameter come from one of the wire."""
-        return any(s == 0 and n > 1 for n, s in zip(self.shape, self.stride, strict=True))
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def trace_copies(
@@ -204,9 +168,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
-_LARGE_BYTES = 2**20
-#: A parameter, or a part of it, and the view of the wire that belongs to it.
-_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyPlan:
@@ -283,7 +244,9 @@ class CopyPlan:
             on_progress: Called at each bucket.
         """
         with torch.no_grad():
-            _launch(self._segment_pairs(data, on_progress))
+            for index, start in enumerate(self._starts):
+                on_progress()
+                launch(self._joined_pairs(index, self._payload(index, data[start:])))
             for layer, made in self._segment_made(data, on_progress):
                 layer.write(made)
         wait_for_copies(self.device)
@@ -296,11 +259,11 @@ class CopyPlan:
 
         Args:
             wire: uint8, at least the bucket's ``wire_bytes``; on any device. Begins on a multiple
-                of the largest element's size.
+                of 8 bytes.
         """
         with torch.no_grad():
             payload = self._payload(index, wire)
-            _launch(self._pairs(index, payload))
+            launch(self._joined_pairs(index, payload))
             for layer, made in self._forms.fill(index, payload):
                 layer.write(made)
         wait_for_copies(self.device)
@@ -327,8 +290,7 @@ class CopyPlan:
         payload = self._payload(index, out)
         with torch.no_grad():
             payload.zero_()
-            for target, source in self._pairs(index, payload):
-                source.copy_(target, non_blocking=True)
+            launch((source, target) for target, source in self._joined_pairs(index, payload))
         return payload
 
     def holds(self, data: torch.Tensor) -> bool:
@@ -415,14 +377,21 @@ class CopyPlan:
             raise ValueError(f"bucket {index} is {num_bytes} bytes long, not {wire.numel()}")
         return wire[:num_bytes]
 
-    def _pairs(self, index: int, wire: torch.Tensor) -> Iterator[_Pair]:
+    def _pairs(self, index: int, wire: torch.Tensor) -> Iterator[Pair]:
         return ((piece.target, piece.source(wire)) for piece in self._plain[index])
 
-    def _segment_pairs(
-        self, data: torch.Tensor, on_progress: Callable[[], None] = lambda: None
-    ) -> Iterator[_Pair]:
+    @cached_property
+    def _joined(self) -> list[list[PlannedCopy]]:
+        return [joined(part) for part in self._plain]
+
+    def _joined_pairs(self, index: int, wire: torch.Tensor) -> Iterator[Pair]:
+        """Yield what to copy, in few copies where the wire is on this device. From the host, rows
+        with gaps would be gathered there first."""
+        plans = self._joined if wire.device == self.device else self._plain
+        return ((piece.target, piece.source(wire)) for piece in plans[index])
+
+    def _segment_pairs(self, data: torch.Tensor) -> Iterator[Pair]:
         for index, start in enumerate(self._starts):
-            on_progress()
             yield from self._pairs(index, self._payload(index, data[start:]))
 
     def _segment_made(
@@ -432,7 +401,7 @@ class CopyPlan:
             on_progress()
             yield from self._forms.fill(index, self._payload(index, data[start:]))
 
-    def _equal(self, pairs: Iterable[_Pair]) -> bool:
+    def _equal(self, pairs: Iterable[Pair]) -> bool:
         differs = torch.zeros((), dtype=torch.bool, device=self.device)
         for target, source in pairs:
             differs |= (bits(target) != bits(source.to(self.device))).any()
@@ -510,7 +479,7 @@ class _ProcessingPlan:
                 if len(buckets) == 1 and wire.device == layer.device:
                     lying = _lying_whole(layer, pieces, wire)
                 loaded = {name: layer.allocate(name) for name in layer.form if name not in lying}
-            _launch(
+            launch(
                 (_same_part(loaded[name], piece.target), piece.source(wire))
                 for name, piece in pieces
                 if name not in lying
@@ -561,20 +530,6 @@ def _is_whole(manifest: Manifest, pieces: Sequence[Sequence[PlannedCopy]]) -> bo
         if sum(sources.values()) != sum(slot.meta.num_bytes for slot in slots):
             return False
     return True
-
-
-def _launch(pairs: Iterable[_Pair]) -> None:
-    """Launch the copies: large ones one by one, all others in one go."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for target, source in pairs:
-        if target.numel() * target.element_size() < _LARGE_BYTES:
-            targets.append(target)
-            sources.append(source)
-        else:
-            target.copy_(source, non_blocking=True)
-    if targets:
-        torch._foreach_copy_(targets, sources)
 
 
 def wait_for_copies(device: torch.device) -> None:
