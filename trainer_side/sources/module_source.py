@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from operator import mul
 from typing import Any
 
 import torch
@@ -132,14 +134,18 @@ class ModuleSource:
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         run: list[int] = []
-        for index in range(first, first + count):
-            group, position = self._index[index]
+        indices = range(first, first + count)
+        for group, of_group in groupby(indices, lambda index: self._index[index][0]):
             if group.is_identity:
-                run.append(index)
+                run += of_group
                 continue
             converted = self._convert(group, wanted=views is not None)
             if views is not None and converted is not None:
-                copy_into([views[index - first]], [converted[position]])
+                own = list(of_group)
+                copy_into(
+                    [views[index - first] for index in own],
+                    [converted[self._index[index][1]] for index in own],
+                )
         if run:
             self._params.fetch(
                 [self._index[index][0].sources[0] for index in run],
@@ -155,12 +161,23 @@ class ModuleSource:
         self._converted = None
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
-        """See ``Source.by_reference``."""
-        groups = [group for group, _ in self._index[first : first + count]]
-        return [
-            resident_param(self._params, group.sources[0]) if group.is_identity else None
-            for group in groups
-        ]
+        """See ``Source.by_reference``; a part of a parameter is included, such as one of stacked
+        experts."""
+        return [self._resident(index) for index in range(first, first + count)]
+
+    def _resident(self, index: int) -> torch.Tensor | None:
+        group, position = self._index[index]
+        if group.is_identity:
+            return resident_param(self._params, group.sources[0])
+        block = group.blocks[position] if group.blocks else None
+        if block is None:
+            return None
+        whole = resident_param(self._params, block.source)
+        if whole is None or not whole.is_contiguous():
+            return None
+        shape = self.metas[index].shape
+        at = whole.storage_offset() + block.begin
+        return whole.detach().as_strided(shape, _row_major(shape), at)
 
     def _convert(self, group: Conversion, *, wanted: bool) -> list[torch.Tensor] | None:
         """Return the group's checkpoint tensors; None at ranks that only give what they hold."""
@@ -170,6 +187,12 @@ class ModuleSource:
             outs = None if tensors is None else convert(group, tensors, self._revert)
             self._converted = (group, outs)
         return self._converted[1]
+
+
+@lru_cache(maxsize=256)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements lie one behind the other, in order."""
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
 
 def convert(
