@@ -62,7 +62,7 @@ before. On one GPU there are no worker processes.
 {{- $chunk := 16 -}}
 {{- $cpus := include "weft.mebibytes" (dig "requests" "cpu" "1" ($values.resources | default dict)) | float64 -}}
 {{- $threads := ceil (round (divf (mulf $cpus 1048576.0) $ranks) 3) | int -}}
-{{- range concat .Values.model.env $values.env -}}
+{{- range concat (.Values.model.env | default list) ($values.env | default list) -}}
 {{- if and (eq .name "VLLM_MQ_MAX_CHUNK_BYTES_MB") .value -}}{{- $chunk = int .value -}}{{- end -}}
 {{- if and (eq .name "OMP_NUM_THREADS") .value -}}{{- $threads = int .value -}}{{- end -}}
 {{- end -}}
@@ -80,8 +80,9 @@ before. On one GPU there are no worker processes.
 {{/* A container's resources with its memory, GPUs and RDMA devices filled in. */}}
 {{- define "weft.replicaResources" -}}
 {{- $values := .Values.replicas -}}
-{{- $limits := deepCopy ($values.resources.limits | default dict) -}}
-{{- $requests := deepCopy ($values.resources.requests | default dict) -}}
+{{- $resources := $values.resources | default dict -}}
+{{- $limits := deepCopy ($resources.limits | default dict) -}}
+{{- $requests := deepCopy ($resources.requests | default dict) -}}
 {{- if not $limits.memory -}}
 {{- $_ := set $limits "memory" (printf "%sMi" (include "weft.replicaMebibytes" .)) -}}
 {{- end -}}

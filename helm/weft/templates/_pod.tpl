@@ -6,7 +6,7 @@ labels:
   # Never the version: an upgrade that changes no pod restarts none.
   {{- include "weft.selector" . | nindent 2 }}
   {{- include "weft.member" $root | nindent 2 }}
-  {{- with merge (dict) $values.podLabels $root.Values.commonLabels }}
+  {{- with merge (dict) ($values.podLabels | default dict) ($root.Values.commonLabels | default dict) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- with $values.podAnnotations }}
@@ -255,7 +255,7 @@ initContainers:
         make_model(Path("/models/tiny"))
     env:
       {{- include "weft.modelEnv" . | nindent 6 }}
-    resources: {{- toYaml .Values.model.resources | nindent 6 }}
+    resources: {{- include "weft.resources" .Values.model.resources | nindent 6 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /var/cache/weft}
@@ -266,6 +266,13 @@ initContainers:
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* A container's resources; what of them is null is not said. */}}
+{{- define "weft.resources" -}}
+{{- $said := dict -}}
+{{- range $kind, $quantities := . -}}{{- with $quantities -}}{{- $_ := set $said $kind . -}}{{- end -}}{{- end -}}
+{{- toYaml $said -}}
 {{- end }}
 
 {{/* A list, one below the other; nothing of an empty one. */}}

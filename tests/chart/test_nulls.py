@@ -1,0 +1,114 @@
+"""A key that is set to null, which takes its default away, is empty or refused; for every key."""
+
+import copy
+import json
+import re
+
+import pytest
+import yaml
+
+from tests.chart.rendering import CHART, PROFILES, RefusedError, render
+from tests.chart.validation import VERSIONS, check
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+PROFILE = yaml.safe_load(PROFILES["everything"].read_text())
+
+
+def keys(schema, values, path=()):
+    """Place, default, and whether the schema requires it, of every key that the schema knows."""
+    if "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    for key, child in schema.get("properties", {}).items():
+        if key in values:
+            yield (*path, key), values[key], key in schema.get("required", ())
+            if isinstance(values[key], dict):
+                yield from keys(child, values[key], (*path, key))
+
+
+KEYS = [*keys(SCHEMA, VALUES)]
+REQUIRED = [place for place, _, required in KEYS if required]
+OPTIONAL = {".".join(place): (place, value) for place, value, required in KEYS if not required}
+
+
+def everything(place, value):
+    """The values of the profile that has everything, with another at a place."""
+    values = node = copy.deepcopy(PROFILE)
+    for key in place[:-1]:
+        node = node.setdefault(key, {})
+    node[place[-1]] = value
+    return values
+
+
+def with_nulls(places):
+    """Values that have null at each place, and nothing else."""
+    values = {}
+    for place in places:
+        node = values
+        for key in place[:-1]:
+            node = node.setdefault(key, {})
+        node[place[-1]] = None
+    return values
+
+
+def outcome(values):
+    """What the values render, or what refuses them."""
+    try:
+        return render("", **values).resources
+    except RefusedError as refusal:
+        return re.findall(r"^- .*", str(refusal), re.MULTILINE) or str(refusal)
+
+
+def nothing(value):
+    """What a key without a value means; of a map, each of the default's keys is without one."""
+    return dict.fromkeys(value) if isinstance(value, dict) else type(value)()
+
+
+def pruned(node):
+    """An object without its empty maps."""
+    if isinstance(node, dict):
+        return {key: pruned(child) for key, child in node.items() if child != {}}
+    return [pruned(child) for child in node] if isinstance(node, list | tuple) else node
+
+
+def holes(node):
+    """Whether an object has a null or what Go prints for one."""
+    if isinstance(node, dict):
+        return any(holes(child) for child in node.values())
+    if isinstance(node, list):
+        return any(holes(child) for child in node)
+    return node is None or (isinstance(node, str) and ("<no value>" in node or "<nil>" in node))
+
+
+def test_only_what_can_be_empty_may_be_null():
+    """No number, nor a switch that is on: null would say 0, or off, of what keeps a pool safe."""
+    assert [path for path, (_, value) in OPTIONAL.items() if value is True] == []
+    assert {type(value) for _, value in OPTIONAL.values()} == {str, bool, list, dict}
+    assert len(REQUIRED) > 80
+
+
+@pytest.mark.parametrize("depth", sorted({len(place) for place in REQUIRED}))
+def test_a_null_is_refused_where_a_value_is_needed(depth):
+    places = [place for place in REQUIRED if len(place) == depth]
+    refused = outcome(with_nulls(places))
+    expected = [f"- {'.'.join(p[:-1]) or '(root)'}: {p[-1]} is required" for p in places]
+    assert set(expected) - set(refused) == set()
+
+
+@pytest.mark.parametrize("path", OPTIONAL)
+def test_a_null_elsewhere_means_empty(path):
+    place, value = OPTIONAL[path]
+    null = outcome(everything(place, None))
+    assert pruned(null) == pruned(outcome(everything(place, nothing(value))))
+    assert not isinstance(null, str), null  # no sentence, but a template that broke off
+    assert not holes(list(null))
+
+
+def test_everything_that_may_be_null_may_be_so_at_once():
+    """But for what has to say which model there is, and how the pool is secured."""
+    values = with_nulls(place for place, value in OPTIONAL.values() if not isinstance(value, dict))
+    values["insecure"] = values["model"]["tiny"] = True
+    resources = outcome(values)
+    assert isinstance(resources, tuple), resources
+    assert not holes(list(resources))
+    check(resources, VERSIONS[-1])
