@@ -229,6 +229,54 @@ def test_a_route_leads_to_a_port_of_its_service(rendered, kind, suffix):
     assert PLAIN.all(kind) == []
 
 
+@pytest.mark.parametrize(
+    ("rendered", "kind", "suffix", "pod"),
+    [
+        (EVERYTHING, "HTTPRoute", "-openai", "-replicas"),
+        (GATEWAY, "GRPCRoute", "-coordinator", "-coordinator"),
+    ],
+    ids=["http", "grpc"],
+)
+def test_a_gateway_is_told_that_the_pods_speak_tls(rendered, kind, suffix, pod):
+    policy = rendered.of("BackendTLSPolicy", suffix)
+    (target,) = policy["spec"]["targetRefs"]
+    service = rendered.of("Service", suffix)
+    assert (target["kind"], target["name"]) == ("Service", service["metadata"]["name"])
+    port = by_name(service["spec"]["ports"])[target["sectionName"]]
+    assert port["port"] == rendered.of(kind)["spec"]["rules"][0]["backendRefs"][0]["port"]
+    assert policy["spec"]["validation"]["caCertificateRefs"] == [
+        {"group": "", "kind": "ConfigMap", "name": "pool-ca"}
+    ]
+    certificate = rendered.of("Certificate", pod)["spec"]["dnsNames"]
+    assert policy["spec"]["validation"]["hostname"] in certificate
+    assert PLAIN.all("BackendTLSPolicy") == []
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_ports_say_what_they_speak_in_words_of_kubernetes(profile):
+    rendered = render(profile)
+    for service in rendered.all("Service"):
+        said = {p["name"]: p.get("appProtocol") for p in service["spec"]["ports"]}
+        tls = {"grpc": profile != "cpu", "http": profile == "everything", "metrics": False}
+        if service["spec"].get("type") == "LoadBalancer":  # Azure's would ask "/" for health
+            assert set(said.values()) == {None}
+            continue
+        for name, word in said.items():
+            plain = {"grpc": "kubernetes.io/h2c"}.get(name)
+            assert word == ("https" if tls[name] else plain), name
+
+
+def test_a_gateway_may_be_in_the_namespace_of_the_release():
+    here = '[{"name": "public"}, {"name": "other", "namespace": "rl"}]'
+    routes = [f"openai.httpRoute.parentRefs={here}", f"coordinator.grpcRoute.parentRefs={here}"]
+    pods = '[{"podSelector": {"matchLabels": {"gateway": "public"}}}]'
+    peers = [f"networkPolicy.{who}={pods}" for who in ("clients", "operators")]
+    rendered = render("gateway", *routes, *peers)
+    for suffix in ("-clients", "-operators"):
+        (rule,) = rendered.of("NetworkPolicy", suffix)["spec"]["ingress"]
+        assert rule["from"] == [{"podSelector": {"matchLabels": {"gateway": "public"}}}]
+
+
 def test_a_route_of_http_passes_only_the_api_on_and_may_last():
     route = EVERYTHING.of("HTTPRoute")
     assert route["spec"]["hostnames"] == ["llm.example.com"]

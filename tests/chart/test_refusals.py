@@ -32,6 +32,16 @@ REFUSED = [
     ("gpu", ["openai.service.externalTrafficPolicy=Local"], "ClusterIP has no traffic from outsi"),
     ("gateway", ["openai.httpRoute.parentRefs=[]"], "openai.httpRoute.enabled needs parentRefs"),
     ("gateway", ["coordinator.grpcRoute.parentRefs=[]"], "grpcRoute.enabled needs parentRefs"),
+    (
+        "gateway",
+        [
+            "networkPolicy.operators=[]",
+            'coordinator.grpcRoute.parentRefs=[{"name": "public"}]',
+        ],
+        "networkPolicy.operators lets nobody in, and coordinator.grpcRoute has a gateway call",
+    ),
+    ("gateway", ["openai.httpRoute.caConfigMap=a"], "needs openai.httpRoute.enabled, and openai.t"),
+    ("tokens", ["coordinator.grpcRoute.caConfigMap=a"], "needs coordinator.grpcRoute.enabled, and"),
     ("gateway", ["networkPolicy.clients=[]"], "networkPolicy.clients lets nobody in from outside"),
     (
         "cpu",

@@ -321,6 +321,18 @@ externalTrafficPolicy: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/*
+What gateways and meshes take a port for; they guess HTTP without TLS from its name. Call with (list
+tls plaintext type). A load balancer's port is not said to speak TLS: Azure's would then ask "/".
+*/}}
+{{- define "weft.appProtocol" -}}
+{{- if not (index . 0) -}}
+{{- with index . 1 }}appProtocol: {{ . }}{{ end -}}
+{{- else if ne (index . 2) "LoadBalancer" -}}
+appProtocol: https
+{{- end -}}
+{{- end }}
+
 {{/* A probe of the health port. Call with (list values) or (list values service). */}}
 {{- define "weft.probe" -}}
 grpc: {port: 50052{{ if gt (len .) 1 }}, service: {{ index . 1 }}{{ end }}}
