@@ -172,6 +172,22 @@ def test_variables_of_the_model_are_in_every_pod_that_loads_it():
     assert proxy not in EVERYTHING.container("-coordinator")["env"]
 
 
+def test_variables_of_the_hub_may_be_given_where_the_chart_gives_none():
+    secret = {"secretKeyRef": {"name": "hub", "key": "read-token"}}
+    token = {"name": "HF_TOKEN", "valueFrom": secret}
+    for model in ({"env": [token]}, {"env": [token, {"name": "HF_HUB_OFFLINE", "value": "1"}]}):
+        rendered = render("gpu", model=model)
+        for name in ("-replicas", "-test"):
+            given = rendered.container(name)["env"]
+            assert [variable for variable in model["env"] if variable in given] == model["env"]
+    assert token in render("gpu", replicas={"env": [token]}).container("-replicas")["env"]
+    online = {"name": "HF_HUB_OFFLINE", "value": "0"}
+    rendered = render("tokens", model={"env": [online]})  # else offline, for a model of a volume
+    for name in ("-replicas", "-test"):
+        given = [v for v in rendered.container(name)["env"] if v["name"] == "HF_HUB_OFFLINE"]
+        assert given == [online]
+
+
 def test_an_init_container_runs_after_the_one_that_makes_the_model():
     own = {"name": "own", "image": "a:1"}
     rendered = render("cpu", 'replicas.initContainers=[{"name": "own", "image": "a:1"}]')

@@ -87,6 +87,20 @@ def test_only_what_can_be_empty_may_be_null():
     assert len(REQUIRED) > 80
 
 
+NUMBERS = [place for place, value, _ in KEYS if type(value) in (int, float)]
+
+
+@pytest.mark.parametrize("place", NUMBERS, ids=".".join)
+@pytest.mark.parametrize("number", [0.00001, 1000000])
+def test_a_number_is_written_in_digits(place, number):
+    """Go writes 1e+06 of a million that comes from a file, which is no size to Kubernetes."""
+    values = everything(place, number)
+    values["replicas"]["resources"] = {}  # no limit that the number could be above
+    rendered = outcome(values)
+    if isinstance(rendered, tuple):
+        assert not re.search(r"\d[eE][-+]?\d", re.sub(r"sha256:\w+|[\w-]{20,}", "", str(rendered)))
+
+
 @pytest.mark.parametrize("depth", sorted({len(place) for place in REQUIRED}))
 def test_a_null_is_refused_where_a_value_is_needed(depth):
     places = [place for place in REQUIRED if len(place) == depth]

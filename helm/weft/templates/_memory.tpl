@@ -10,6 +10,14 @@
 {{- end -}}
 {{- end }}
 
+{{/* A number in digits, or text as it is: of a large or a small number Go writes 1e+06. */}}
+{{- define "weft.number" -}}
+{{- if not (kindIs "float64" .) -}}{{ . }}
+{{- else if eq . (floor .) -}}{{ int64 . }}
+{{- else -}}{{ regexReplaceAll "0+$" (printf "%.9f" .) "" }}
+{{- end -}}
+{{- end }}
+
 {{/* Whether copies of the base lie in host memory. */}}
 {{- define "weft.stagesOnHost" -}}
 {{- if not (has .Values.replicas.staging (list "device" "in-place")) -}}true{{- end -}}
@@ -18,7 +26,7 @@
 {{/* What --staging-memory-gib bounds: the copy that is received, and those that are kept. */}}
 {{- define "weft.stagingGib" -}}
 {{- $memory := .Values.replicas.memory -}}
-{{- addf $memory.stagingGib $memory.retainedGib -}}
+{{- include "weft.number" (addf $memory.stagingGib $memory.retainedGib) -}}
 {{- end }}
 
 {{/* What a replica may take of host memory, in MiB, rounded up. */}}

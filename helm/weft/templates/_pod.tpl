@@ -182,11 +182,13 @@ them and why no volume here has a subPath.
 {{- define "weft.model" -}}{{ if .Values.model.tiny }}/models/tiny{{ else }}{{ .Values.model.name }}{{ end }}{{- end }}
 
 {{- define "weft.modelEnv" -}}
+{{- $given := list -}}
+{{- range .Values.model.env -}}{{- $given = append $given .name -}}{{- end -}}
 # The image's home is read-only; caches go below this one.
 - {name: HOME, value: /var/cache/weft}
 - {name: USER, value: weft}
 - {name: DO_NOT_TRACK, value: "1"}
-{{- if or .Values.model.tiny .Values.model.claim .Values.model.volume }}
+{{- if and (or .Values.model.tiny .Values.model.claim .Values.model.volume) (not (has "HF_HUB_OFFLINE" $given)) }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
 {{- if .Values.model.sharedCache.enabled }}
@@ -216,7 +218,7 @@ them and why no volume here has a subPath.
 - name: tmp
   emptyDir: {sizeLimit: 4Gi}
 - name: cache
-  emptyDir: {sizeLimit: {{ .Values.model.cacheGib }}Gi}
+  emptyDir: {sizeLimit: {{ include "weft.number" .Values.model.cacheGib }}Gi}
 {{- if .Values.model.sharedCache.enabled }}
 - name: shared-cache
   persistentVolumeClaim: {claimName: {{ include "weft.sharedCacheClaim" . }}}
@@ -299,7 +301,7 @@ spec:
   storageClassName: {{ . }}
   {{- end }}
   resources:
-    requests: {storage: {{ $values.size }}}
+    requests: {storage: {{ include "weft.number" $values.size }}}
 {{- end }}
 
 {{/* How a Service is reached; its metadata, and its spec but for selector and ports. */}}
