@@ -76,6 +76,24 @@ def test_common_labels_are_on_every_object_of_the_charts_and_select_nothing():
     assert "team" not in EVERYTHING.of("StatefulSet")["spec"]["selector"]["matchLabels"]
 
 
+def test_a_label_that_is_given_twice_is_there_once():
+    """The nearer one wins; every rendering of these tests refuses a key that is there twice."""
+    labels = {"team": "nearer"}
+    values = {
+        "commonLabels": {"team": "rl", "a": "b"},
+        "coordinator": {"podLabels": labels},
+        "metrics": {
+            name: {"enabled": True, "labels": labels}
+            for name in ("serviceMonitor", "prometheusRule", "dashboard")
+        },
+    }
+    rendered = render("gpu", **values)
+    near = [*rendered.all("ServiceMonitor"), rendered.of("PrometheusRule")]
+    near += [rendered.of("ConfigMap", "-dashboard"), rendered.of("Deployment")["spec"]["template"]]
+    for resource in near:
+        assert {"team": "nearer", "a": "b"}.items() <= resource["metadata"]["labels"].items()
+
+
 def test_the_account_is_annotated_or_one_that_is_there():
     assert EVERYTHING.of("ServiceAccount")["metadata"]["annotations"] == {
         "cloud.example/role": "reader"

@@ -23,7 +23,7 @@ securityContext:
   fsGroup: {{ int64 .Values.securityContext.runAsGroup }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
-serviceAccountName: {{ include "weft.serviceAccount" . }}
+serviceAccountName: {{ include "weft.serviceAccount" . | quote }}
 # Nothing here calls the API server.
 automountServiceAccountToken: false
 # A Service named weft would set WEFT_PORT and its like, which look like options.
@@ -54,13 +54,13 @@ tolerations: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- end }}
 
@@ -133,10 +133,10 @@ them and why no volume here has a subPath.
 {{- $process := index . 1 -}}
 {{- if not $root.Values.insecure }}
 - name: tls
-  secret: {secretName: {{ include "weft.tlsSecret" . }}, defaultMode: 0440}
+  secret: {secretName: {{ include "weft.tlsSecret" . | quote }}, defaultMode: 0440}
 {{- if include "weft.byTokens" $root }}
 - name: token
-  secret: {secretName: {{ (get $root.Values.access.tokens $process).secret }}, defaultMode: 0440}
+  secret: {secretName: {{ (get $root.Values.access.tokens $process).secret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -151,7 +151,7 @@ them and why no volume here has a subPath.
 {{- define "weft.accessVolumes" -}}
 {{- if not .Values.insecure }}
 - name: access
-  configMap: {name: {{ .Values.access.existingConfigMap | default (include "weft.access" .) }}}
+  configMap: {name: {{ .Values.access.existingConfigMap | default (include "weft.access" .) | quote }}}
 {{- end }}
 {{- end }}
 
@@ -196,7 +196,7 @@ them and why no volume here has a subPath.
 {{- end }}
 {{- with .Values.model.tokenSecret }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}
 {{- end }}
 {{- with .Values.model.env }}
 {{ toYaml . }}
@@ -221,14 +221,14 @@ them and why no volume here has a subPath.
   emptyDir: {sizeLimit: {{ include "weft.number" .Values.model.cacheGib }}Gi}
 {{- if .Values.model.sharedCache.enabled }}
 - name: shared-cache
-  persistentVolumeClaim: {claimName: {{ include "weft.sharedCacheClaim" . }}}
+  persistentVolumeClaim: {claimName: {{ include "weft.sharedCacheClaim" . | quote }}}
 {{- end }}
 {{- if .Values.model.tiny }}
 - name: models
   emptyDir: {sizeLimit: 256Mi}
 {{- else if .Values.model.claim }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .Values.model.claim | quote }}, readOnly: true}
 {{- else if .Values.model.volume }}
 - name: models
   {{- toYaml .Values.model.volume | nindent 2 }}
@@ -288,9 +288,9 @@ initContainers:
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata:
-  name: {{ index . 2 }}
-  namespace: {{ (index . 0).Release.Namespace }}
-  labels: {{- include "weft.labels" . | nindent 4 }}
+  name: {{ index . 2 | quote }}
+  namespace: {{ (index . 0).Release.Namespace | quote }}
+  labels: {{- include "weft.labels" (list (index . 0) (index . 1)) | nindent 4 }}
   {{- if eq $values.whenDeleted "Retain" }}
   annotations:
     helm.sh/resource-policy: keep
@@ -298,7 +298,7 @@ metadata:
 spec:
   accessModes: [{{ index . 3 }}]
   {{- with $values.storageClassName }}
-  storageClassName: {{ . }}
+  storageClassName: {{ . | quote }}
   {{- end }}
   resources:
     requests: {storage: {{ include "weft.number" $values.size }}}
@@ -313,7 +313,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- define "weft.serviceType" -}}
 type: {{ .type }}
 {{- with .loadBalancerClass }}
-loadBalancerClass: {{ . }}
+loadBalancerClass: {{ . | quote }}
 {{- end }}
 {{- with .loadBalancerSourceRanges }}
 loadBalancerSourceRanges: {{- toYaml . | nindent 2 }}

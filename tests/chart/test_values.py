@@ -1,13 +1,14 @@
-"""A key that is set to null, which takes its default away, is empty or refused; for every key."""
+"""Whatever a key is set to is rendered as what it is: null, large numbers, text like a number."""
 
 import copy
 import json
 import re
+import subprocess
 
 import pytest
 import yaml
 
-from tests.chart.rendering import CHART, PROFILES, RefusedError, render
+from tests.chart.rendering import CHART, HELM, PROFILES, RefusedError, StrictLoader, render
 from tests.chart.validation import VERSIONS, check
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -71,13 +72,18 @@ def pruned(node):
     return [pruned(child) for child in node] if isinstance(node, list | tuple) else node
 
 
+def leaves(node):
+    """All that is neither a map nor a list in an object."""
+    if isinstance(node, dict | list | tuple):
+        children = node.values() if isinstance(node, dict) else node
+        return [leaf for child in children for leaf in leaves(child)]
+    return [node]
+
+
 def holes(node):
     """Whether an object has a null or what Go prints for one."""
-    if isinstance(node, dict):
-        return any(holes(child) for child in node.values())
-    if isinstance(node, list):
-        return any(holes(child) for child in node)
-    return node is None or (isinstance(node, str) and ("<no value>" in node or "<nil>" in node))
+    wrong = ("<no value>", "<nil>")
+    return any(leaf is None or any(w in str(leaf) for w in wrong) for leaf in leaves(node))
 
 
 def test_only_what_can_be_empty_may_be_null():
@@ -101,6 +107,29 @@ def test_a_number_is_written_in_digits(place, number):
         assert not re.search(r"\d[eE][-+]?\d", re.sub(r"sha256:\w+|[\w-]{20,}", "", str(rendered)))
 
 
+TEXTS = [place for place, value, _ in KEYS if isinstance(value, str)]
+
+
+@pytest.mark.parametrize("place", TEXTS, ids=".".join)
+def test_text_stays_text(place):
+    """A Secret may be called 12345: YAML would make a number of it."""
+    assert 12345 not in leaves(outcome(everything(place, "12345")))
+
+
+def test_a_namespace_and_a_model_may_be_called_as_anything():
+    command = [HELM, "template", "12345", CHART, "--namespace", "12345"]
+    command += ["--values", PROFILES["everything"], "--set-string", "fullnameOverride=true"]
+    command += ["--set-json", "extraObjects=[]"]  # their own text
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    resources = [each for each in yaml.load_all(done.stdout, StrictLoader) if each]
+    assert 12345 not in leaves(resources)
+    check([each for each in resources if each["kind"] != "ConfigMap"], VERSIONS[-1])
+    for name in ("*", "&a", "!a", "{a", "%a", "@a", "`a", "a:", "null", "~", "1e3", "'a", '"a'):
+        for suffix in ("-replicas", "-test"):
+            given = render("gpu", model={"name": name}).container(suffix)["args"]
+            assert name in given or f"--model={name}" in given
+
+
 @pytest.mark.parametrize("depth", sorted({len(place) for place in REQUIRED}))
 def test_a_null_is_refused_where_a_value_is_needed(depth):
     places = [place for place in REQUIRED if len(place) == depth]
@@ -115,7 +144,7 @@ def test_a_null_elsewhere_means_empty(path):
     null = outcome(everything(place, None))
     assert pruned(null) == pruned(outcome(everything(place, nothing(value))))
     assert not isinstance(null, str), null  # no sentence, but a template that broke off
-    assert not holes(list(null))
+    assert not holes(null)
 
 
 def test_everything_that_may_be_null_may_be_so_at_once():
@@ -124,5 +153,5 @@ def test_everything_that_may_be_null_may_be_so_at_once():
     values["insecure"] = values["model"]["tiny"] = True
     resources = outcome(values)
     assert isinstance(resources, tuple), resources
-    assert not holes(list(resources))
+    assert not holes(resources)
     check(resources, VERSIONS[-1])
