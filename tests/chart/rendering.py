@@ -30,6 +30,15 @@ BY_TOKENS = ("tokens", "gateway")
 Resource = dict[str, Any]
 
 
+class StrictLoader(yaml.CSafeLoader):
+    """Loads YAML, and refuses a key that is there twice, as Helm and strict servers do."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"a key is there twice: {sorted(keys)}"
+        return super().construct_mapping(node, deep)
+
+
 class RefusedError(Exception):
     """Helm refused the values; says what it printed."""
 
@@ -100,7 +109,7 @@ def render(
     done = _template(profile, sets, release, chart, json.dumps(values, sort_keys=True))
     if done.returncode:
         raise RefusedError(done.stderr)
-    documents = (each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each)
+    documents = (each for each in yaml.load_all(done.stdout, StrictLoader) if each)
     return Rendered(tuple(documents))
 
 

@@ -76,6 +76,24 @@ def test_common_labels_are_on_every_object_of_the_charts_and_select_nothing():
     assert "team" not in EVERYTHING.of("StatefulSet")["spec"]["selector"]["matchLabels"]
 
 
+def test_a_label_that_is_given_twice_is_there_once():
+    """The nearer one wins; every rendering of these tests refuses a key that is there twice."""
+    labels = {"team": "nearer"}
+    values = {
+        "commonLabels": {"team": "rl", "a": "b"},
+        "coordinator": {"podLabels": labels},
+        "metrics": {
+            name: {"enabled": True, "labels": labels}
+            for name in ("serviceMonitor", "prometheusRule", "dashboard")
+        },
+    }
+    rendered = render("gpu", **values)
+    near = [*rendered.all("ServiceMonitor"), rendered.of("PrometheusRule")]
+    near += [rendered.of("ConfigMap", "-dashboard"), rendered.of("Deployment")["spec"]["template"]]
+    for resource in near:
+        assert {"team": "nearer", "a": "b"}.items() <= resource["metadata"]["labels"].items()
+
+
 def test_the_account_is_annotated_or_one_that_is_there():
     assert EVERYTHING.of("ServiceAccount")["metadata"]["annotations"] == {
         "cloud.example/role": "reader"
@@ -172,6 +190,22 @@ def test_variables_of_the_model_are_in_every_pod_that_loads_it():
     assert proxy not in EVERYTHING.container("-coordinator")["env"]
 
 
+def test_variables_of_the_hub_may_be_given_where_the_chart_gives_none():
+    secret = {"secretKeyRef": {"name": "hub", "key": "read-token"}}
+    token = {"name": "HF_TOKEN", "valueFrom": secret}
+    for model in ({"env": [token]}, {"env": [token, {"name": "HF_HUB_OFFLINE", "value": "1"}]}):
+        rendered = render("gpu", model=model)
+        for name in ("-replicas", "-test"):
+            given = rendered.container(name)["env"]
+            assert [variable for variable in model["env"] if variable in given] == model["env"]
+    assert token in render("gpu", replicas={"env": [token]}).container("-replicas")["env"]
+    online = {"name": "HF_HUB_OFFLINE", "value": "0"}
+    rendered = render("tokens", model={"env": [online]})  # else offline, for a model of a volume
+    for name in ("-replicas", "-test"):
+        given = [v for v in rendered.container(name)["env"] if v["name"] == "HF_HUB_OFFLINE"]
+        assert given == [online]
+
+
 def test_an_init_container_runs_after_the_one_that_makes_the_model():
     own = {"name": "own", "image": "a:1"}
     rendered = render("cpu", 'replicas.initContainers=[{"name": "own", "image": "a:1"}]')
@@ -227,6 +261,54 @@ def test_a_route_leads_to_a_port_of_its_service(rendered, kind, suffix):
     assert ports[backend["port"]] == {"HTTPRoute": "http", "GRPCRoute": "grpc"}[kind]
     assert route["spec"]["parentRefs"][0]["name"] == "public"
     assert PLAIN.all(kind) == []
+
+
+@pytest.mark.parametrize(
+    ("rendered", "kind", "suffix", "pod"),
+    [
+        (EVERYTHING, "HTTPRoute", "-openai", "-replicas"),
+        (GATEWAY, "GRPCRoute", "-coordinator", "-coordinator"),
+    ],
+    ids=["http", "grpc"],
+)
+def test_a_gateway_is_told_that_the_pods_speak_tls(rendered, kind, suffix, pod):
+    policy = rendered.of("BackendTLSPolicy", suffix)
+    (target,) = policy["spec"]["targetRefs"]
+    service = rendered.of("Service", suffix)
+    assert (target["kind"], target["name"]) == ("Service", service["metadata"]["name"])
+    port = by_name(service["spec"]["ports"])[target["sectionName"]]
+    assert port["port"] == rendered.of(kind)["spec"]["rules"][0]["backendRefs"][0]["port"]
+    assert policy["spec"]["validation"]["caCertificateRefs"] == [
+        {"group": "", "kind": "ConfigMap", "name": "pool-ca"}
+    ]
+    certificate = rendered.of("Certificate", pod)["spec"]["dnsNames"]
+    assert policy["spec"]["validation"]["hostname"] in certificate
+    assert PLAIN.all("BackendTLSPolicy") == []
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_ports_say_what_they_speak_in_words_of_kubernetes(profile):
+    rendered = render(profile)
+    for service in rendered.all("Service"):
+        said = {p["name"]: p.get("appProtocol") for p in service["spec"]["ports"]}
+        tls = {"grpc": profile != "cpu", "http": profile == "everything", "metrics": False}
+        if service["spec"].get("type") == "LoadBalancer":  # Azure's would ask "/" for health
+            assert set(said.values()) == {None}
+            continue
+        for name, word in said.items():
+            plain = {"grpc": "kubernetes.io/h2c"}.get(name)
+            assert word == ("https" if tls[name] else plain), name
+
+
+def test_a_gateway_may_be_in_the_namespace_of_the_release():
+    here = '[{"name": "public"}, {"name": "other", "namespace": "rl"}]'
+    routes = [f"openai.httpRoute.parentRefs={here}", f"coordinator.grpcRoute.parentRefs={here}"]
+    pods = '[{"podSelector": {"matchLabels": {"gateway": "public"}}}]'
+    peers = [f"networkPolicy.{who}={pods}" for who in ("clients", "operators")]
+    rendered = render("gateway", *routes, *peers)
+    for suffix in ("-clients", "-operators"):
+        (rule,) = rendered.of("NetworkPolicy", suffix)["spec"]["ingress"]
+        assert rule["from"] == [{"podSelector": {"matchLabels": {"gateway": "public"}}}]
 
 
 def test_a_route_of_http_passes_only_the_api_on_and_may_last():

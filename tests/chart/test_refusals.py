@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from rollout_side.vllm_engine.server import refusals as replica_refusals
 from tests.chart.rendering import CHART, RefusedError, render
 
 MONITORED = [
@@ -32,6 +33,16 @@ REFUSED = [
     ("gpu", ["openai.service.externalTrafficPolicy=Local"], "ClusterIP has no traffic from outsi"),
     ("gateway", ["openai.httpRoute.parentRefs=[]"], "openai.httpRoute.enabled needs parentRefs"),
     ("gateway", ["coordinator.grpcRoute.parentRefs=[]"], "grpcRoute.enabled needs parentRefs"),
+    (
+        "gateway",
+        [
+            "networkPolicy.operators=[]",
+            'coordinator.grpcRoute.parentRefs=[{"name": "public"}]',
+        ],
+        "networkPolicy.operators lets nobody in, and coordinator.grpcRoute has a gateway call",
+    ),
+    ("gateway", ["openai.httpRoute.caConfigMap=a"], "needs openai.httpRoute.enabled, and openai.t"),
+    ("tokens", ["coordinator.grpcRoute.caConfigMap=a"], "needs coordinator.grpcRoute.enabled, and"),
     ("gateway", ["networkPolicy.clients=[]"], "networkPolicy.clients lets nobody in from outside"),
     (
         "cpu",
@@ -72,7 +83,6 @@ REFUSED = [
     ("gpu", ["access.identities[0].roles={inspect}"], "has not the role publish"),
     ("cpu", ["coordinator.lostAfterSeconds=1"], "is less than heartbeatSeconds"),
     ("cpu", ["replicas.drainSeconds=59"], "would break the transfers that run"),
-    ("cpu", ["replicas.podsPerReplica=2"], "no LeaderWorkerSet"),
     ("gpu", ["replicas.tensorParallelSize=2"], "as many GPUs in the one pod"),
     ("cpu", ["replicas.staging=device"], "staging=device needs a GPU"),
     ("cpu", ["replicas.enableSleep=true"], "enableSleep needs a GPU"),
@@ -93,6 +103,16 @@ REFUSED = [
     ("gpu", ["replicas.vllmArgs={--pipeline-parallel-size=2}"], "one engine in one pod"),
     ("gpu", ['replicas.vllmArgs=["--data_parallel_size", "2"]'], "one engine in one pod"),
     ("gpu", ["replicas.vllmArgs={--nnodes=2}"], "one engine in one pod"),
+    ("gpu", ["replicas.vllmArgs={--enable-eplb}"], "--enable-eplb, which a replica refuses"),
+    ("cpu", ["tests.resources.requests.memory=5Gi"], "tests.resources.requests.memory is 5Gi, abo"),
+    ("cpu", ["model.resources.limits.cpu=50m"], "requests.cpu is 100m, above the limit of 50m"),
+    ("cpu", ["coordinator.resources.limits.memory=64Mi"], "is 128Mi, above the limit of 64Mi"),
+    ("cpu", ["replicas.resources.requests.memory=8Gi"], "is 8Gi, above the limit of 3712Mi"),
+    (
+        "cpu",
+        ["replicas.resources.limits.cpu=0.25"],
+        "requests.cpu is 500m, above the limit of 0.25",
+    ),
     ("gpu", ["replicas.vllmArgs={--api-key=secret}"], "say it by openai.apiKeySecret"),
     ("gpu", ['replicas.vllmArgs=["-tp", "4"]'], "say it by replicas.tensorParallelSize"),
     ("gpu", ["replicas.env[0].name=VLLM_SERVER_DEV_MODE"], "behind the versions"),
@@ -110,7 +130,16 @@ REFUSED = [
         ['replicas.env=[{"name": "A", "value": "1"}, {"name": "B"}, {"name": "A"}]'],
         "replicas.env has A twice",
     ),
-    ("cpu", ['model.env=[{"name": "HF_TOKEN"}]'], "model.env has HF_TOKEN, which is the chart's"),
+    (
+        "everything",
+        ['model.env=[{"name": "HF_TOKEN"}]'],
+        "model.env has HF_TOKEN, which is the chart's",
+    ),
+    (
+        "tokens",
+        ['replicas.env=[{"name": "HF_HUB_OFFLINE", "value": "0"}]'],
+        "replicas.env has HF_HUB_OFFLINE, which the chart gives with a model at /models",
+    ),
     (
         "everything",
         ['replicas.env=[{"name": "HF_HOME", "value": "/a"}]'],
@@ -221,6 +250,9 @@ NOT_OF_THE_SCHEMA = [
     ("model.volume.name=models", "model.volume"),
     ("model.sharedCache.accessMode=ReadWriteOncePod", "model.sharedCache.accessMode"),
     ("commonLabels.weft-pool=a", "commonLabels"),
+    ("commonLabels.team=a b", "commonLabels.team"),
+    ("commonLabels.a b=c", "commonLabels"),
+    ("metrics.serviceMonitor.labels.helm\\.sh/chart=a", "metrics.serviceMonitor.labels"),
     ("replicas.podLabels.app\\.kubernetes\\.io/name=a", "replicas.podLabels"),
     ('extraObjects=[{"kind": "ConfigMap"}]', "extraObjects.0"),
     ('replicas.envFrom=[{"secretRef": {}, "configMapRef": {}}]', "replicas.envFrom.0"),
@@ -311,9 +343,23 @@ def test_every_refusal_of_the_chart_is_provoked_here():
     assert [pattern for pattern in patterns if not re.search(f"- {pattern}", said)] == []
 
 
+def test_what_a_replica_refuses_of_vllms_arguments_is_refused_here():
+    """Its program says it seconds after a pod has started; here it is said before."""
+    names = [*replica_refusals._ONE_ALONE, *replica_refusals._NEVER]
+    arguments = [f"--{name.replace('_', '-')}" for name in names]
+    with pytest.raises(RefusedError) as refusal:
+        render("gpu", replicas={"vllmArgs": [*arguments, "-pp", "-dp=2"]})
+    for argument in (*arguments, "-pp", "-dp"):
+        assert re.search(rf"^- replicas.vllmArgs has {argument}[:,]", str(refusal.value), re.M)
+    text = (CHART / "templates/refusals.yaml").read_text()
+    lists = re.findall(r"\$(?:one|never) := list (.+) -}}", text)
+    assert len(lists) == 2
+    assert set(re.findall(r'"(--[^"]+)"', "".join(lists))) == set(arguments)
+
+
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(RefusedError) as refusal:
-        render("cpu", "replicas.podsPerReplica=2", "replicas.drainSeconds=1")
+        render("cpu", "replicas.backend=nccl", "replicas.drainSeconds=1")
     assert str(refusal.value).count("\n- ") == 2
 
 

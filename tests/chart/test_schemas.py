@@ -43,7 +43,7 @@ def test_objects_of_operators_are_valid_and_have_no_unknown_field():
     custom = [r for profile in PROFILES for r in render(profile).resources if is_custom(r)]
     assert {r["kind"] for r in custom} == {
         "ServiceMonitor", "PrometheusRule", "Certificate", "ScaledObject",
-        "HTTPRoute", "GRPCRoute", "TLSRoute",
+        "HTTPRoute", "GRPCRoute", "TLSRoute", "BackendTLSPolicy",
     }  # fmt: skip
     assert custom_errors(custom) == []
 

@@ -10,6 +10,14 @@
 {{- end -}}
 {{- end }}
 
+{{/* A number in digits, or text as it is: of a large or a small number Go writes 1e+06. */}}
+{{- define "weft.number" -}}
+{{- if not (kindIs "float64" .) -}}{{ . }}
+{{- else if eq . (floor .) -}}{{ int64 . }}
+{{- else -}}{{ regexReplaceAll "0+$" (printf "%.9f" .) "" }}
+{{- end -}}
+{{- end }}
+
 {{/* Whether copies of the base lie in host memory. */}}
 {{- define "weft.stagesOnHost" -}}
 {{- if not (has .Values.replicas.staging (list "device" "in-place")) -}}true{{- end -}}
@@ -18,7 +26,7 @@
 {{/* What --staging-memory-gib bounds: the copy that is received, and those that are kept. */}}
 {{- define "weft.stagingGib" -}}
 {{- $memory := .Values.replicas.memory -}}
-{{- addf $memory.stagingGib $memory.retainedGib -}}
+{{- include "weft.number" (addf $memory.stagingGib $memory.retainedGib) -}}
 {{- end }}
 
 {{/* What a replica may take of host memory, in MiB, rounded up. */}}
@@ -62,7 +70,7 @@ before. On one GPU there are no worker processes.
 {{- $chunk := 16 -}}
 {{- $cpus := include "weft.mebibytes" (dig "requests" "cpu" "1" ($values.resources | default dict)) | float64 -}}
 {{- $threads := ceil (round (divf (mulf $cpus 1048576.0) $ranks) 3) | int -}}
-{{- range concat .Values.model.env $values.env -}}
+{{- range concat (.Values.model.env | default list) ($values.env | default list) -}}
 {{- if and (eq .name "VLLM_MQ_MAX_CHUNK_BYTES_MB") .value -}}{{- $chunk = int .value -}}{{- end -}}
 {{- if and (eq .name "OMP_NUM_THREADS") .value -}}{{- $threads = int .value -}}{{- end -}}
 {{- end -}}
@@ -80,8 +88,9 @@ before. On one GPU there are no worker processes.
 {{/* A container's resources with its memory, GPUs and RDMA devices filled in. */}}
 {{- define "weft.replicaResources" -}}
 {{- $values := .Values.replicas -}}
-{{- $limits := deepCopy ($values.resources.limits | default dict) -}}
-{{- $requests := deepCopy ($values.resources.requests | default dict) -}}
+{{- $resources := $values.resources | default dict -}}
+{{- $limits := deepCopy ($resources.limits | default dict) -}}
+{{- $requests := deepCopy ($resources.requests | default dict) -}}
 {{- if not $limits.memory -}}
 {{- $_ := set $limits "memory" (printf "%sMi" (include "weft.replicaMebibytes" .)) -}}
 {{- end -}}

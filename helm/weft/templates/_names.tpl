@@ -46,25 +46,28 @@ hash of 11 characters: 40 leaves room for every suffix. A Service's begins with 
 {{- define "weft.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: weft
-app.kubernetes.io/instance: {{ include "weft.fullname" $root }}
+app.kubernetes.io/instance: {{ include "weft.fullname" $root | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
+{{/* Labels of an object. Call with (list . "coordinator") or (list . "coordinator" more). */}}
 {{- define "weft.labels" -}}
 {{- $root := index . 0 -}}
+{{- $more := dict -}}
+{{- if gt (len .) 2 -}}{{- $more = index . 2 | default dict -}}{{- end -}}
 {{ include "weft.selector" . }}
 app.kubernetes.io/part-of: weft
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name ($root.Chart.Version | replace "+" "_") }}
-{{- with $root.Values.commonLabels }}
+{{- with merge (dict) $more ($root.Values.commonLabels | default dict) }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
 {{/* Who takes part in side groups: see networkpolicies.yaml. */}}
 {{- define "weft.member" -}}
-weft-pool: {{ include "weft.fullname" . }}
+weft-pool: {{ include "weft.fullname" . | quote }}
 {{- end }}
 
 {{- define "weft.replicaImage" -}}
@@ -76,6 +79,6 @@ weft-pool: {{ include "weft.fullname" . }}
 {{- define "weft.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := index . 1 -}}
-image: {{ $image.repository | default (index . 2) }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default $root.Chart.AppVersion }}{{ end }}
+image: "{{ $image.repository | default (index . 2) }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default $root.Chart.AppVersion }}{{ end }}"
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end }}

@@ -6,7 +6,7 @@ labels:
   # Never the version: an upgrade that changes no pod restarts none.
   {{- include "weft.selector" . | nindent 2 }}
   {{- include "weft.member" $root | nindent 2 }}
-  {{- with merge (dict) $values.podLabels $root.Values.commonLabels }}
+  {{- with merge (dict) ($values.podLabels | default dict) ($root.Values.commonLabels | default dict) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- with $values.podAnnotations }}
@@ -23,7 +23,7 @@ securityContext:
   fsGroup: {{ int64 .Values.securityContext.runAsGroup }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
-serviceAccountName: {{ include "weft.serviceAccount" . }}
+serviceAccountName: {{ include "weft.serviceAccount" . | quote }}
 # Nothing here calls the API server.
 automountServiceAccountToken: false
 # A Service named weft would set WEFT_PORT and its like, which look like options.
@@ -54,13 +54,13 @@ tolerations: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with $values.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- end }}
 
@@ -133,10 +133,10 @@ them and why no volume here has a subPath.
 {{- $process := index . 1 -}}
 {{- if not $root.Values.insecure }}
 - name: tls
-  secret: {secretName: {{ include "weft.tlsSecret" . }}, defaultMode: 0440}
+  secret: {secretName: {{ include "weft.tlsSecret" . | quote }}, defaultMode: 0440}
 {{- if include "weft.byTokens" $root }}
 - name: token
-  secret: {secretName: {{ (get $root.Values.access.tokens $process).secret }}, defaultMode: 0440}
+  secret: {secretName: {{ (get $root.Values.access.tokens $process).secret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -151,7 +151,7 @@ them and why no volume here has a subPath.
 {{- define "weft.accessVolumes" -}}
 {{- if not .Values.insecure }}
 - name: access
-  configMap: {name: {{ .Values.access.existingConfigMap | default (include "weft.access" .) }}}
+  configMap: {name: {{ .Values.access.existingConfigMap | default (include "weft.access" .) | quote }}}
 {{- end }}
 {{- end }}
 
@@ -182,11 +182,13 @@ them and why no volume here has a subPath.
 {{- define "weft.model" -}}{{ if .Values.model.tiny }}/models/tiny{{ else }}{{ .Values.model.name }}{{ end }}{{- end }}
 
 {{- define "weft.modelEnv" -}}
+{{- $given := list -}}
+{{- range .Values.model.env -}}{{- $given = append $given .name -}}{{- end -}}
 # The image's home is read-only; caches go below this one.
 - {name: HOME, value: /var/cache/weft}
 - {name: USER, value: weft}
 - {name: DO_NOT_TRACK, value: "1"}
-{{- if or .Values.model.tiny .Values.model.claim .Values.model.volume }}
+{{- if and (or .Values.model.tiny .Values.model.claim .Values.model.volume) (not (has "HF_HUB_OFFLINE" $given)) }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
 {{- if .Values.model.sharedCache.enabled }}
@@ -194,7 +196,7 @@ them and why no volume here has a subPath.
 {{- end }}
 {{- with .Values.model.tokenSecret }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}
 {{- end }}
 {{- with .Values.model.env }}
 {{ toYaml . }}
@@ -216,17 +218,17 @@ them and why no volume here has a subPath.
 - name: tmp
   emptyDir: {sizeLimit: 4Gi}
 - name: cache
-  emptyDir: {sizeLimit: {{ .Values.model.cacheGib }}Gi}
+  emptyDir: {sizeLimit: {{ include "weft.number" .Values.model.cacheGib }}Gi}
 {{- if .Values.model.sharedCache.enabled }}
 - name: shared-cache
-  persistentVolumeClaim: {claimName: {{ include "weft.sharedCacheClaim" . }}}
+  persistentVolumeClaim: {claimName: {{ include "weft.sharedCacheClaim" . | quote }}}
 {{- end }}
 {{- if .Values.model.tiny }}
 - name: models
   emptyDir: {sizeLimit: 256Mi}
 {{- else if .Values.model.claim }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .Values.model.claim | quote }}, readOnly: true}
 {{- else if .Values.model.volume }}
 - name: models
   {{- toYaml .Values.model.volume | nindent 2 }}
@@ -255,7 +257,7 @@ initContainers:
         make_model(Path("/models/tiny"))
     env:
       {{- include "weft.modelEnv" . | nindent 6 }}
-    resources: {{- toYaml .Values.model.resources | nindent 6 }}
+    resources: {{- include "weft.resources" .Values.model.resources | nindent 6 }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}
       - {name: cache, mountPath: /var/cache/weft}
@@ -266,6 +268,13 @@ initContainers:
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* A container's resources; what of them is null is not said. */}}
+{{- define "weft.resources" -}}
+{{- $said := dict -}}
+{{- range $kind, $quantities := . -}}{{- with $quantities -}}{{- $_ := set $said $kind . -}}{{- end -}}{{- end -}}
+{{- toYaml $said -}}
 {{- end }}
 
 {{/* A list, one below the other; nothing of an empty one. */}}
@@ -279,9 +288,9 @@ initContainers:
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata:
-  name: {{ index . 2 }}
-  namespace: {{ (index . 0).Release.Namespace }}
-  labels: {{- include "weft.labels" . | nindent 4 }}
+  name: {{ index . 2 | quote }}
+  namespace: {{ (index . 0).Release.Namespace | quote }}
+  labels: {{- include "weft.labels" (list (index . 0) (index . 1)) | nindent 4 }}
   {{- if eq $values.whenDeleted "Retain" }}
   annotations:
     helm.sh/resource-policy: keep
@@ -289,10 +298,10 @@ metadata:
 spec:
   accessModes: [{{ index . 3 }}]
   {{- with $values.storageClassName }}
-  storageClassName: {{ . }}
+  storageClassName: {{ . | quote }}
   {{- end }}
   resources:
-    requests: {storage: {{ $values.size }}}
+    requests: {storage: {{ include "weft.number" $values.size }}}
 {{- end }}
 
 {{/* How a Service is reached; its metadata, and its spec but for selector and ports. */}}
@@ -304,7 +313,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- define "weft.serviceType" -}}
 type: {{ .type }}
 {{- with .loadBalancerClass }}
-loadBalancerClass: {{ . }}
+loadBalancerClass: {{ . | quote }}
 {{- end }}
 {{- with .loadBalancerSourceRanges }}
 loadBalancerSourceRanges: {{- toYaml . | nindent 2 }}
@@ -312,6 +321,18 @@ loadBalancerSourceRanges: {{- toYaml . | nindent 2 }}
 {{- with .externalTrafficPolicy }}
 externalTrafficPolicy: {{ . }}
 {{- end }}
+{{- end }}
+
+{{/*
+What gateways and meshes take a port for; they guess HTTP without TLS from its name. Call with (list
+tls plaintext type). A load balancer's port is not said to speak TLS: Azure's would then ask "/".
+*/}}
+{{- define "weft.appProtocol" -}}
+{{- if not (index . 0) -}}
+{{- with index . 1 }}appProtocol: {{ . }}{{ end -}}
+{{- else if ne (index . 2) "LoadBalancer" -}}
+appProtocol: https
+{{- end -}}
 {{- end }}
 
 {{/* A probe of the health port. Call with (list values) or (list values service). */}}

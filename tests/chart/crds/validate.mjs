@@ -17,6 +17,7 @@ const modules = {
   Certificate: "cert-manager/cert-manager.io/v1/Certificate.mjs",
   ScaledObject: "keda/keda.sh/v1alpha1/ScaledObject.js",
   HTTPRoute: "gateway-api/gateway.networking.k8s.io/v1/HTTPRoute.js",
+  BackendTLSPolicy: "gateway-api/gateway.networking.k8s.io/v1/BackendTLSPolicy.js",
   GRPCRoute: "gateway-api/gateway.networking.k8s.io/v1alpha2/GRPCRoute.js",
   TLSRoute: "gateway-api/gateway.networking.k8s.io/v1alpha2/TLSRoute.js",
   ApplicationSet: "argo-cd/argoproj.io/v1alpha1/ApplicationSet.js",
