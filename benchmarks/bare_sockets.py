@@ -1,4 +1,4 @@
-"""``python -m benchmarks.bare_sockets``: bytes over TCP on the loopback, the floor of NCCL's sockets.
+"""``python -m benchmarks.bare_sockets``: TCP on the loopback, the floor of NCCL's sockets.
 
 Two processes, as many connections as asked for and a thread for each at both ends; bytes go from
 prefaulted memory to prefaulted memory. No GPU, no digest, no control plane.
