@@ -39,6 +39,8 @@ _MIB = 2**20
 class ListedCoordinator:
     """Of a coordinator's driver, what its listings ask for."""
 
+    unwritten_reason = ""
+
     def __init__(self, state: PoolState) -> None:
         self.state, self.routes, self.groups = state, RouteFeed(), LiveGroups(lambda event: None)
 

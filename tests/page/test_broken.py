@@ -51,8 +51,8 @@ def _icon(tab: Tab) -> str | None:
     return tab.page.locator("#icon").get_attribute("href")
 
 
-def _problem(tab: Tab, subject: str) -> str:
-    return tab.wait(f"#problems li[data-subject='{subject}']").first.text_content() or ""
+def _problem(tab: Tab, replica: str) -> str:
+    return tab.wait(f"#problems li[data-replica='{replica}']").first.text_content() or ""
 
 
 def _is_on_first_screen(tab: Tab, selector: str) -> bool:

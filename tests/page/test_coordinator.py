@@ -76,12 +76,12 @@ def test_an_adapter_over_another_base_is_marked_on_the_first_screen(
         {"policy": "math", "served_version": "3", "trained_on_base_version": "1",
          "over_another_base": True},
     ]  # fmt: skip
-    problem = {"severity": "PROBLEM_SEVERITY_ERROR", "subject": "math", "message": said}
+    problem = {"severity": "PROBLEM_SEVERITY_ERROR", "policy": "math", "message": said}
 
     def change(route: Route) -> None:
         response = route.fetch()
         told = response.json()
-        told["pool"]["problems"] = [problem]
+        told["pool"] |= {"problems": [problem], "num_errors": 1}
         whole = {"policies": policies} if told["is_new"] else {}
         route.fulfill(response=response, json={**told, **whole, "num_replicas": 1})
 
@@ -101,22 +101,73 @@ def test_an_adapter_over_another_base_is_marked_on_the_first_screen(
 
 def test_many_problems_are_folded_and_counted(browser: Browser, tmp_path: Path) -> None:
     problems = [
-        {"severity": "PROBLEM_SEVERITY_ERROR", "subject": f"r{i}", "message": f"r{i} is lost"}
+        {"severity": "PROBLEM_SEVERITY_ERROR", "replica_id": f"r{i}", "message": f"r{i} is lost"}
         for i in range(50)
     ]
+    # Two of those that are not told are errors, too.
 
     def change(route: Route) -> None:
         response = route.fetch()
         told = response.json()
-        told["pool"] |= {"problems": problems, "num_more_problems": 7}
+        told["pool"] |= {"problems": problems, "num_more_problems": 7, "num_errors": 52}
         route.fulfill(response=response, json=told)
 
     with coordinator(tmp_path) as served, browser.tab(served.page) as tab:
         tab.page.route("**/v1/pool.json?*", change)
         tab.page.reload()
         tab.wait("#verdict.error")
-        assert tab.wait("#verdict-title").inner_text() == "57 things are wrong"
+        assert tab.wait("#verdict-title").inner_text() == "52 things are wrong"
         assert tab.page.locator("#problems > li").count() == 6
         tab.page.locator("#problems summary", has_text="and 52 more").click()
-        assert tab.page.locator("#problems li[data-subject=r49]").is_visible()
+        assert tab.page.locator("#problems li[data-replica=r49]").is_visible()
         assert tab.page.locator("#problems", has_text="7 problems beside these").is_visible()
+
+
+def test_what_is_not_told_is_not_shown_as_none_and_names_are_told_apart(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """A replica with mixed weights, one that differs in more policies than are told, and a replica
+    that has the name of a policy."""
+    lags = [
+        {"policy": "a1", "version": "2", "pool_version": "9", "num_behind": "4",
+         "num_behind_is_minimum": True}
+    ]  # fmt: skip
+    replicas: list[dict[str, Any]] = [
+        {"replica_id": "a1", "state": "REPLICA_STATE_QUARANTINED",
+         "report": {"dirty_reason": "a load failed"},
+         "differences": [{"policy": "base", "version": "-1", "pool_version": "2"}]},
+        {"replica_id": "r1", "state": "REPLICA_STATE_PENDING_WEIGHTS", "differences": lags,
+         "num_more_differences": 1},
+    ]  # fmt: skip
+    policies = [{"policy": name, "served_version": "2"} for name in ("base", "a0", "a1", "a2")]
+    problems = [
+        {"severity": "PROBLEM_SEVERITY_ERROR", "message": "a1 is quarantined", "replica_id": "a1"},
+        {"severity": "PROBLEM_SEVERITY_ERROR", "message": "a1@2 is lost", "policy": "a1"},
+    ]
+
+    def change(route: Route) -> None:
+        response = route.fetch()
+        told = response.json()
+        told["pool"] |= {"problems": problems, "num_errors": 2}
+        whole = {"policies": policies, "replicas": replicas} if told["is_new"] else {}
+        route.fulfill(response=response, json={**told, **whole, "num_replicas": 2})
+
+    with coordinator(tmp_path) as served, browser.tab(served.page) as tab:
+        tab.page.route("**/v1/pool.json?*", change)
+        tab.page.reload()
+        tab.wait("#policy-rows tr")
+        behind = {
+            name: tab.page.locator(f"#policy-rows tr[data-policy={name}] td").nth(2).inner_text()
+            for name in ("base", "a0", "a1", "a2")
+        }
+        assert behind == {
+            "base": "a1: mixed weights",
+            "a0": "none",
+            "a1": "r1: a1@2, at least 4 behind",
+            "a2": "not told of 1 replica",
+        }
+        row = tab.page.locator("#replica-rows tr[data-replica=a1]").inner_text()
+        assert "mixed weights" in row
+        for kind, said in (("replica", "a1 is quarantined"), ("policy", "a1@2 is lost")):
+            (line,) = tab.all(f"#problems li[data-{kind}=a1]", "node => node.textContent")
+            assert said in line

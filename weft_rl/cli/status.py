@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Literal
 
 import grpc
 import typer
@@ -17,7 +17,8 @@ from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, 
 from weft_rl.cli.console.output import print_json, rate
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.names import provenance
+from weft_rl.contract.names import PolicyVersion, provenance
+from weft_rl.coordinator.decisions.problems import explain_conflict, explain_unused_file
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import get_pool
@@ -107,10 +108,43 @@ def render(pool: pb.GetPoolResponse) -> RenderableType:
 
 def _problems(pool: pb.GetPoolResponse) -> list[Text]:
     """List what is wrong now, as the coordinator says it."""
-    colours = {pb.PROBLEM_SEVERITY_WARNING: "yellow"}
-    found = [Text(one.message, colours.get(one.severity, "red")) for one in pool.problems]
-    more = f"and {pool.num_more_problems} more problems"
-    return found + [Text(more, "red")] * bool(pool.num_more_problems)
+    if not pool.problems:
+        return [Text(text, "red") for text in _problems_of_older(pool)]
+    is_warning = [one.severity == pb.PROBLEM_SEVERITY_WARNING for one in pool.problems]
+    found = [
+        Text(one.message, "yellow" if mild else "red")
+        for one, mild in zip(pool.problems, is_warning, strict=True)
+    ]
+    if more := pool.num_more_problems:
+        # One that does not count errors sends them first.
+        errors = pool.num_errors - is_warning.count(False) if pool.num_errors else 0
+        is_mild = not errors if pool.num_errors else is_warning[-1]
+        of_them = f", {errors} of them errors" if errors > 0 else ""
+        found.append(Text(f"and {more} more problems{of_them}", "yellow" if is_mild else "red"))
+    return found
+
+
+def _problems_of_older(pool: pb.GetPoolResponse) -> list[str]:
+    """List problems that a coordinator which sends none tells otherwise, and no table shows."""
+    conflicts = [
+        explain_conflict(
+            PolicyVersion(policy.policy, conflict.version),
+            {found.content_digest: found.replica_ids for found in conflict.contents},
+        )
+        for policy in pool.policies
+        for conflict in policy.conflicts
+    ]
+    return [*map(explain_unused_file, pool.unused_files), *conflicts]
+
+
+def _told_of(pool: pb.GetPoolResponse, kind: Literal["replica_id", "policy"]) -> dict[str, str]:
+    """Return what problems say, by replica or by policy."""
+    told = dict[str, str]()
+    for one in pool.problems:
+        # An older coordinator does not say of which kind the subject is.
+        name = getattr(one, kind) if one.replica_id or one.policy else one.subject
+        told[name] = f"{told.get(name, '')}{one.message}\n"
+    return told
 
 
 def _headline(pool: pb.GetPoolResponse) -> Text:
@@ -194,7 +228,7 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
     are_mixed = len({replica.model_name for replica in pool.replicas}) > 1
     columns = _REPLICA_COLUMNS if are_mixed else _REPLICA_COLUMNS[:-1]
     table = FittedTable("replicas", columns, caption=_more(more))
-    told = {problem.subject for problem in pool.problems}
+    told = _told_of(pool, "replica_id")
     for replica in replicas[:_MAX_REPLICAS]:
         word, colour = _STATES.get(replica.state, ("unknown", "red"))
         state = Text(word, colour)
@@ -202,13 +236,17 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
             state.append(
                 f" for {duration_from_proto(replica.report.drain.time_left):.0f} s", colour
             )
-        why = "" if replica.replica_id in told else replica.state_reason
+        why = replica.state_reason
+        if why in told.get(replica.replica_id, ""):
+            why = ""
         notes = (why, _not_compared(pool, replica), stale_draft(replica))
         seen = duration_from_proto(replica.since_heartbeat)
         table.add_row(
             replica.replica_id,
             state,
-            _serves(replica.version_vector, pool.version_vector),
+            "mixed weights"
+            if replica.report.dirty_reason
+            else _serves(replica.version_vector, pool.version_vector),
             replica.http_url,
             f"{seen:.1f} s ago",
             *([replica.model_name] if are_mixed else []),
@@ -277,20 +315,14 @@ def _policies(pool: pb.GetPoolResponse) -> FittedTable:
             )
         )
     table = FittedTable("policies", _POLICY_COLUMNS, caption=_more(more))
-    told = {problem.subject for problem in pool.problems}
+    told = _told_of(pool, "policy")
     for policy in policies[:_MAX_POLICIES]:
         owner, notes = "-", []
         if policy.HasField("lease"):
             left = duration_from_proto(policy.lease.time_to_live)
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
-        if policy.policy in told:
-            pass
-        elif policy.lost:
-            notes.append(_lost_text(policy))
-        elif policy.publish_again_version:
-            lost = f"{policy.policy}@{policy.publish_again_version}"
-            asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
-            notes.append(f"{lost} is held by no replica: {asked}")
+        if (text := _missing_text(policy)) and policy.policy not in told:
+            notes.append(text)
         served = f"{policy.policy}@{policy.served_version}"
         trained_on = None
         if policy.HasField("trained_on_base_version"):
@@ -309,6 +341,17 @@ def _policies(pool: pb.GetPoolResponse) -> FittedTable:
             notes=[Text(note, "dim") for note in notes],
         )  # fmt: skip
     return table
+
+
+def _missing_text(policy: pb.Policy) -> str:
+    """Say that no replica holds what a policy serves; empty if one does."""
+    if policy.lost:
+        return _lost_text(policy)
+    if not policy.publish_again_version:
+        return ""
+    lost = f"{policy.policy}@{policy.publish_again_version}"
+    asked = "is asked to publish it again" if policy.HasField("lease") else "push it again"
+    return f"{lost} is held by no replica: {asked}"
 
 
 def _lost_text(policy: pb.Policy) -> str:

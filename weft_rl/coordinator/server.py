@@ -148,6 +148,7 @@ class Coordinator:
             lambda: driver.state,
             driver.now,
             driver.groups.num_verified,
+            lambda: driver.unwritten_reason,
         )
         self.ports = await Ports.open(
             config.telemetry, self._server, metrics_registry, security, pages(document)

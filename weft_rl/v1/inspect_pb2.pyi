@@ -173,9 +173,9 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_REPLICA_PENDING: _EventKind.ValueType  # 2
     """To REPLICA_STATE_PENDING_WEIGHTS."""
     EVENT_KIND_REPLICA_LOST: _EventKind.ValueType  # 3
-    """To REPLICA_STATE_LOST; or it left the pool."""
+    """To REPLICA_STATE_LOST; or it left the pool without a drain."""
     EVENT_KIND_REPLICA_QUARANTINED: _EventKind.ValueType  # 4
-    """To REPLICA_STATE_QUARANTINED."""
+    """To REPLICA_STATE_QUARANTINED, other than by an operator's order alone."""
     EVENT_KIND_REPLICA_DRAINING: _EventKind.ValueType  # 5
     """To REPLICA_STATE_DRAINING."""
     EVENT_KIND_REPLICA_CORDONED: _EventKind.ValueType  # 6
@@ -254,6 +254,10 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """It is not any more."""
     EVENT_KIND_COORDINATOR_STARTED: _EventKind.ValueType  # 43
     """The coordinator has started; whom it concerns is its generation."""
+    EVENT_KIND_REPLICA_LEFT: _EventKind.ValueType  # 44
+    """A replica left the pool at the end of its drain."""
+    EVENT_KIND_QUARANTINE_ORDERED: _EventKind.ValueType  # 45
+    """A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What has happened."""
@@ -265,9 +269,9 @@ EVENT_KIND_REPLICA_READY: EventKind.ValueType  # 1
 EVENT_KIND_REPLICA_PENDING: EventKind.ValueType  # 2
 """To REPLICA_STATE_PENDING_WEIGHTS."""
 EVENT_KIND_REPLICA_LOST: EventKind.ValueType  # 3
-"""To REPLICA_STATE_LOST; or it left the pool."""
+"""To REPLICA_STATE_LOST; or it left the pool without a drain."""
 EVENT_KIND_REPLICA_QUARANTINED: EventKind.ValueType  # 4
-"""To REPLICA_STATE_QUARANTINED."""
+"""To REPLICA_STATE_QUARANTINED, other than by an operator's order alone."""
 EVENT_KIND_REPLICA_DRAINING: EventKind.ValueType  # 5
 """To REPLICA_STATE_DRAINING."""
 EVENT_KIND_REPLICA_CORDONED: EventKind.ValueType  # 6
@@ -346,6 +350,10 @@ EVENT_KIND_POLICY_FOUND: EventKind.ValueType  # 42
 """It is not any more."""
 EVENT_KIND_COORDINATOR_STARTED: EventKind.ValueType  # 43
 """The coordinator has started; whom it concerns is its generation."""
+EVENT_KIND_REPLICA_LEFT: EventKind.ValueType  # 44
+"""A replica left the pool at the end of its drain."""
+EVENT_KIND_QUARANTINE_ORDERED: EventKind.ValueType  # 45
+"""A replica's state has changed to REPLICA_STATE_QUARANTINED by an operator's order."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -456,6 +464,7 @@ class VersionDifference(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     POOL_VERSION_FIELD_NUMBER: _builtins.int
     NUM_BEHIND_FIELD_NUMBER: _builtins.int
+    NUM_BEHIND_IS_MINIMUM_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Which."""
     version: _builtins.int
@@ -465,7 +474,9 @@ class VersionDifference(_message.Message):
     pool_version: _builtins.int
     """Version that a ready replica serves."""
     num_behind: _builtins.int
-    """By how many numbers it is behind; 0 where it serves none, or a later one."""
+    """How many committed versions it is behind; 0 where it serves none, or a later one."""
+    num_behind_is_minimum: _builtins.bool
+    """Whether that is a minimum: versions that are retired are not counted."""
     def __init__(
         self,
         *,
@@ -473,10 +484,11 @@ class VersionDifference(_message.Message):
         version: _builtins.int = ...,
         pool_version: _builtins.int = ...,
         num_behind: _builtins.int = ...,
+        num_behind_is_minimum: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_behind", b"num_behind", "policy", b"policy", "pool_version", b"pool_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_behind", b"num_behind", "num_behind_is_minimum", b"num_behind_is_minimum", "policy", b"policy", "pool_version", b"pool_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -865,22 +877,32 @@ class Problem(_message.Message):
     SEVERITY_FIELD_NUMBER: _builtins.int
     SUBJECT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     severity: Global___ProblemSeverity.ValueType
     """How much it needs somebody."""
     subject: _builtins.str
     """Whom it concerns: a replica or a policy; empty for the pool."""
     message: _builtins.str
     """What is wrong with whom and, where somebody must act, what to do: sentences for people."""
+    replica_id: _builtins.str
+    """Replica that it concerns; empty where it concerns none, or several. A policy may have the
+    same name.
+    """
+    policy: _builtins.str
+    """Policy that it concerns, likewise."""
     def __init__(
         self,
         *,
         severity: Global___ProblemSeverity.ValueType = ...,
         subject: _builtins.str = ...,
         message: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "severity", b"severity", "subject", b"subject"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "policy", b"policy", "replica_id", b"replica_id", "severity", b"severity", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,6 +936,7 @@ class GetPoolResponse(_message.Message):
     NUM_POLICIES_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     NUM_MORE_PROBLEMS_FIELD_NUMBER: _builtins.int
+    NUM_ERRORS_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -934,6 +957,8 @@ class GetPoolResponse(_message.Message):
     """Of the whole pool, those that never had a version included."""
     num_more_problems: _builtins.int
     """How many more there are."""
+    num_errors: _builtins.int
+    """How many problems are errors, in `problems` or not."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves."""
@@ -1011,10 +1036,11 @@ class GetPoolResponse(_message.Message):
         num_policies: _builtins.int = ...,
         problems: _abc.Iterable[Global___Problem] | None = ...,
         num_more_problems: _builtins.int = ...,
+        num_errors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,9 +156,10 @@ class InspectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """What happened last, newest first; in pages of at most 512 KiB. The last 500 failures and
-        the last 500 other events are in the catalog and outlive a restart; the last 500 details
-        (steps of a push before its end, retired versions) do not.
+        """What happened last, newest first; in pages of at most 512 KiB. Of pushes, repairs,
+        replicas, policies, orders and the coordinator the last 500 failures each, and the last 500
+        other events each, are in the catalog and outlive a restart; the last 500 details (steps of a
+        push before its end, retired versions) do not.
         Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -70,9 +70,10 @@ class InspectServiceStub:
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
     """
     ListEvents: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListEventsRequest, _inspect_pb2.ListEventsResponse]
-    """What happened last, newest first; in pages of at most 512 KiB. The last 500 failures and
-    the last 500 other events are in the catalog and outlive a restart; the last 500 details
-    (steps of a push before its end, retired versions) do not.
+    """What happened last, newest first; in pages of at most 512 KiB. Of pushes, repairs,
+    replicas, policies, orders and the coordinator the last 500 failures each, and the last 500
+    other events each, are in the catalog and outlive a restart; the last 500 details (steps of a
+    push before its end, retired versions) do not.
     Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     WatchRoutes: _grpc.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]
@@ -141,9 +142,10 @@ class InspectServiceAsyncStub(InspectServiceStub):
     Not resumable. Statuses: RESOURCE_EXHAUSTED/TOO_SLOW.
     """
     ListEvents: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListEventsRequest, _inspect_pb2.ListEventsResponse]  # type: ignore[assignment]
-    """What happened last, newest first; in pages of at most 512 KiB. The last 500 failures and
-    the last 500 other events are in the catalog and outlive a restart; the last 500 details
-    (steps of a push before its end, retired versions) do not.
+    """What happened last, newest first; in pages of at most 512 KiB. Of pushes, repairs,
+    replicas, policies, orders and the coordinator the last 500 failures each, and the last 500
+    other events each, are in the catalog and outlive a restart; the last 500 details (steps of a
+    push before its end, retired versions) do not.
     Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
     """
     WatchRoutes: _aio.UnaryStreamMultiCallable[_inspect_pb2.WatchRoutesRequest, _inspect_pb2.WatchRoutesResponse]  # type: ignore[assignment]
@@ -257,9 +259,10 @@ class InspectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.ListEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ListEventsResponse, _abc.Awaitable[_inspect_pb2.ListEventsResponse]]:
-        """What happened last, newest first; in pages of at most 512 KiB. The last 500 failures and
-        the last 500 other events are in the catalog and outlive a restart; the last 500 details
-        (steps of a push before its end, retired versions) do not.
+        """What happened last, newest first; in pages of at most 512 KiB. Of pushes, repairs,
+        replicas, policies, orders and the coordinator the last 500 failures each, and the last 500
+        other events each, are in the catalog and outlive a restart; the last 500 details (steps of a
+        push before its end, retired versions) do not.
         Idempotent: reads only. Statuses: INVALID_ARGUMENT/INVALID_PAGE.
         """
 

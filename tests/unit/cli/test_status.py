@@ -190,6 +190,58 @@ def test_what_is_wrong_is_said_first_and_once() -> None:
     assert len([line for line in lines if "is lost" in line]) == 1
 
 
+def test_a_reason_that_was_cut_off_stays_in_its_row() -> None:
+    pool = pb.GetPoolResponse(version_vector=vector(7))
+    pool.replicas.add(replica_id="r0", state=pb.REPLICA_STATE_LOST, state_reason="long enough")
+    pool.problems.add(subject="r0", replica_id="r0", message="r0 is lost: long…")
+    assert "long enough" in shown(pool)
+
+
+def test_a_replica_and_a_policy_of_one_name_are_told_apart() -> None:
+    pool = pb.GetPoolResponse(version_vector=vector(7))
+    pool.replicas.add(replica_id="math", state=pb.REPLICA_STATE_LOST, state_reason="no heartbeat")
+    pool.policies.add(policy="math", served_version=3, last_version=3, lost=True)
+    pool.problems.add(subject="math", replica_id="math", message="math is lost: no heartbeat")
+    assert "math@3 is lost: no replica in contact holds it" in shown(pool, 200)
+    pool.problems[0].MergeFrom(pb.Problem(policy="math", message="math@3 is lost"))
+    pool.problems[0].ClearField("replica_id")
+    lines = shown(pool, 200).splitlines()
+    assert [line for line in lines if "no heartbeat" in line], "in the row of the replica"
+    assert len([line for line in lines if "math@3 is lost" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_errors", "said"), [(51, "1 of them errors"), (50, "9 more problems\n"), (0, "problems\n")]
+)
+def test_of_the_problems_that_are_not_told_the_errors_are_counted(
+    num_errors: int, said: str
+) -> None:
+    pool = pb.GetPoolResponse(num_more_problems=9, num_errors=num_errors)
+    for number in range(50):
+        pool.problems.add(severity=pb.PROBLEM_SEVERITY_ERROR, message=f"problem {number}")
+    assert said in "\n".join(map(str.rstrip, shown(pool).splitlines()))
+
+
+def test_of_a_coordinator_that_sends_no_problems_the_others_are_told() -> None:
+    pool = pb.GetPoolResponse(version_vector=vector(7), unused_files=["access.toml: no role"])
+    conflict = pool.policies.add(policy="math", last_version=2).conflicts.add(version=2)
+    for digest, holder in ((b"\x01", "r0"), (b"\x02", "r1")):
+        conflict.contents.add(content_digest=digest, replica_ids=[holder])
+    lines = shown(pool, 200).splitlines()
+    assert lines[1].startswith("the coordinator does not use this file")
+    assert lines[1].endswith("access.toml: no role")
+    assert lines[2].startswith("math@2 is not served, for replicas hold other bytes")
+    assert lines[2].endswith("01 at r0; 02 at r1. Push math again")
+
+
+def test_mixed_weights_are_no_version() -> None:
+    pool = pb.GetPoolResponse(version_vector=vector(7), replicas=[replica(0, vector(7))])
+    pool.replicas[0].report.dirty_reason = "a load failed"
+    text = shown(pool)
+    assert "mixed weights" in text
+    assert "as the pool" not in text
+
+
 def test_an_adapter_over_another_base_says_so_in_its_row() -> None:
     pool = pb.GetPoolResponse(version_vector=vector(7))
     for number in range(2):

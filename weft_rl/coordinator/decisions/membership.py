@@ -298,7 +298,9 @@ def leave(change: Change, event: events.Leave) -> None:
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         _remove(change, replica, "it left the pool")
-        change.announce(EventKind.REPLICA_LOST, replica.replica_id, "it left the pool")
+        is_drained = replica.drain is not None
+        kind = EventKind.REPLICA_LEFT if is_drained else EventKind.REPLICA_LOST
+        change.announce(kind, replica.replica_id, "it left the pool")
     change.reply(event.ticket, EmptyAnswer())
 
 

@@ -328,7 +328,10 @@ def _announce_states(change: Change) -> None:
         if now_is is not replica.announced:
             why = explain_state(change.state, replica)[1]
             change.put_replica(replace(replica, announced=now_is))
-            change.announce(_EVENT_KINDS[now_is], replica.replica_id, why)
+            kind = _EVENT_KINDS[now_is]
+            if kind is EventKind.REPLICA_QUARANTINED and not replica.dirty_reason:
+                kind = EventKind.QUARANTINE_ORDERED
+            change.announce(kind, replica.replica_id, why)
 
 
 def _note_routes(before: PoolState, change: Change) -> None:

@@ -337,6 +337,7 @@ def replica_to_proto(
                 version=one.version,
                 pool_version=one.pool_version,
                 num_behind=one.num_behind,
+                num_behind_is_minimum=one.is_minimum,
             )
             for one in differences[:_MAX_DIFFERENCES]
         ],
@@ -440,7 +441,11 @@ _ORDERS_BYTES: Final = 128 * 1024
 
 
 def pool_to_proto(
-    state: PoolState, now: float, unix_seconds: float, unused_files: Sequence[str]
+    state: PoolState,
+    now: float,
+    unix_seconds: float,
+    unused_files: Sequence[str],
+    unwritten_reason: str,
 ) -> inspect_pb2.GetPoolResponse:
     """Encode a pool without its replicas, policies, transfers and version vector; O(replicas +
     policies + operators' orders).
@@ -448,13 +453,14 @@ def pool_to_proto(
     Args:
         now: Monotonic seconds, as the state has them.
         unused_files: Files of the coordinator's that are not used, with the reasons.
+        unwritten_reason: Why events are not in the catalog; empty if they are.
     """
     orders = cut(
         sorted(state.out_of_service),
         lambda name: out_of_service_to_proto(name, state.out_of_service[name]),
         max_bytes=_ORDERS_BYTES,
     ).entries
-    found, num_more = problems(state, now, unused_files)
+    found = problems(state, now, unused_files, unwritten_reason)
     counts = Counter(r.announced or replica_state(state, r) for r in state.replicas.values())
     return inspect_pb2.GetPoolResponse(
         base_fingerprint=state.fingerprint,
@@ -475,12 +481,15 @@ def pool_to_proto(
         problems=[
             inspect_pb2.Problem(
                 severity=inspect_pb2.ProblemSeverity.ValueType(int(problem.severity)),
-                subject=problem.subject,
+                subject=problem.replica_id or problem.policy,
                 message=problem.message,
+                replica_id=problem.replica_id,
+                policy=problem.policy,
             )
-            for problem in found
+            for problem in found.shown
         ],
-        num_more_problems=num_more,
+        num_more_problems=found.num_more,
+        num_errors=found.num_errors,
     )
 
 

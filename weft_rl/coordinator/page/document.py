@@ -25,7 +25,14 @@ from starlette.responses import PlainTextResponse, Response
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.policies.republishing import conflicts, publish_again_version
-from weft_rl.coordinator.decisions.state.event_kinds import DETAILS, MAX_KEPT, story, tone, topic
+from weft_rl.coordinator.decisions.state.event_kinds import (
+    DETAILS,
+    KEPT_WITH,
+    MAX_KEPT,
+    story,
+    tone,
+    topic,
+)
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolState
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -58,6 +65,8 @@ from weft_rl.v1 import inspect_pb2
 #: A thousand replicas that all changed take some answers.
 LOOK_SECONDS: Final = 0.02
 MAX_BYTES: Final = 512 * 1024
+#: Events of one answer.
+MAX_EVENTS: Final = 1000
 #: Those who ask with the same cursor within so long get the same answer, however many they are.
 SAME_ANSWER_SECONDS: Final = 0.25
 _MAX_ANSWERS: Final = 8
@@ -113,6 +122,7 @@ class Document:
         state: Returns the state as it is now, which is replaced and never mutated.
         now: Returns monotonic seconds, as the state has them.
         num_verified: Returns how many buckets every receiver has verified, of a group's transfer.
+        unwritten_reason: Returns why events are not in the catalog; empty if they are.
     """
 
     def __init__(
@@ -123,9 +133,11 @@ class Document:
         state: Callable[[], PoolState],
         now: Callable[[], float],
         num_verified: Callable[[str, str], int],
+        unwritten_reason: Callable[[], str],
     ) -> None:
         self._history, self._feed, self._target = history, feed, target
         self._state, self._now, self._num_verified = state, now, num_verified
+        self._unwritten_reason = unwritten_reason
         self._made: dict[str, tuple[float, bytes]] = {}
         self._replicas = Entries[Replica](self._seen_replica, self._replica, time.monotonic)
         self._policies = Entries[Policy](self._seen_policy, self._policy, time.monotonic)
@@ -153,13 +165,14 @@ class Document:
         ]
         has = past, told, replicas, policies = self._known(state, known)
         texts, members, reached = self._past(past, upto)
-        events = self._feed.since(told)
+        newer = self._feed.since(told)
+        events = newer[:MAX_EVENTS]
         told = events[-1].revision if events else told
         cursor = (reached, told, self._replicas.revision, self._policies.revision)
         facts = {
             "cursor": ".".join([state.coordinator_id, *map(str, cursor)]),
             "is_new": not any(has),
-            "is_more": reached < upto or any(is_more),
+            "is_more": reached < upto or len(events) < len(newer) or any(is_more),
             "coordinator": self._target,
             "history": {
                 "began": self._history.began_at,
@@ -167,7 +180,7 @@ class Document:
                 "num_events": MAX_KEPT,
                 "seconds": SHOWN_SECONDS,
             },
-            "pool": as_dict(pool_to_proto(state, self._now(), time.time(), UNUSED_FILES.list())),
+            "pool": as_dict(self._pool(state)),
             "num_replicas": len(state.replicas),
             "rates": {backend: asdict(rate) for backend, rate in self._history.rates.items()},
             "members": members,
@@ -186,6 +199,10 @@ class Document:
         }
         listed = ",".join(f'"{name}":[{",".join(entries)}]' for name, entries in lists.items())
         return f"{_dumps(facts)[:-1]},{listed}}}"
+
+    def _pool(self, state: PoolState) -> inspect_pb2.GetPoolResponse:
+        reason = self._unwritten_reason()
+        return pool_to_proto(state, self._now(), time.time(), UNUSED_FILES.list(), reason)
 
     def _known(self, state: PoolState, cursor: re.Match[str] | None) -> tuple[int, ...]:
         """Return the revisions of history, events, replicas and policies that a reader has.
@@ -382,6 +399,7 @@ def _told(event: KeptEvent) -> dict[str, Any]:
         "tone": tone(kind),
         "story": story(event.announced),
         "is_detail": kind in DETAILS,
+        "kept_with": KEPT_WITH[kind],
         **as_dict(event.message),
     }
 

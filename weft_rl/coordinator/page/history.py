@@ -44,6 +44,8 @@ _STATES: Final = {
     EventKind.REPLICA_CORDONED: "cordoned",
     EventKind.REPLICA_ASLEEP: "asleep",
     EventKind.REPLICA_SUSPECT: "suspect",
+    EventKind.REPLICA_LEFT: "gone",
+    EventKind.QUARANTINE_ORDERED: "quarantined",
 }
 _KINDS: Final = {PolicyKind.BASE: "base", PolicyKind.ADAPTER: "adapter"}
 

@@ -2,7 +2,8 @@
 
 A batch is whatever has been posted. One writer thread writes its saves in one
 transaction. Only once they are on disk is anything else done about the batch: nobody
-ever learns of a decision that a crash could undo.
+ever learns of a decision that a crash could undo. Events alone may wait for a disk that is
+full: nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft_rl.contract.errors import CapacityError, PeerUnavailableError, WeftErr
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
-from weft_rl.coordinator.decisions.state.event_kinds import DETAILS
+from weft_rl.coordinator.decisions.state.event_kinds import DETAILS, MAX_KEPT
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.values import Failure, VersionRecord
 from weft_rl.coordinator.decisions.step import step
@@ -45,6 +46,10 @@ _Read = TypeVar("_Read")
 #: After which a write to the catalog is spoken of; it is waited for, however long it takes.
 SLOW_SAVE_SECONDS: Final = 10.0
 TICK_SECONDS: Final = 0.25
+#: Between two attempts to write events alone, once one has failed.
+RETRY_SECONDS: Final = 10.0
+#: Events that wait for the next attempt; older ones are in the log alone.
+MAX_UNWRITTEN: Final = 2 * MAX_KEPT
 #: Between two looks at whether the catalog's file is still there.
 LOOK_SECONDS: Final = 1.0
 #: Calls that may wait to be decided; more are refused. (Events of streams and of
@@ -99,6 +104,9 @@ class Driver:
         self._calls: dict[int, asyncio.Future[effects.Answer]] = {}
         self._last_ticket = 0
         self._lazy: list[effects.Save] = []
+        self._retry_at = float("-inf")
+        self.unwritten_reason = ""
+        """Why the last events are not in the catalog; empty if they are."""
         self._aside: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._failure: Exception | None = None
@@ -226,11 +234,10 @@ class Driver:
                 steps.append((event, before, state, more))
         saves = [effect for effect in todo if isinstance(effect, effects.Save)]
         saves += self._to_keep(todo, now)
-        if any(save.durable for save in saves) or (flush and (self._lazy or saves)):
-            saves, self._lazy = [*self._lazy, *saves], []
+        self._lazy += saves
+        if any(save.durable for save in saves) or (flush and self._is_due(now)):
+            saves, self._lazy = self._lazy, []
             await self._save(saves)
-        else:
-            self._lazy += saves
         self.state = state
         for taken in steps:
             self._tell(*taken)
@@ -283,8 +290,15 @@ class Driver:
     async def _find_version(self, version: PolicyVersion) -> VersionRecord | None:
         return await self.read(lambda catalog: catalog.find_version(version))
 
+    def _is_due(self, now: float) -> bool:
+        """Return whether a tick writes the deferred saves."""
+        return bool(self._lazy) and (now >= self._retry_at or not _are_events(self._lazy))
+
     async def _save(self, saves: list[effects.Save]) -> None:
-        """Write one transaction; a failure ends the coordinator, whoever asked for it."""
+        """Write one transaction; a failure ends the coordinator, whoever asked for it.
+
+        Events alone that cannot be written become deferred saves again, if the file is there.
+        """
         loop = asyncio.get_running_loop()
         slow = loop.call_later(
             SLOW_SAVE_SECONDS,
@@ -294,13 +308,46 @@ class Driver:
             SLOW_SAVE_SECONDS,
         )
         try:
-            await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+            await loop.run_in_executor(self._writer, self._apply, saves)
+        except _EventsUnwrittenError as error:
+            self._defer_events(saves, error)
         except Exception as error:
             self._failure = error
             self._wake.set()
             raise
+        else:
+            if self.unwritten_reason:
+                _log.info("the catalog is written again, with the events that waited")
+            self.unwritten_reason = ""
+            self._retry_at = float("-inf")
         finally:
             slow.cancel()
+
+    def _apply(self, saves: list[effects.Save]) -> None:
+        """Write one transaction, on the writer's thread.
+
+        Raises:
+            _EventsUnwrittenError: Events alone were not written; the file is where it was.
+        """
+        try:
+            self._catalog.apply(saves)
+        except Exception as error:
+            if not _are_events(saves):
+                raise
+            self._catalog.check()
+            why = error.metadata.get("why") if isinstance(error, WeftError) else None
+            raise _EventsUnwrittenError(why or str(error)) from error
+
+    def _defer_events(self, saves: list[effects.Save], error: _EventsUnwrittenError) -> None:
+        if not self.unwritten_reason:
+            _log.error(
+                "events are in this log and in no catalog, tried again every %g s: %s",
+                RETRY_SECONDS,
+                error,
+            )
+        self.unwritten_reason = str(error)
+        self._retry_at = self.now() + RETRY_SECONDS
+        self._lazy = [*saves[-MAX_UNWRITTEN:], *self._lazy]
 
     def _carry_out(self, effect: effects.Effect) -> None:
         groups = self.groups
@@ -432,10 +479,17 @@ class Driver:
         saves, self._lazy = self._lazy, []
         try:
             if saves and self._failure is None:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._writer, self._catalog.apply, saves)
+                await self._save(saves)
         finally:
             await asyncio.to_thread(self._writer.shutdown)
+
+
+class _EventsUnwrittenError(Exception):
+    """Failure to write a transaction that consists of events."""
+
+
+def _are_events(saves: Sequence[effects.Save]) -> bool:
+    return all(isinstance(save, SaveEvent) for save in saves)
 
 
 def _away() -> PeerUnavailableError:

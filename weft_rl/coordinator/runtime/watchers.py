@@ -93,7 +93,7 @@ class Feed:
         self, clock: Callable[[], float] = time.time, former: Sequence[SaveEvent] = ()
     ) -> None:
         self._watchers: set[Watcher] = set()
-        self._kept = {name: Log[KeptEvent](MAX_KEPT) for name in ("failures", "others", "details")}
+        self._kept = {name: Log[KeptEvent](MAX_KEPT) for name in set(KEPT_WITH.values())}
         self._num_published = 0
         for past in former:
             self.publish(past.time, past.event)

@@ -88,8 +88,15 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
             next_transfer_page_token=under_way.last.transfer_id if under_way.last else "",
             num_policies=len(state.policies),
         )
-        now, unused = self._driver.now(), UNUSED_FILES.list()
-        known.MergeFrom(pool_to_proto(state, now, time.time(), unused))
+        known.MergeFrom(
+            pool_to_proto(
+                state,
+                self._driver.now(),
+                time.time(),
+                UNUSED_FILES.list(),
+                self._driver.unwritten_reason,
+            )
+        )
         return known
 
     async def ListReplicas(

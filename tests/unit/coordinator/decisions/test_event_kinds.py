@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tests.unit.coordinator.decisions.machine import Machine
 from weft_rl.contract.names import PolicyVersion
+from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
 from weft_rl.coordinator.decisions.state.event_kinds import (
@@ -15,6 +17,8 @@ from weft_rl.coordinator.decisions.state.event_kinds import (
     topic,
 )
 from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.v1 import inspect_pb2
 
 
@@ -28,10 +32,35 @@ def test_each_kind_has_one_topic_and_the_protos_have_it_too() -> None:
 def test_a_failure_is_never_a_detail_and_is_bad() -> None:
     assert not FAILURES & DETAILS
     assert {kind for kind in EventKind if tone(kind) == "bad"} == FAILURES
-    assert {kind for kind in EventKind if KEPT_WITH[kind] == "failures"} == FAILURES
+    assert {kind for kind in EventKind if KEPT_WITH[kind].startswith("failures of ")} == FAILURES
     for kind in EventKind:
         if kind.name.endswith(("LOST", "FAILED", "ABORTED", "QUARANTINED", "SUSPECT", "CONFLICT")):
             assert kind in FAILURES
+
+
+def test_replicas_are_kept_apart_from_pushes_and_failures_from_the_others() -> None:
+    pushes = {KEPT_WITH[kind] for kind in TOPICS["pushes"] - DETAILS}
+    replicas = {KEPT_WITH[kind] for kind in TOPICS["replicas"]}
+    assert pushes == {"pushes", "failures of pushes"}
+    assert replicas == {"replicas", "failures of replicas"}
+    assert KEPT_WITH[EventKind.REPLICA_ASLEEP] == KEPT_WITH[EventKind.REPLICA_READY] == "replicas"
+
+
+def test_what_was_ordered_is_no_failure() -> None:
+    m = Machine().pool("r0", "r1", "r2")
+    order = OutOfService(ReplicaState.QUARANTINED, "new disk")
+    m.do(events.TakeOutOfService(900, "r0", order))
+    (ordered,) = [e for e in m.last if isinstance(e, Announce) and e.subject == "r0"]
+    assert (ordered.kind, tone(ordered.kind)) == (EventKind.QUARANTINE_ORDERED, "plain")
+    m.do(events.DrainReplica(901, "r1", 30.0, "maintenance"))
+    for name, kind in (("r1", EventKind.REPLICA_LEFT), ("r2", EventKind.REPLICA_LOST)):
+        m.do(events.Leave(902, name, "i1"))
+        (left,) = [e for e in m.last if isinstance(e, Announce) and e.subject == name]
+        assert left.kind is kind
+    assert tone(EventKind.REPLICA_LEFT) == "plain"
+    m.register("r3", dirty_reason="a load failed")
+    (mixed,) = [e for e in m.last if isinstance(e, Announce) and e.subject == "r3"]
+    assert (mixed.kind, tone(mixed.kind)) == (EventKind.REPLICA_QUARANTINED, "bad")
 
 
 def test_a_push_and_the_end_of_its_version_are_one_story() -> None:

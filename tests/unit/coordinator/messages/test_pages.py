@@ -28,6 +28,8 @@ MIB = 2**20
 class _Coordinator:
     """Of a driver, what listings ask for; of a stub, the calls."""
 
+    unwritten_reason = ""
+
     def __init__(self, state: PoolState) -> None:
         self.state, self.routes, self.groups = state, RouteFeed(), LiveGroups(lambda event: None)
         self._inspect = InspectServicer(cast(Driver, self), Feed())

@@ -31,7 +31,13 @@ class Reader:
 
     def __init__(self, m: Watched) -> None:
         self.document = Document(
-            m.history, m.feed, "127.0.0.1:50051", lambda: m.state, lambda: m.now, lambda *_: 0
+            m.history,
+            m.feed,
+            "127.0.0.1:50051",
+            lambda: m.state,
+            lambda: m.now,
+            lambda *_: 0,
+            lambda: "",
         )
         self.cursor = ""
 

@@ -7,7 +7,7 @@ import gc
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 from weft_rl.coordinator.decisions.state.values import ContentDigest, PolicyKind, RecordedFacts
 from weft_rl.coordinator.runtime import driver as driver_module
-from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import ReferenceCache
 from weft_rl.coordinator.runtime.replica_client import ReplicaCaller
@@ -106,6 +106,47 @@ async def test_what_may_be_written_late_and_cannot_ends_it_too(catalog_path: Pat
     with pytest.raises(sqlite3.OperationalError):
         await asyncio.wait_for(task, 5)
     await driver.stop()
+    catalog.close()
+
+
+async def test_events_alone_that_cannot_be_written_wait_and_end_nothing(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver_module, "TICK_SECONDS", 0.005)
+    monkeypatch.setattr(driver_module, "RETRY_SECONDS", 0.02)
+    driver, catalog = _driver(catalog_path)
+    catalog.broken = True
+    task = driver.start()  # which is an event
+
+    async def until(is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not is_so():
+                await asyncio.sleep(0.005)
+
+    await until(lambda: driver.unwritten_reason == "disk full")
+    assert not task.done()
+    assert "events are in this log and in no catalog" in caplog.text
+    catalog.broken = False
+    await until(lambda: not driver.unwritten_reason)
+    (past,) = catalog.snapshot().events
+    assert past.event.kind is effects.EventKind.COORDINATOR_STARTED
+    catalog.broken = True
+    catalog_path.unlink()  # that its file is gone ends it all the same
+    driver._lazy = [past]
+    with pytest.raises(CatalogError, match="was removed"):
+        await asyncio.wait_for(task, 5)
+    await driver.stop()
+    catalog.close()
+
+
+async def test_events_that_cannot_be_written_at_the_end_do_not_fail_it(
+    catalog_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, catalog = _driver(catalog_path)
+    catalog.broken = True
+    driver.start()
+    await driver.stop()
+    assert "events are in this log and in no catalog" in caplog.text
     catalog.close()
 
 

@@ -649,6 +649,8 @@ class EventKind(enum.StrEnum):
     POLICY_LOST = enum.auto()
     POLICY_FOUND = enum.auto()
     COORDINATOR_STARTED = enum.auto()
+    REPLICA_LEFT = enum.auto()
+    QUARANTINE_ORDERED = enum.auto()
 
 
 @dataclass(frozen=True)

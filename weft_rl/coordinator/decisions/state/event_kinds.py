@@ -10,8 +10,8 @@ from typing import Final
 
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
 
-#: Events that are kept, of failures, of details and of the others each. The catalog keeps as many,
-#: but for details.
+#: Events that are kept with each other (see ``KEPT_WITH``). The catalog keeps as many, but for
+#: details.
 MAX_KEPT: Final = 500
 
 #: Kinds by what they are about.
@@ -49,6 +49,8 @@ TOPICS: Final[Mapping[str, frozenset[EventKind]]] = {
             EventKind.REPLICA_ASLEEP,
             EventKind.REPLICA_SUSPECT,
             EventKind.REPLICA_ANSWERS,
+            EventKind.REPLICA_LEFT,
+            EventKind.QUARANTINE_ORDERED,
         }
     ),
     "policies": frozenset(
@@ -160,8 +162,13 @@ def story(event: Announce) -> str:
     return ""
 
 
-#: Name of the events that a kind is kept with, ``MAX_KEPT`` of each name.
+#: Name of the events that a kind is kept with, ``MAX_KEPT`` of each name: failures and the others
+#: of each topic, so that a flapping replica drops no outcome of a push; and details.
 KEPT_WITH: Final[Mapping[EventKind, str]] = {
-    kind: "failures" if kind in FAILURES else "details" if kind in DETAILS else "others"
+    kind: "details"
+    if kind in DETAILS
+    else f"failures of {topic(kind)}"
+    if kind in FAILURES
+    else topic(kind)
     for kind in EventKind
 }

@@ -11,7 +11,7 @@ A version that the catalog does not know at all is *unrecorded* until ``adoption
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ from weft_rl.containers.frozen import replace
 from weft_rl.contract.checkpoint import CheckpointState, differing_files
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.state.pool import (
+    MAX_BASE_CONTENTS,
     PoolState,
     kept_versions,
     num_retained,
@@ -478,30 +479,55 @@ class VersionDifference:
     version: int
     """Version that the replica serves; 0 for no version of an adapter."""
     pool_version: int
+    num_behind: int = 0
+    """Number of committed versions that it is behind; 0 where it serves none, or a later one."""
+    is_minimum: bool = False
+    """True if it may be behind by more: retired versions are not counted."""
 
-    @property
-    def num_behind(self) -> int:
-        """By how many numbers it is behind; 0 where it serves none, or a later one."""
-        serves_none = self.version == 0 and self.policy != BASE_POLICY
-        return 0 if serves_none or self.version < 0 else max(0, self.pool_version - self.version)
+    def __str__(self) -> str:
+        least = "at least " * self.is_minimum
+        return f"{self.policy}@{self.version}, {least}{self.num_behind} behind"
 
 
 def version_differences(state: PoolState, replica: Replica) -> list[VersionDifference]:
     """List the policies that a replica serves otherwise than the pool; the base first.
 
     A replica that is still to switch to a version that was just committed is ready, and behind.
+    Mixed weights are no version's.
     """
     pool, have = state.vector, replica.vector
     found = []
-    if have.base != pool.base:
-        found.append(VersionDifference(BASE_POLICY, have.base, pool.base))
+    base = NO_VERSION if replica.dirty_reason else have.base
+    if base != pool.base:
+        found.append(_difference(state, BASE_POLICY, base, pool.base))
     if have.aliases == pool.aliases:  # most often so, and quick to see of thousands
         return found
     return found + [
-        VersionDifference(policy, have.aliases.get(policy, 0), alias)
+        _difference(state, policy, have.aliases.get(policy, 0), alias)
         for policy, alias in sorted(pool.aliases.items())
         if have.aliases.get(policy) != alias
     ]
+
+
+def _difference(
+    state: PoolState, policy: str, version: int, pool_version: int
+) -> VersionDifference:
+    is_base = policy == BASE_POLICY
+    if version < 0 or version >= pool_version or (version == 0 and not is_base):
+        return VersionDifference(policy, version, pool_version)
+    if is_base:
+        known: Collection[int] = state.base_contents
+        oldest = min(known) if len(known) >= MAX_BASE_CONTENTS else 0
+    else:
+        its = state.policies[policy]
+        known = its.versions
+        # Pinned ones may be far below the others.
+        oldest = min(known[-num_retained(its, state.settings) :], default=pool_version)
+    between = range(version + 1, pool_version + 1)
+    fewer, others = (between, known) if len(between) < len(known) else (known, between)
+    behind = sum(number in others for number in fewer)
+    is_minimum = version < oldest and behind < len(between)
+    return VersionDifference(policy, version, pool_version, max(1, behind), is_minimum)
 
 
 def versions_to_bring(state: PoolState, replica: Replica) -> list[PolicyVersion]:

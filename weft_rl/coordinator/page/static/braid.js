@@ -14,6 +14,8 @@ const words = {
   draining: "draining", cordoned: "cordoned", asleep: "asleep", suspect: "suspect", gone: "gone",
 };
 
+const BOLD = "600";
+
 export const stateWord = (state) => words[state] ?? state;
 
 export class Braid {
@@ -77,7 +79,7 @@ export class Braid {
 
   /** The geometry of a width: where names would take too much of it they are above the rows. */
   layout(width, rows) {
-    const longest = Math.max(40, ...rows.map(({ name }) => this.width(this.label(name))));
+    const longest = Math.max(40, ...rows.map(({ name }) => this.width(this.label(name), BOLD)));
     const isNarrow = width < 560 || longest > width / 3;
     const label = isNarrow ? 0 : longest + 16;
     const dense = rows.length > 24;
@@ -133,11 +135,11 @@ export class Braid {
       svg("title", {}, `${name}: ${stateWord(state)}`), this.fitting(this.label(name), at.isNarrow ? at.width : at.label));
   }
 
-  /** A text, or its beginning and its end where it does not fit. */
+  /** A name, or its beginning and its end where it does not fit: it is bold where something is wrong. */
   fitting(text, room) {
     let length = text.length;
     let shown = text;
-    while (this.width(shown) > room && length > 8) {
+    while (this.width(shown, BOLD) > room && length > 8) {
       length -= 1;
       const end = Math.floor(length / 2);
       shown = `${text.slice(0, length - end)}…${text.slice(text.length - end)}`;
@@ -165,7 +167,7 @@ export class Braid {
       group.append(rect);
       const short = segment.version < 0 ? "other" : `@${segment.version}`;
       const begins = free(left, right, stops, x);
-      if (!at.dense && right - begins > this.width(short, "600") + 10) {
+      if (!at.dense && right - begins > this.width(short, BOLD) + 10) {
         group.append(svg("text", { class: `version ${colour(segment.version)}`, x: begins + 7,
           y: y + at.strandHeight - 4, "aria-hidden": "true" }, short));
       }

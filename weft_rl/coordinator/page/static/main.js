@@ -78,7 +78,7 @@ function drawHead() {
     "History since ", el("time", { datetime: new Date(facts.history.began * 1000).toISOString(), title: full(facts.history.began) },
       clock(facts.history.began)),
     `, when this coordinator started: its last ${facts.history.num_transfers} pushes and one hour of replicas. ` +
-    `Events outlive a restart: the last ${facts.history.num_events} failures and as many others, but no steps of pushes. ` +
+    `Events outlive a restart, but for steps of pushes: of each kind the last ${facts.history.num_events} failures, and as many others. ` +
     `Weft ${facts.pool.weft_version}, generation ${facts.pool.coordinator_generation ?? 0}.`,
   ]);
 }

@@ -2,6 +2,8 @@
 
 import { byName, fromDuration, fromTimestamp } from "./format.js";
 
+/** Whether the weights of a replica may be mixed: they are no version's. */
+export const isMixed = (replica) => Boolean(replica.report?.dirty_reason);
 
 export class Pool {
   constructor() {
@@ -19,6 +21,7 @@ export class Pool {
     this.marks = new Map(); // by replica, oldest first
     this.events = []; // oldest first
     this.underWay = [];
+    this.numKept = 0; // events, when they were cut last
     this.version = 0; // grows with each change of the history
   }
 
@@ -62,7 +65,10 @@ export class Pool {
     const { num_transfers: most, seconds } = this.facts.history;
     this.transfers.splice(0, Math.max(0, this.transfers.length - most));
     this.repairs.splice(0, Math.max(0, this.repairs.length - most));
-    if (this.events.length > 6 * this.facts.history.num_events) this.events = this.newest(this.events);
+    if (this.events.length > this.numKept + this.facts.history.num_events) {
+      this.events = this.newest(this.events);
+      this.numKept = this.events.length;
+    }
     const from = this.now - seconds;
     for (const [name, marks] of this.marks) {
       while (marks.length > 1 && marks[1].time < from) marks.shift();
@@ -72,11 +78,10 @@ export class Pool {
     }
   }
 
-  /** Of failures, of details and of all else as many as the coordinator keeps. */
+  /** As many as the coordinator keeps of those that it keeps with each other. */
   newest(events) {
     const counts = {};
-    return events.reverse().filter((event) => {
-      const kind = event.is_detail ? "detail" : event.tone === "bad" ? "failure" : "other";
+    return events.reverse().filter(({ kept_with: kind }) => {
       counts[kind] = (counts[kind] ?? 0) + 1;
       return counts[kind] <= this.facts.history.num_events;
     }).reverse();
@@ -89,11 +94,22 @@ export class Pool {
       if (this.stateOf(name) === "lost") continue;
       for (const one of this.replicas.get(name).differences ?? []) {
         const of = found.get(one.policy) ?? [];
-        of.push({ name, isReady: this.stateOf(name) === "ready", ...one });
+        of.push({ name, isReady: this.stateOf(name) === "ready", isMixed: isMixed(this.replicas.get(name)), ...one });
         found.set(one.policy, of);
       }
     }
     return found;
+  }
+
+  /**
+   * How many replicas may serve another version of a policy, which is not told: a replica names
+   * the first policies that differ, the base first, then by name.
+   */
+  notTold(policy) {
+    return [...this.replicas.values()].filter(({ replica_id: name, differences = [], num_more_differences: more }) => {
+      const last = differences[differences.length - 1]?.policy;
+      return more && policy !== "base" && this.stateOf(name) !== "lost" && (last === "base" || policy > last);
+    }).length;
   }
 
   /** The coordinator's clock when it answered last. */

@@ -3,6 +3,7 @@
 import { address, noReplica, stateWord } from "./braid.js";
 import { byId, chip, el, moment, orEmpty, show } from "./dom.js";
 import { byName, clock, colour, count, duration, rate, several, versionName } from "./format.js";
+import { isMixed } from "./pool.js";
 
 const FEW = 6; // rows of the first screen
 const NAMED = 3;
@@ -59,7 +60,7 @@ export function drawPolicies(pool) {
     el("pre", { tabindex: 0 }, `weft push --coordinator ${address(pool)} --policy math ADAPTER_DIR`),
   ]);
   const behind = pool.behind();
-  const all = names.map((name) => ({ policy: pool.policies.get(name), behind: behind.get(name) ?? [] }));
+  const all = names.map((name) => ({ policy: pool.policies.get(name), behind: behind.get(name) ?? [], notTold: pool.notTold(name) }));
   all.sort((a, b) => isWrong(b) - isWrong(a)); // the others stay in order, the base first
   const rows = some("policies", all, () => drawPolicies(pool));
   show(byId("policy-rows"), JSON.stringify([rows, pool.base?.served_version]), () =>
@@ -75,7 +76,7 @@ const notes = ({ policy: name, lost, publish_again_version: again, conflicts = [
   ...conflicts.map(({ version }) => `unlike bytes: ${versionName(name, version)}`),
 ];
 
-function policyRow(pool, { policy, behind }) {
+function policyRow(pool, { policy, behind, notTold }) {
   const name = policy.policy;
   const served = Number(policy.served_version ?? 0);
   const isBase = name === "base";
@@ -89,7 +90,8 @@ function policyRow(pool, { policy, behind }) {
     el("td", { "data-label": "Trained on" }, ...trainedOn(pool, policy, isBase, served)),
     el("td", { "data-label": "Replicas behind" }, ...behind.slice(0, NAMED).map((one) => el("span", { class: one.isReady ? "block" : "bad block" }, `${one.name}: ${stale(one)}`)),
       behind.length > NAMED ? el("small", { class: "bad" }, `and ${several(behind.length - NAMED, "replica")} more`) : null,
-      behind.length ? null : none("none")),
+      notTold ? el("small", { class: "bad" }, `not told of ${several(notTold, "replica")}`) : null,
+      behind.length || notTold ? null : none("none")),
     el("td", { "data-label": "Keeps" }, el("ul", { class: "versions" }, ...versions.map((version) =>
       el("li", { class: pinned.has(version) ? "pinned" : "", title: pinned.has(version) ? "pinned: never retired" : undefined },
         String(version), pinned.has(version) ? " pinned" : ""))),
@@ -99,9 +101,11 @@ function policyRow(pool, { policy, behind }) {
 }
 
 /** What a replica serves of a policy, and how far that is behind. */
-function stale({ policy, version = 0, pool_version: wanted, num_behind: behind }) {
+function stale({ policy, version = 0, pool_version: wanted, num_behind: behind, num_behind_is_minimum: least, isMixed }) {
+  if (isMixed && policy === "base") return "mixed weights";
   if (!Number(version) && policy !== "base") return `no ${policy}`;
-  return `${versionName(policy, version)}, ${behind ? `${count(Number(behind))} behind` : `not ${versionName(policy, wanted ?? 0)}`}`;
+  const name = versionName(policy, Number(version));
+  return `${name}, ${behind ? `${least ? "at least " : ""}${count(Number(behind))} behind` : `not ${versionName(policy, wanted ?? 0)}`}`;
 }
 
 function trainedOn(pool, policy, isBase, served) {
@@ -141,7 +145,7 @@ function replicaRow(pool, { replica, mark }, now) {
   const { differences = [], num_more_differences: more = 0 } = replica;
   const others = differences.length - NAMED + more;
   const serves = differences.length
-    ? [...differences.slice(0, NAMED).map((one) => el("span", { class: "bad block" }, stale(one))),
+    ? [...differences.slice(0, NAMED).map((one) => el("span", { class: "bad block" }, stale({ ...one, isMixed: isMixed(replica) }))),
       others > 0 ? el("small", { class: "bad" }, `and ${count(others)} more`) : null]
     : [el("span", {}, "as the pool")];
   return el("tr", { "data-replica": replica.replica_id, class: state },

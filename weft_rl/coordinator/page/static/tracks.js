@@ -44,7 +44,7 @@ export function strand(pool, name, policy, from, to) {
 }
 
 function marked(now, mark, policy) {
-  const known = mark.serves[policy] ?? null;
+  const known = Object.hasOwn(mark.serves, policy) ? mark.serves[policy] : null;
   const version = mark.switching.includes(policy) ? now.version : known;
   return { version, state: mark.state, reason: mark.reason };
 }
@@ -64,8 +64,7 @@ export function pauses(pool, name, from, to) {
   const found = [];
   for (const transfer of pool.transfers) {
     if (!transfer.pause || !transfer.commit_time || !transfer.served.has(name)) continue;
-    const known = transfer.pauses[name];
-    const [resumed, seconds] = known ?? [transfer.pause, transfer.pause];
+    const [resumed, seconds] = Object.hasOwn(transfer.pauses, name) ? transfer.pauses[name] : [transfer.pause, transfer.pause];
     const end = transfer.commit_time + resumed;
     if (end >= from && end - seconds <= to) {
       found.push({ from: Math.max(from, end - seconds), to: Math.min(to, end), seconds, transfer });

@@ -7,10 +7,8 @@ const SOME = 5;
 
 const isError = (problem) => problem.severity === "PROBLEM_SEVERITY_ERROR";
 
-/** How many things are wrong; problems come errors first, so those that are not told are alike. */
-export function wrongs({ problems = [], num_more_problems: more = 0 }) {
-  return problems.every(isError) ? problems.length + more : problems.filter(isError).length;
-}
+/** How many things are wrong, told or not; warnings are not. */
+export const wrongs = ({ num_errors: wrong = 0 }) => wrong;
 
 export function drawVerdict(pool) {
   const { pool: facts, num_replicas: total } = pool.facts;
@@ -34,6 +32,6 @@ export function drawVerdict(pool) {
 
 function line(problem) {
   const kind = isError(problem) ? "error" : "warning";
-  return el("li", { class: kind, "data-subject": problem.subject },
+  return el("li", { class: kind, "data-replica": problem.replica_id, "data-policy": problem.policy },
     el("span", { class: "hidden" }, `${kind}: `), problem.message);
 }

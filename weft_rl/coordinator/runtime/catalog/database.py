@@ -15,8 +15,9 @@ import sqlite3
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
@@ -84,6 +85,8 @@ _log = logging.getLogger(__name__)
 BUSY_SECONDS: Final = 60.0
 #: Its row holds the token floor, as if it were a policy's: a table more would be a schema more.
 _NAMELESS: Final = ""
+#: What events of unknown kinds are kept with: another Weft wrote them, and they grow no more.
+_UNKNOWN: Final = ""
 _RESTARTED: Final = "the coordinator restarted while the push was under way"
 
 
@@ -115,8 +118,9 @@ class Catalog:
         self._connection = connect(file.path)
         self._execute = self._connection.execute
         self._rows = Rows(self._connection)
-        self._kept = defaultdict[str, deque[int]](deque)
-        """Numbers of the events that are kept, ascending, by what they are kept with."""
+        self._kept: dict[str, deque[int]] | None = None
+        """Numbers of the events that are kept, ascending, by what they are kept with; None if they
+        are to be read."""
         self._last_event = 0
 
     @classmethod
@@ -141,9 +145,7 @@ class Catalog:
             catalog = cls(file)
             check(catalog._connection, file.path)
             catalog._begin_generation()
-            for number, past in catalog._events():
-                catalog._kept[KEPT_WITH[past.event.kind]].append(number)
-                catalog._last_event = number
+            catalog._kept = catalog._read_kept()
             catalog._execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000:.0f}")
         except BaseException as error:
             if catalog is not None:
@@ -237,12 +239,21 @@ class Catalog:
             token_floor,
             self._base_contents(),
             frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
-            tuple(past for _, past in self._events()),
+            tuple(past for row in self._events() if (past := event_from_row(row)) is not None),
         )
 
-    def _events(self) -> list[tuple[int, SaveEvent]]:
-        """Return the events that are kept, with their numbers, oldest first."""
-        return [(row[0], event_from_row(row)) for row in sorted(self._rows.select(EVENTS, {}))]
+    def _events(self) -> list[tuple[Any, ...]]:
+        """Return the rows of the events that are kept, oldest first."""
+        return sorted(self._rows.select(EVENTS, {}), key=itemgetter(0))
+
+    def _read_kept(self) -> dict[str, deque[int]]:
+        """Return the numbers of the events that are kept, by what they are kept with."""
+        kept = defaultdict[str, deque[int]](deque)
+        for row in self._events():
+            past = event_from_row(row)
+            kept[KEPT_WITH[past.event.kind] if past else _UNKNOWN].append(row[0])
+            self._last_event = row[0]
+        return kept
 
     def _base_contents(self) -> dict[int, bytes]:
         """Return the contents of the newest versions of the base that were ever served."""
@@ -267,7 +278,10 @@ class Catalog:
             with _Transaction(self._connection):
                 for save in saves:
                     self._apply_one(save)
-        except sqlite3.Error as error:
+        except Exception as error:
+            self._kept = None  # it has numbers of rows that were not written
+            if not isinstance(error, sqlite3.Error):
+                raise
             self._file.check()  # SQLite writes no file that was moved, and says less about it
             raise from_sqlite(self._file.path, error) from error
         self._file.check()
@@ -322,6 +336,8 @@ class Catalog:
 
     def _put_event(self, save: SaveEvent) -> None:
         """Write an event as the newest, and drop the oldest of those that it is kept with."""
+        if self._kept is None:
+            self._kept = self._read_kept()
         self._last_event += 1
         self._rows.put(EVENTS, event_to_row(self._last_event, save))
         kept = self._kept[KEPT_WITH[save.event.kind]]

@@ -61,6 +61,7 @@ def unwritable(path: Path, why: str) -> CatalogError:
         f"the catalog {path} cannot be written: {why}. Nothing that was answered is lost: "
         "mend this and start the coordinator again",
         reason="CATALOG_UNWRITABLE",
+        metadata={"why": why},
     )
 
 

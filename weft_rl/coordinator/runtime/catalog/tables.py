@@ -186,7 +186,7 @@ EVENTS: Final = Table(
     },
     ("number",),
     "something that has happened",
-    {"kind": EventKind},
+    # Of a later Weft, a kind may be unknown: such events are kept, and told by none but it.
 )
 TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN, AS_STARTED, EVENTS)
 
@@ -372,9 +372,11 @@ def event_to_row(number: int, past: SaveEvent) -> tuple[Any, ...]:
     return (number, past.time, event.kind.value, event.subject, message, *version)
 
 
-def event_from_row(row: Sequence[Any]) -> SaveEvent:
-    """Decode an event from the values of its row."""
+def event_from_row(row: Sequence[Any]) -> SaveEvent | None:
+    """Decode an event from the values of its row; None if a later Weft wrote its kind."""
     _, time, kind, subject, message, policy, version = row
+    if kind not in [*EventKind]:
+        return None
     concerns = PolicyVersion(policy, version) if policy is not None else None
     return SaveEvent(time, Announce(EventKind(kind), subject, message, concerns))
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
+from weft_rl.coordinator.decisions.state.effects import (
+    Announce,
+    EventKind,
+    SaveEvent,
+    SaveOutOfService,
+)
 from weft_rl.coordinator.decisions.state.event_kinds import MAX_KEPT
-from weft_rl.coordinator.runtime.catalog.database import Catalog
+from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.values import ReplicaState
+from weft_rl.coordinator.runtime.catalog import database
+from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
+from weft_rl.coordinator.runtime.catalog.tables import EVENTS, Rows
 
 
 def _event(number: int, kind: EventKind = EventKind.REPLICA_READY) -> SaveEvent:
@@ -40,6 +51,52 @@ def test_of_failures_and_of_others_the_last_are_kept_over_restarts(catalog_path:
     catalog.close()
     catalog = Catalog.open(catalog_path)  # the count of its rows is right
     assert catalog.snapshot().events == kept
+    catalog.close()
+
+
+def test_a_replica_that_flaps_drops_no_outcome_of_a_push(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    pushes = [
+        SaveEvent(1e9, Announce(EventKind.TRANSFER_ABORTED, "t-1", "", PolicyVersion("math", 1))),
+        SaveEvent(1e9, Announce(EventKind.TRANSFER_COMMITTED, "t-2", "", PolicyVersion("math", 2))),
+    ]
+    catalog.apply(pushes)
+    for kind in (EventKind.REPLICA_LOST, EventKind.REPLICA_READY, EventKind.REPLICA_ASLEEP):
+        catalog.apply([_event(n, kind) for n in range(MAX_KEPT + 1)])
+    past = catalog.snapshot().events
+    assert past[:2] == tuple(pushes)
+    assert len(past) == 2 + 2 * MAX_KEPT
+    catalog.close()
+
+
+def test_a_kind_that_a_later_weft_wrote_is_kept_and_passed_over(catalog_path: Path) -> None:
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([_event(0)])
+    row = (2, 1e9, "replica_sings", "r1", "la", None, None)
+    Rows(catalog._connection).put(EVENTS, row)
+    catalog.close()
+    catalog = Catalog.open(catalog_path)
+    assert catalog.snapshot().events == (_event(0),)
+    catalog.apply([_event(3)])
+    assert catalog.snapshot().events == (_event(0), _event(3))
+    assert row in Rows(catalog._connection).select(EVENTS, {})
+    catalog.close()
+
+
+def test_a_transaction_that_failed_leaves_the_bound_of_events(
+    catalog_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "MAX_KEPT", 3)
+    catalog = Catalog.open(catalog_path)
+    catalog.apply([_event(n) for n in range(3)])
+    (pages,) = catalog._connection.execute("PRAGMA page_count").fetchone()
+    catalog._connection.execute(f"PRAGMA max_page_count={pages}")
+    big = SaveOutOfService("r0", OutOfService(ReplicaState.CORDONED, "x" * 1_000_000))
+    with pytest.raises(CatalogError, match="the disk is full"):
+        catalog.apply([_event(3), _event(4), big])
+    assert catalog.snapshot().events == (_event(0), _event(1), _event(2))
+    catalog.apply([_event(5)])
+    assert catalog.snapshot().events == (_event(1), _event(2), _event(5))
     catalog.close()
 
 
