@@ -335,7 +335,7 @@ class Driver:
             if not _are_events(saves):
                 raise
             self._catalog.check()
-            why = error.metadata.get("why") if isinstance(error, WeftError) else None
+            why = error.why if isinstance(error, CatalogError) else ""
             raise _EventsUnwrittenError(why or str(error)) from error
 
     def _defer_events(self, saves: list[effects.Save], error: _EventsUnwrittenError) -> None:

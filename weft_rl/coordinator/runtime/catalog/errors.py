@@ -20,6 +20,8 @@ class CatalogError(WeftError):
 
     status = "FAILED_PRECONDITION"
     default_reason = "NOT_A_CATALOG"
+    why = ""
+    """What keeps the catalog from being written, without advice; empty for other errors."""
 
 
 def in_use(path: Path) -> CatalogError:
@@ -57,12 +59,13 @@ def gone(path: Path, *, is_replaced: bool) -> CatalogError:
 
 def unwritable(path: Path, why: str) -> CatalogError:
     """Return the error of a catalog that cannot be made, opened or written."""
-    return CatalogError(
+    error = CatalogError(
         f"the catalog {path} cannot be written: {why}. Nothing that was answered is lost: "
         "mend this and start the coordinator again",
         reason="CATALOG_UNWRITABLE",
-        metadata={"why": why},
     )
+    error.why = why
+    return error
 
 
 def from_sqlite(path: Path, error: sqlite3.Error) -> CatalogError:

@@ -181,6 +181,7 @@ def test_a_full_disk_keeps_all_or_nothing(whole: Path) -> None:
             ]
         )
     assert refused.value.reason == "CATALOG_UNWRITABLE"
+    assert refused.value.why == "the disk is full"
     assert (catalog.snapshot().policies, catalog.snapshot().epoch) == (policies, 9)
     assert list(catalog.snapshot().out_of_service) == ["replica-1"]
     catalog.apply([SaveEpoch(10)])  # the failure left no transaction open
