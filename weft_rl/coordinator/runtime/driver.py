@@ -106,7 +106,7 @@ class Driver:
         self._lazy: list[effects.Save] = []
         self._retry_at = float("-inf")
         self.unwritten_reason = ""
-        """Why the last events are not in the catalog; empty if they are."""
+        """Cause for which the last events are not in the catalog; empty if they are."""
         self._aside: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._failure: Exception | None = None

@@ -21,7 +21,7 @@ class CatalogError(WeftError):
     status = "FAILED_PRECONDITION"
     default_reason = "NOT_A_CATALOG"
     why = ""
-    """What keeps the catalog from being written, without advice; empty for other errors."""
+    """Cause for which the catalog cannot be written, without advice; empty for other errors."""
 
 
 def in_use(path: Path) -> CatalogError:
