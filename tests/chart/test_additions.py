@@ -41,6 +41,30 @@ def test_a_pod_has_what_is_added_to_it(server):
     assert pod.get("schedulerName") == given.get("schedulerName")
 
 
+def test_the_tests_pod_has_what_is_added_to_it():
+    """A place that is mounted over another of the chart's is refused, as at the servers."""
+    given = {
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "our-ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/our-ca", "readOnly": True}],
+    }
+    rendered = render("gpu", tests=given)
+    pod = rendered.pod("-test")
+    assert pod["volumes"][-1] == given["extraVolumes"][0]
+    assert pod["containers"][0]["volumeMounts"][-1] == given["extraVolumeMounts"][0]
+    own = {mount["mountPath"] for mount in render("gpu").pod("-test")["containers"][0]["volumeMounts"]}
+    assert len(own) > 3
+    for path in own:
+        with pytest.raises(RefusedError, match=f"tests.extraVolumeMounts: .*{path} is taken"):
+            render("gpu", tests={"extraVolumeMounts": [{"name": "ca", "mountPath": path}]})
+
+
+def test_the_test_ends_by_itself_before_its_pod_is_ended():
+    """It says then what it waited for."""
+    pod = render("cpu").pod("-test")
+    (seconds,) = [a.partition("=")[2] for a in pod["containers"][0]["args"] if "--timeout=" in a]
+    assert pod["activeDeadlineSeconds"] >= int(seconds) + 300
+
+
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_pod_has_nothing_that_is_not_asked_for(server):
     pod = PLAIN.pod(f"-{server}")

@@ -205,7 +205,7 @@ def test_two_releases_have_a_dashboard_each():
 # -- notes -----------------------------------------------------------------------------------
 
 
-def notes(profile, chart_dir):
+def notes(profile, chart_dir, *settings):
     """What Helm prints after an installation; it renders that on a cluster only."""
     chart = chart_dir / "weft"
     shutil.copytree(CHART, chart)
@@ -214,7 +214,7 @@ def notes(profile, chart_dir):
         "kind: Notes\nmetadata: {name: notes}\n"
         'text: {{ tpl (.Files.Get "files/NOTES.txt") . | toJson }}\n'
     )
-    return render(profile, chart=chart).of("Notes")["text"]
+    return render(profile, *settings, chart=chart).of("Notes")["text"]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -248,3 +248,14 @@ def test_servers_trace_where_a_collector_is_named(profile, endpoint, pod):
 
 def test_the_files_of_alerts_are_yaml():
     assert yaml.safe_load((CHART / "files/alerts.yaml").read_text())["alerts"]
+
+
+def test_the_notes_say_what_is_given_and_does_not_work_by_itself(tmp_path):
+    alone = notes("cpu", tmp_path / "a", "metrics.prometheusRule.enabled=true",
+                  "model.sharedCache.enabled=true", "model.tiny=false", "model.name=a/b",
+                  "model.sharedCache.accessMode=ReadWriteOnce")  # fmt: skip
+    assert "The alerts need the pool's metrics in that Prometheus" in alone
+    assert "The shared cache is ReadWriteOnce: one node must run every pod" in alone
+    plain = notes("cpu", tmp_path / "b")
+    assert "The alerts need" not in plain
+    assert "The shared cache is" not in plain
