@@ -1,8 +1,14 @@
 """What pods are allowed, what they are given, and when they are thought well or ill of."""
 
+import io
 import json
+import runpy
 import subprocess
+import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -493,6 +499,27 @@ def test_the_tests_pod_is_a_hook_and_nothing_else_is():
     assert rendered.of("ConfigMap", "-test")["data"]["push_and_ask.py"] == program
     without = render("cpu", "tests.enabled=false")
     assert without.all("Pod") == without.all("ConfigMap") == []
+
+
+def test_the_tests_time_is_of_all_that_it_does(monkeypatch):
+    """Of waiting for a replica, and then for an answer: not of each."""
+    program = runpy.run_path(str(CHART / "files/push_and_ask.py"))
+    clock = [0.0]
+
+    def urlopen(request, **_):
+        clock[0] += 1
+        if request.full_url.endswith("/v1/models") and clock[0] > 50:
+            return io.BytesIO(b'{"data": [{"id": "base"}]}')
+        raise urllib.error.HTTPError(request.full_url, 503, "", {}, io.BytesIO(b"not ready"))
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    args = ["--model=a", "--openai=http://a", "--timeout=60", "--without-adapter"]
+    monkeypatch.setattr(sys, "argv", ["push_and_ask.py", *args])
+    with pytest.raises(SystemExit, match="/v1/completions answered 503: not ready"):
+        program["main"]()
+    assert 60 <= clock[0] <= 62
 
 
 def test_the_tiny_model_is_made_in_every_pod_that_reads_it():

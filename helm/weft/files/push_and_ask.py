@@ -88,14 +88,13 @@ class OpenAI:
         self._url = url
         self._tls = ssl.create_default_context(cafile=ca) if url.startswith("https") else None
 
-    def call(self, path: str, body: dict[str, object] | None, timeout: float) -> dict:
-        """Its answer; waits for a replica that is ready."""
+    def call(self, path: str, body: dict[str, object] | None, until: float) -> dict:
+        """Its answer; waits for a replica that is ready, until a time of the monotonic clock."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}{path}", data, headers)
-        until = time.monotonic() + timeout
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=60, context=self._tls) as answer:
@@ -115,21 +114,22 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--openai", required=True, help="URL of the pool's OpenAI API")
     parser.add_argument("--openai-ca", help="PEM file that its certificate is verified by")
-    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--timeout", type=float, default=600, help="of all of it, in seconds")
     parser.add_argument("--without-adapter", action="store_true", help="ask the base only")
     args = parser.parse_args()
 
+    until = time.monotonic() + args.timeout
     openai = OpenAI(args.openai, args.openai_ca)
-    names = [model["id"] for model in openai.call("/v1/models", None, args.timeout)["data"]]
+    names = [model["id"] for model in openai.call("/v1/models", None, until)["data"]]
     print("the pool serves", ", ".join(names), flush=True)
     asked = names[0]
     if not args.without_adapter:
         with tempfile.TemporaryDirectory() as path:
             make_adapter(Path(path), args.model)
-            asked = push(Path(path), args.timeout)
+            asked = push(Path(path), max(1.0, until - time.monotonic()))
     question = {"model": asked, "prompt": "1", "max_tokens": 4}
     try:
-        answer = openai.call("/v1/completions", question, args.timeout)
+        answer = openai.call("/v1/completions", question, until)
         if answer["model"] != asked:
             raise SystemExit(f"asked for {asked}, answered by {answer['model']}")
         print(f"asked for {asked}, and it answered", flush=True)
