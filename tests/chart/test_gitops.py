@@ -58,6 +58,14 @@ def test_an_example_is_valid(example):
     assert custom_errors([each for each in EXAMPLES[example] if is_custom(each)]) == []
 
 
+def test_argo_cd_takes_the_number_of_replicas_that_git_says():
+    """What it ignores it never changes; only an autoscaler's number is not its own."""
+    (applications,) = EXAMPLES["argo-cd"]
+    spec = applications["spec"]["template"]["spec"]
+    scaled = [rendered.all("HorizontalPodAutoscaler") for rendered in pools("argo-cd").values()]
+    assert "/spec/replicas" not in str(spec.get("ignoreDifferences")) or all(scaled)
+
+
 def test_a_field_that_its_kind_has_not_is_found():
     (applications,) = EXAMPLES["argo-cd"]
     spec = applications["spec"]["template"]["spec"]
