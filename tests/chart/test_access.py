@@ -85,8 +85,13 @@ def test_names_that_are_dialled_are_in_the_certificates_and_in_the_rules(profile
     replicas = next(n for name, n in names.items() if name.endswith("-replicas"))
     dialled = options["--coordinator"].rpartition(":")[0]
     assert dialled in coordinator
+    domain = dialled.partition(".svc.")[2]
     wildcard = options["--advertise-host"].replace("$(POD_NAME)", "*")
     assert wildcard in replicas
+    for service in rendered.all("Service"):
+        name = service["metadata"]["name"]
+        dialled_by = {name, f"{name}.rl", f"{name}.rl.svc", f"{name}.rl.svc.{domain}"}
+        assert dialled_by <= {*(coordinator if name.endswith("-coordinator") else replicas)}
     openai = args(rendered.container("-test"))["--openai"]
     assert openai.partition("://")[2].rpartition(":")[0] in replicas
     roles = {rule["san"]: rule["roles"] for rule in rules(rendered)}

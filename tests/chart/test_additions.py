@@ -51,7 +51,7 @@ def test_the_tests_pod_has_what_is_added_to_it():
     pod = rendered.pod("-test")
     assert pod["volumes"][-1] == given["extraVolumes"][0]
     assert pod["containers"][0]["volumeMounts"][-1] == given["extraVolumeMounts"][0]
-    own = {mount["mountPath"] for mount in render("gpu").pod("-test")["containers"][0]["volumeMounts"]}
+    own = {mount["mountPath"] for mount in render("gpu").container("-test")["volumeMounts"]}
     assert len(own) > 3
     for path in own:
         with pytest.raises(RefusedError, match=f"tests.extraVolumeMounts: .*{path} is taken"):

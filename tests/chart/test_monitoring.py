@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from tests.chart.rendering import CHART, PROFILES, args, render
-from weft_rl.rpc.security.access import Role, parse_access
+from weft_rl.rpc.security.access import Identity, Role, parse_access
+from weft_rl.v1.admin_pb2_grpc import AdminServiceServicer
 
 MONITORED = (
     "metrics.enabled=true",
@@ -248,6 +249,22 @@ def test_servers_trace_where_a_collector_is_named(profile, endpoint, pod):
 
 def test_the_files_of_alerts_are_yaml():
     assert yaml.safe_load((CHART / "files/alerts.yaml").read_text())["alerts"]
+
+
+def test_the_notes_say_only_what_is_so(tmp_path):
+    label = "from pods with the label weft-pool"
+    assert label not in notes("tokens", tmp_path / "a")  # whose network has no policy
+    assert f"{label}=weft, here or in trainers\n" in notes("gpu", tmp_path / "b")
+    quick = notes("cpu", tmp_path / "c", "replicas.probes.startup.failureThreshold=3")
+    assert "(a load may take 30 s)" in quick
+    seconds = render("cpu").pod("-test")["activeDeadlineSeconds"]
+    assert f"test weft --timeout {seconds}s " in quick
+    operator = re.search(r"What changes the pool \(([a-z, ]+)\)", notes("gpu", tmp_path / "d"))
+    for word in operator[1].split(", "):
+        method = next(m for m in vars(AdminServiceServicer) if m.lower().startswith(word))
+        assert not Identity("a", frozenset({Role.PUBLISH}), ("*",)).may_call(
+            f"weft.v1.AdminService/{method}"
+        )
 
 
 def test_the_notes_say_what_is_given_and_does_not_work_by_itself(tmp_path):
