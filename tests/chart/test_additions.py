@@ -184,6 +184,7 @@ def test_the_shared_claim_is_made_unless_there_is_one():
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert EVERYTHING.all("PersistentVolumeClaim") == []
     once = ["model.sharedCache.accessMode=ReadWriteOnce", "model.sharedCache.whenDeleted=Delete"]
+    once += ["replicas.autoscaling.maxReplicas=1"]
     claim = render("gateway", *once).of("PersistentVolumeClaim", "-cache")
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert "annotations" not in claim["metadata"]

@@ -270,7 +270,7 @@ def test_the_notes_say_only_what_is_so(tmp_path):
 def test_the_notes_say_what_is_given_and_does_not_work_by_itself(tmp_path):
     alone = notes("cpu", tmp_path / "a", "metrics.prometheusRule.enabled=true",
                   "model.sharedCache.enabled=true", "model.tiny=false", "model.name=a/b",
-                  "model.sharedCache.accessMode=ReadWriteOnce")  # fmt: skip
+                  "model.sharedCache.accessMode=ReadWriteOnce", "replicas.count=1")  # fmt: skip
     assert "The alerts need the pool's metrics in that Prometheus" in alone
     assert "The shared cache is ReadWriteOnce: one node must run every pod" in alone
     plain = notes("cpu", tmp_path / "b")

@@ -28,6 +28,16 @@ REFUSED = [
         "claim that the chart makes, and it makes no",
     ),
     ("everything", ["model.sharedCache.storageClassName=a"], "chart makes, and it makes none"),
+    (
+        "gateway",
+        ["model.sharedCache.accessMode=ReadWriteOnce"],
+        "8 replicas mount it: say ReadWriteMany, replicas.autoscaling.maxReplicas=1, or which node",
+    ),
+    (
+        "gpu",
+        ["model.sharedCache.enabled=true", "model.sharedCache.accessMode=ReadWriteOnce"],
+        "is of one node, and 4 replicas mount it: say ReadWriteMany, replicas.count=1",
+    ),
     ("gateway", ["serviceAccount.name="], "serviceAccount.create=false needs serviceAccount.name"),
     ("gpu", ["openai.service.loadBalancerClass=a"], "service.type=ClusterIP has no load balancer"),
     ("gpu", ["openai.service.externalTrafficPolicy=Local"], "ClusterIP has no traffic from outsi"),
@@ -278,6 +288,28 @@ def test_contradictory_values_are_refused_with_a_sentence(profile, sets, sentenc
         render(profile, *sets)
     said = [line for line in str(refusal.value).splitlines() if line.startswith("- ")]
     assert any(sentence in line for line in said), str(refusal.value)
+
+
+ONE_NODE = ["model.sharedCache.enabled=true", "model.sharedCache.accessMode=ReadWriteOnce"]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["replicas.count=1"],
+        ["replicas.nodeSelector.kubernetes\\.io/hostname=a"],
+        ["replicas.affinity.podAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].a=b"],
+        ["model.sharedCache.existingClaim=a"],  # its access mode is not known here
+    ],
+)
+def test_a_cache_of_one_node_is_taken_where_its_pods_are_on_one(sets):
+    assert render("gpu", *ONE_NODE, *sets).pod("-replicas")
+
+
+def test_a_cache_of_one_node_is_refused_where_affinity_is_of_another_kind():
+    apart = ["replicas.nodeSelector.pool=gpu", "replicas.affinity.podAntiAffinity.a=b"]
+    with pytest.raises(RefusedError, match="is of one node, and 4 replicas mount it"):
+        render("gpu", *ONE_NODE, *apart)
 
 
 @pytest.mark.parametrize(("value", "said"), NOT_OF_THE_SCHEMA)
