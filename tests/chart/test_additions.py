@@ -44,6 +44,7 @@ def test_a_pod_has_what_is_added_to_it(server):
 def test_the_tests_pod_has_what_is_added_to_it():
     """A place that is mounted over another of the chart's is refused, as at the servers."""
     given = {
+        "env": [{"name": "SSL_CERT_FILE", "value": "/etc/our-ca/ca.crt"}],
         "extraVolumes": [{"name": "ca", "configMap": {"name": "our-ca"}}],
         "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/our-ca", "readOnly": True}],
     }
@@ -51,6 +52,7 @@ def test_the_tests_pod_has_what_is_added_to_it():
     pod = rendered.pod("-test")
     assert pod["volumes"][-1] == given["extraVolumes"][0]
     assert pod["containers"][0]["volumeMounts"][-1] == given["extraVolumeMounts"][0]
+    assert pod["containers"][0]["env"][-1] == given["env"][0]
     own = {mount["mountPath"] for mount in render("gpu").container("-test")["volumeMounts"]}
     assert len(own) > 3
     for path in own:

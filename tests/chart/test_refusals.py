@@ -129,6 +129,17 @@ REFUSED = [
     ("gpu", ["replicas.env[0].name=WEFT_TLS_KEY"], "replicas.env has WEFT_TLS_KEY, which is the"),
     ("cpu", ["coordinator.env[0].name=HOME"], "coordinator.env has HOME, which is the chart's"),
     ("cpu", ["coordinator.env[0].name=WEFT_TRACES"], "coordinator.env has WEFT_TRACES, which is"),
+    ("gpu", ['tests.env=[{"name": "WEFT_TLS_CA"}]'], "tests.env has WEFT_TLS_CA, which is the ch"),
+    (
+        "tokens",
+        ['tests.env=[{"name": "HF_HUB_OFFLINE", "value": "0"}]'],
+        "tests.env has HF_HUB_OFFLINE, which the chart gives with a model at /models",
+    ),
+    (
+        "cpu",
+        ['tests.env=[{"name": "A"}]', 'model.env=[{"name": "A"}]'],
+        "tests.env has A, and so has model.env: choose one",
+    ),
     (
         "everything",
         ["coordinator.env[0].name=OTEL_EXPORTER_OTLP_ENDPOINT"],
