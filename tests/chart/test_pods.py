@@ -1,7 +1,9 @@
 """What pods are allowed, what they are given, and when they are thought well or ill of."""
 
+import http.client
 import io
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -520,6 +522,36 @@ def test_the_tests_time_is_of_all_that_it_does(monkeypatch):
     with pytest.raises(SystemExit, match="/v1/completions answered 503: not ready"):
         program["main"]()
     assert 60 <= clock[0] <= 62
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        TimeoutError("timed out"),
+        http.client.RemoteDisconnected("closed without an answer"),
+        http.client.IncompleteRead(b"{"),
+    ],
+)
+def test_the_test_asks_again_where_an_answer_is_cut_off(failure, monkeypatch):
+    """urllib wraps what fails before a request is sent, and nothing that fails after."""
+    program = runpy.run_path(str(CHART / "files/push_and_ask.py"))
+    clock, answers = [0.0], [failure, io.BytesIO(b'{"model": "base"}')]
+
+    def urlopen(*_, **__):
+        clock[0] += 1
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    openai = program["OpenAI"]("http://a", None)
+    assert openai.call("/v1/completions", {}, until=60) == {"model": "base"}
+    answers.append(failure)
+    with pytest.raises(SystemExit, match=f"http://a does not answer: {re.escape(str(failure))}"):
+        openai.call("/v1/completions", {}, until=0)
 
 
 def test_the_tiny_model_is_made_in_every_pod_that_reads_it():

@@ -6,6 +6,7 @@ from its config alone: no weight is loaded. The coordinator and the credentials 
 """
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -103,9 +104,11 @@ class OpenAI:
                 if error.code != 503 or time.monotonic() > until:
                     text = error.read().decode(errors="replace")
                     raise SystemExit(f"{path} answered {error.code}: {text}") from None
-            except urllib.error.URLError as error:
+            except (OSError, http.client.HTTPException) as error:
+                # Of an answer that is late or cut off urllib makes no URLError.
                 if time.monotonic() > until:
-                    raise SystemExit(f"{self._url} does not answer: {error.reason}") from None
+                    why = getattr(error, "reason", error)
+                    raise SystemExit(f"{self._url} does not answer: {why}") from None
             time.sleep(1)
 
 
