@@ -66,6 +66,22 @@ def test_argo_cd_takes_the_number_of_replicas_that_git_says():
     assert "/spec/replicas" not in str(spec.get("ignoreDifferences")) or all(scaled)
 
 
+def test_the_lines_for_an_autoscaler_are_argo_cds():
+    """They are a comment, which nothing else reads."""
+    text = (ROOT / "helm/examples/argo-cd.yaml").read_text()
+    head, _, tail = text.partition("      # ignoreDifferences:")
+    assert tail
+    with_them = re.sub("^      # ", "      ", f"      # ignoreDifferences:{tail}", flags=re.M)
+    (options,) = re.findall(r"#   (syncOptions: .+)", head)
+    applications = yaml.safe_load(re.sub(r"(?m)^(        )syncOptions: .+", rf"\1{options}", head)
+                                  + with_them)  # fmt: skip
+    spec = applications["spec"]["template"]["spec"]
+    assert "RespectIgnoreDifferences=true" in spec["syncPolicy"]["syncOptions"]
+    (ignored,) = spec["ignoreDifferences"]
+    assert ignored == {"group": "apps", "kind": "StatefulSet", "jsonPointers": ["/spec/replicas"]}
+    assert custom_errors([applications]) == []
+
+
 def test_a_field_that_its_kind_has_not_is_found():
     (applications,) = EXAMPLES["argo-cd"]
     spec = applications["spec"]["template"]["spec"]

@@ -565,3 +565,19 @@ def test_the_tiny_model_is_made_in_every_pod_that_reads_it():
             0
         ]["volumeMounts"]
     assert "initContainers" not in render("gpu").pod("-replicas")
+
+
+def test_a_laptop_that_is_said_to_be_enough_is():
+    """Pods ask for so much, and a cluster's own for 1 CPU and 1 GiB beside them."""
+    rendered = render("cpu")
+    cpus, gib = 1.0, 1.0
+    for name, pod in rendered.pods():
+        asked = [container["resources"]["requests"] for container in pod["spec"]["containers"]]
+        pods = 2 if name.endswith("-replicas") else 1
+        cpus += pods * sum(int(each["cpu"].removesuffix("m")) / 1000 for each in asked)
+        gib += pods * sum(int(each["memory"].removesuffix("Mi")) / 1024 for each in asked)
+    assert rendered.of("StatefulSet")["spec"]["replicas"] == 2
+    for path in (ROOT / "docs/helm.md", CHART / "values-cpu.yaml"):
+        ((told_cpus, told_gib),) = re.findall(r"\b(\d+) CPUs and (\d+) GiB", path.read_text())
+        assert cpus <= int(told_cpus) <= 2 * cpus
+        assert gib <= int(told_gib) <= 2 * gib
