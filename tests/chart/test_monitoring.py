@@ -251,6 +251,26 @@ def test_the_files_of_alerts_are_yaml():
     assert yaml.safe_load((CHART / "files/alerts.yaml").read_text())["alerts"]
 
 
+def test_the_alert_of_a_full_store_advises_what_kubernetes_allows():
+    """Claim templates of a StatefulSet that is there are refused; claims may grow."""
+    full = next(rule for rule in rules("gpu") if rule["alert"] == "WeftStoreNearlyFull")
+    said = full["annotations"]["description"]
+    assert "replicas.memory.adaptersGib" in said
+    # Nothing of a push is refused for a spill directory: see docs/operations.md.
+    assert "push of an adapter that finds no room is refused" in said
+    _, _, steps = said.partition("With claimPerReplica")
+    order = [
+        "enlarge the claims",
+        "kubectl delete statefulset --cascade=orphan",
+        "helm upgrade",
+    ]
+    assert [*map(steps.index, order)] == sorted(map(steps.index, order))
+    gib = {n: render("gpu", f"replicas.spill.gib={n}").of("StatefulSet")["spec"] for n in (1, 2)}
+    assert gib[1]["volumeClaimTemplates"] != gib[2]["volumeClaimTemplates"]
+    own = [render("everything", f"replicas.spill.gib={n}").of("StatefulSet") for n in (1, 2)]
+    assert all("volumeClaimTemplates" not in each["spec"] for each in own)  # an upgrade is enough
+
+
 def test_the_notes_say_only_what_is_so(tmp_path):
     label = "from pods with the label weft-pool"
     assert label not in notes("tokens", tmp_path / "a")  # whose network has no policy
