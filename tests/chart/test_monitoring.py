@@ -279,6 +279,9 @@ def test_the_notes_say_only_what_is_so(tmp_path):
     assert "(a load may take 30 s)" in quick
     seconds = render("cpu").pod("-test")["activeDeadlineSeconds"]
     assert f"test weft --timeout {seconds}s " in quick
+    # The namespace of docs/helm.md has another level already, which kubectl keeps otherwise.
+    rdma = notes("everything", tmp_path / "e")
+    assert "pod-security.kubernetes.io/enforce=privileged --overwrite\n" in rdma
     operator = re.search(r"What changes the pool \(([a-z, ]+)\)", notes("gpu", tmp_path / "d"))
     for word in operator[1].split(", "):
         method = next(m for m in vars(AdminServiceServicer) if m.lower().startswith(word))
@@ -292,6 +295,9 @@ def test_the_notes_say_what_is_given_and_does_not_work_by_itself(tmp_path):
                   "model.sharedCache.enabled=true", "model.tiny=false", "model.name=a/b",
                   "model.sharedCache.accessMode=ReadWriteOnce", "replicas.count=1")  # fmt: skip
     assert "The alerts need the pool's metrics in that Prometheus" in alone
+    # Of a metric that there is not, only absent() makes a value.
+    (always,) = [rule["alert"] for rule in rules("gpu") if "absent(" in rule["expr"]]
+    assert f"Until then {always}\nis always sent, and no other alert on a metric of Weft's" in alone
     assert "The shared cache is ReadWriteOnce: one node must run every pod" in alone
     plain = notes("cpu", tmp_path / "b")
     assert "The alerts need" not in plain

@@ -482,6 +482,13 @@ def test_nothing_is_left_when_the_release_goes_unless_that_is_asked_for():
     assert VALUES["coordinator"]["catalog"]["whenDeleted"] == "Delete"
 
 
+def test_the_documentation_says_what_is_left_when_the_release_goes():
+    """cert-manager keeps the Secret of a Certificate that goes, unless it is told otherwise."""
+    assert render("gpu").all("Secret") == []  # none is Helm's to remove
+    end = (ROOT / "docs/helm.md").read_text().partition("- **The end**")[2].partition("\n\n")[0]
+    assert "Secrets that cert-manager made" in end
+
+
 def test_the_coordinators_probes_name_what_it_serves(rendered):
     container = coordinator(rendered)
     assert "service" not in container["livenessProbe"]["grpc"]
