@@ -43,6 +43,10 @@ _GPT_OSS: tuple[str, dict[str, Any], tuple[str, ...]] = (
     },
     (),
 )
+_QWEN3_MOE: tuple[str, dict[str, Any]] = (
+    "Qwen3MoeConfig",
+    {**COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
+)
 #: Methods whose files have quantised linear layers; those of gpt-oss have quantised experts.
 _LINEAR = ("fp8", "fp8_block", "nvfp4", "awq", "gptq", "compressed-tensors")
 #: By kind: class of transformers, settings, and further options of vLLM.
@@ -76,11 +80,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gpt_oss": _GPT_OSS,
     **{f"{method}_files": ("Qwen3Config", COMMON, ()) for method in _LINEAR},
     "mxfp4_files": (*_GPT_OSS[:2], ("--moe-backend", "marlin")),
-    "experts": (
-        "Qwen3MoeConfig",
-        {**COMMON, **_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
-        LORA,
-    ),
+    "experts": (*_QWEN3_MOE, LORA),
+    "fp8_experts": (*_QWEN3_MOE, ("--quantization", "fp8_per_tensor")),
 }
 #: Layers that a copy plan processes, four in each of four layers of a model.
 _PROCESSED = {kind: 16 for kind in _KINDS if kind.startswith("fp8_per")}
