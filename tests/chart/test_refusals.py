@@ -3,9 +3,10 @@
 import re
 
 import pytest
+import yaml
 
-from rollout_side.vllm_engine.server import refusals as replica_refusals
-from tests.chart.rendering import CHART, RefusedError, render
+from rollout_side.vllm_engine.server.refusals import REFUSED_OPTIONS
+from tests.chart.rendering import CHART, RefusedError, StrictLoader, render
 
 MONITORED = [
     "metrics.enabled=true",
@@ -110,10 +111,8 @@ REFUSED = [
     ("cpu", ["replicas.resources.limits.memory=1Gi"], "is 1.0 GiB, and a replica may take 3.6"),
     ("cpu", ["replicas.memory.shmGib=0.125"], "is 128 MiB, and vLLM does not start with less than"),
     ("gpu", ["replicas.resources.limits.nvidia\\.com/gpu=2"], "say replicas.gpus"),
-    ("gpu", ["replicas.vllmArgs={--pipeline-parallel-size=2}"], "one engine in one pod"),
-    ("gpu", ['replicas.vllmArgs=["--data_parallel_size", "2"]'], "one engine in one pod"),
-    ("gpu", ["replicas.vllmArgs={--nnodes=2}"], "one engine in one pod"),
-    ("gpu", ["replicas.vllmArgs={--enable-eplb}"], "--enable-eplb, which a replica refuses"),
+    ("gpu", ["replicas.vllmArgs={--enable-eplb}"], "--enable-eplb, which a replica refuses: vLLM"),
+    ("gpu", ["replicas.env[0].name=VLLM_DP_SIZE"], "VLLM_DP_SIZE, which is for one of several"),
     ("cpu", ["tests.resources.requests.memory=5Gi"], "tests.resources.requests.memory is 5Gi, abo"),
     ("cpu", ["model.resources.limits.cpu=50m"], "requests.cpu is 100m, above the limit of 50m"),
     ("cpu", ["coordinator.resources.limits.memory=64Mi"], "is 128Mi, above the limit of 64Mi"),
@@ -386,18 +385,40 @@ def test_every_refusal_of_the_chart_is_provoked_here():
     assert [pattern for pattern in patterns if not re.search(f"- {pattern}", said)] == []
 
 
-def test_what_a_replica_refuses_of_vllms_arguments_is_refused_here():
+REPLICAS = {
+    name: {key: value for key, value in (("short", each.short), ("taken", [*each.taken])) if value}
+    | {"why": each.why}
+    for name, each in REFUSED_OPTIONS.items()
+}
+
+
+def test_what_a_replica_refuses_of_vllms_arguments_is_known_here():
     """Its program says it seconds after a pod has started; here it is said before."""
-    names = [*replica_refusals._ONE_ALONE, *replica_refusals._NEVER]
-    arguments = [f"--{name.replace('_', '-')}" for name in names]
-    with pytest.raises(RefusedError) as refusal:
-        render("gpu", replicas={"vllmArgs": [*arguments, "-pp", "-dp=2"]})
-    for argument in (*arguments, "-pp", "-dp"):
-        assert re.search(rf"^- replicas.vllmArgs has {argument}[:,]", str(refusal.value), re.M)
-    text = (CHART / "templates/refusals.yaml").read_text()
-    lists = re.findall(r"\$(?:one|never) := list (.+) -}}", text)
-    assert len(lists) == 2
-    assert set(re.findall(r'"(--[^"]+)"', "".join(lists))) == set(arguments)
+    path = CHART / "files/vllm_options.yaml"
+    assert yaml.load(path.read_text(), StrictLoader) == REPLICAS
+
+
+@pytest.mark.parametrize("argument", REPLICAS)
+def test_an_argument_that_a_replica_refuses_is_refused_here_however_it_is_written(argument):
+    refused = REPLICAS[argument]
+    short = refused.get("short", argument)
+    for words in (
+        [argument],
+        [argument, "7"],
+        [f"{argument}=7"],
+        [f"--{argument[2:].replace('-', '_')}=7"],
+        ["--seed=1", short, "7", "--seed=2"],
+        [f"{short}=7"],
+        *([[f"{short}7"]] if len(short) == 2 else []),
+    ):
+        with pytest.raises(RefusedError) as refusal:
+            render("gpu", replicas={"vllmArgs": words})
+        name = short if words[0].startswith(short) or short in words else argument
+        said = f"- replicas.vllmArgs has {name}, which a replica refuses: {refused['why']}\n"
+        assert said in f"{refusal.value}\n", words
+    for value in refused.get("taken", ()):
+        for words in ([argument, value], [f"{argument}={value}"], [short, value]):
+            render("gpu", replicas={"vllmArgs": words})
 
 
 def test_all_that_is_wrong_is_said_at_once():

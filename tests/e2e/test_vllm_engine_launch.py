@@ -48,7 +48,22 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (("m", "--enable-elastic-ep"), "--enable-elastic-ep: vLLM adds and removes ranks"),
         (("m", "--enable-moe-shared-loras"), "--enable-moe-shared-loras: Weft knows no adapters"),
         (("m", "--enable-mixed-moe-lora-format"), "lora-format: Weft takes adapters of experts"),
-        (("m", "--nnodes", "2"), "on one machine"),
+        (("m", "--nnodes", "2"), "--nnodes 2: a replica is one host"),
+        (("m", "-n2"), "--nnodes 2: a replica is one host"),
+        (("m", "-r", "1"), "--node-rank 1: a replica is one host"),
+        (("m", "--master_addr=10.0.0.1"), "--master-addr 10.0.0.1: a replica is one host"),
+        (("m", "--master-port", "29600"), "--master-port 29600: a replica is one host"),
+        (("m", "--distributed-executor-backend=ray"), "backend ray: the ranks of a replica are"),
+        (("m", "--distributed_executor_backend", "external_launcher"), "backend external_laun"),
+        (("m", "--distributed-executor-backend", "a.Executor"), "backend a.Executor: the ranks"),
+        (("m", "-dpl", "0"), "--data-parallel-size-local 0: a replica has one engine"),
+        (("m", "-dpn", "0"), "--data-parallel-rank 0: it is for one of several engines"),
+        (("m", "--data_parallel_start_rank=0"), "--data-parallel-start-rank 0: it is for"),
+        (("m", "-dpa", "10.0.0.1"), "--data-parallel-address 10.0.0.1: it is for"),
+        (("m", "-dpp", "13345"), "--data-parallel-rpc-port 13345: it is for"),
+        (("m", "-dpb", "ray"), "--data-parallel-backend ray: it is for"),
+        (("m", "-dph"), "--data-parallel-hybrid-lb: it is for"),
+        (("m", "-dpe"), "--data-parallel-external-lb: it is for"),
         (("m", "--offload-group-size", "2"), "from the host's memory"),
         (("m", "--worker-extension-cls", "a.B"), "a.B"),
         (("m", "--api-server-count", "2"), "one API"),
@@ -58,6 +73,36 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_arguments_that_would_make_a_replica_wrong(args: tuple[str, ...], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         await start(*args)
+
+
+def test_arguments_of_a_file_are_refused_like_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("node_rank: 1\n")
+    with pytest.raises(UnsupportedError, match="--node-rank 1: a replica is one host"):
+        launch.parse_args(["m", "--config", str(file)], bridges.server_parts(), {})
+
+
+def test_arguments_that_leave_an_engine_what_it_is_are_taken() -> None:
+    words = [
+        f"{name}={value}"
+        for name, refused in refusals.REFUSED_OPTIONS.items()
+        for value in refused.taken
+    ]
+    launch.parse_args(["m", *words, "--no-data-parallel-hybrid-lb"], bridges.server_parts(), {})
+
+
+def test_refused_arguments_are_vllms_with_its_names_in_short_and_its_defaults() -> None:
+    """The chart reads words, not what a parser makes of them."""
+    parts = bridges.server_parts()
+    parser = parts.make_arg_parser(parts.argument_parser())
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    known = refusals.REFUSED_OPTIONS.keys() & actions.keys()
+    assert {"--nnodes", "--headless", "--data-parallel-size"} <= known
+    for name in known:
+        action, refused = actions[name], refusals.REFUSED_OPTIONS[name]
+        short = {word for word in action.option_strings if not word.startswith("--")}
+        assert short == {refused.short} - {""}, name
+        assert action.default in (None, False) or str(action.default) in refused.taken, name
 
 
 def connector(name: str, **extra: object) -> str:

@@ -10,6 +10,7 @@ import importlib
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,53 +36,123 @@ _CLOSED = frozenset({"/scale_elastic_ep"})
 #: its tiers of files and of other machines keep theirs.
 _RESETTABLE = "OffloadingConnector"
 _RESETTABLE_SPEC = "CPUOffloadingSpec"
-_OVER_TCP = "the replica serves OpenAI's API over TCP"
-#: Arguments of vLLM that must not be above 1, and why.
-_ONE_ALONE = {
-    "data_parallel_size": "a replica has one engine; start more replicas instead",
-    "pipeline_parallel_size": (
-        "Weft cannot load ranks that lack layers; use --tensor-parallel-size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedOption:
+    """Option of vLLM that a replica refuses."""
+
+    why: str
+    """Reason, and the way out."""
+    short: str = ""
+    """Name in short."""
+    taken: tuple[str, ...] = ()
+    """Values with which the engine is what it is without the argument."""
+
+
+_OVER_TCP = "the replica serves OpenAI's API over TCP; leave it out"
+_ONE_ENGINE = "a replica has one engine; start more replicas instead"
+_ONE_OF_ONE = (
+    "it is for one of several engines, and a replica has one; leave it out, and start more replicas"
+)
+_ONE_HOST = (
+    "a replica is one host, whose ranks map what one of them has received; leave it out, and start "
+    "a replica on each host"
+)
+#: Options of vLLM that are refused, by name. The chart has the same in files/vllm_options.yaml.
+REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
+    "--data-parallel-size": RefusedOption(short="-dp", taken=("1",), why=_ONE_ENGINE),
+    "--data-parallel-size-local": RefusedOption(short="-dpl", taken=("1",), why=_ONE_ENGINE),
+    "--data-parallel-rank": RefusedOption(short="-dpn", why=_ONE_OF_ONE),
+    "--data-parallel-start-rank": RefusedOption(short="-dpr", why=_ONE_OF_ONE),
+    "--data-parallel-address": RefusedOption(short="-dpa", why=_ONE_OF_ONE),
+    "--data-parallel-rpc-port": RefusedOption(short="-dpp", why=_ONE_OF_ONE),
+    "--data-parallel-backend": RefusedOption(short="-dpb", taken=("mp",), why=_ONE_OF_ONE),
+    "--data-parallel-hybrid-lb": RefusedOption(short="-dph", why=_ONE_OF_ONE),
+    "--data-parallel-external-lb": RefusedOption(short="-dpe", why=_ONE_OF_ONE),
+    "--data-parallel-multi-port-external-lb": RefusedOption(short="-dpm", why=_ONE_OF_ONE),
+    "--pipeline-parallel-size": RefusedOption(
+        short="-pp",
+        taken=("1",),
+        why="Weft cannot load ranks that lack layers; use --tensor-parallel-size",
     ),
-    "prefill_context_parallel_size": (
-        "Weft never loaded ranks that hold the same part of a model; use --tensor-parallel-size"
+    "--prefill-context-parallel-size": RefusedOption(
+        short="-pcp",
+        taken=("1",),
+        why=(
+            "Weft never loaded ranks that hold the same part of a model; use --tensor-parallel-size"
+        ),
     ),
-    "api_server_count": "a replica has one API server, in its own process; leave it out",
-    "nnodes": "all ranks of a replica must be on one machine; leave it out",
+    "--api-server-count": RefusedOption(
+        short="-asc",
+        taken=("1",),
+        why="a replica has one API server, in its own process; leave it out",
+    ),
+    "--nnodes": RefusedOption(short="-n", taken=("1",), why=_ONE_HOST),
+    "--node-rank": RefusedOption(short="-r", taken=("0",), why=_ONE_HOST),
+    "--master-addr": RefusedOption(taken=("127.0.0.1",), why=_ONE_HOST),
+    "--master-port": RefusedOption(taken=("29501",), why=_ONE_HOST),
+    "--distributed-executor-backend": RefusedOption(
+        taken=("mp", "uni"),
+        why=(
+            "the ranks of a replica are processes that vLLM itself starts on one host (mp, uni), "
+            "and map what one of them has received; leave it out"
+        ),
+    ),
+    "--headless": RefusedOption(why=_OVER_TCP),
+    "--grpc": RefusedOption(why=_OVER_TCP),
+    "--uds": RefusedOption(why=_OVER_TCP),
+    "--enable-eplb": RefusedOption(
+        why=(
+            "vLLM moves experts between ranks as it serves: its loader puts those of a base where "
+            "they were at the start, and the factors of adapters on experts stay where they were, "
+            "so that tokens would go to other experts, or adapters, than those they chose; leave "
+            "it out"
+        )
+    ),
+    "--enable-elastic-ep": RefusedOption(
+        why="vLLM adds and removes ranks as it serves, which would lack a base; leave it out"
+    ),
+    "--enable-mixed-moe-lora-format": RefusedOption(
+        why=(
+            "Weft takes adapters of experts in both forms without it, and tells them apart by "
+            "itself; leave it out"
+        )
+    ),
+    "--enable-moe-shared-loras": RefusedOption(
+        why="Weft knows no adapters whose experts share a factor; leave it out"
+    ),
+    "--offload-group-size": RefusedOption(
+        taken=("0",),
+        why=(
+            "before each use vLLM copies such layers from the host's memory, where its reload puts "
+            "no base: answers would be mixed; leave it out"
+        ),
+    ),
 }
-#: Arguments of vLLM that must not be given, and why.
-_NEVER = {
-    "headless": _OVER_TCP,
-    "grpc": _OVER_TCP,
-    "uds": _OVER_TCP,
-    "enable_eplb": (
-        "vLLM moves experts between ranks as it serves: its loader puts those of a base where they "
-        "were at the start, and the factors of adapters on experts stay where they were, so that "
-        "tokens would go to other experts, or adapters, than those they chose"
-    ),
-    "enable_elastic_ep": "vLLM adds and removes ranks as it serves, which would lack a base",
-    "enable_mixed_moe_lora_format": (
-        "Weft takes adapters of experts in both forms without it, and tells them apart by itself"
-    ),
-    "enable_moe_shared_loras": "Weft knows no adapters whose experts share a factor; leave it out",
-    "offload_group_size": (
-        "before each use vLLM copies such layers from the host's memory, where its reload puts no "
-        "base: answers would be mixed"
-    ),
-}
+#: Environment variables by which vLLM makes an engine one of several, and the value that does not.
+_ONE_OF_SEVERAL = {"VLLM_DP_SIZE": "1", "VLLM_DP_RANK": "0"}
 # Names in a model's config, of which it has at most one.
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
 def refuse_environment(environ: Mapping[str, str], *, allow: bool) -> None:
-    """Refuse an environment in which vLLM's server takes weights not only from Weft.
+    """Refuse an environment in which vLLM's server takes weights not only from Weft, or its engine
+    is one of several.
 
     Args:
         environ: Environment of this process; vLLM reads the same.
-        allow: Whether to warn instead.
+        allow: Whether to warn of the former instead.
 
     Raises:
         UnsupportedError: Names the variables and the way out.
     """
+    for name, taken in _ONE_OF_SEVERAL.items():
+        if (given := environ.get(name, "").strip()) not in ("", taken):
+            raise UnsupportedError(
+                f"{name}={given} is for one of several engines, and a replica has one; unset "
+                f"{name}, and start more replicas"
+            )
     opening = [name for name in _OPENING if environ.get(name, "").strip().lower() not in _OFF]
     if not opening:
         return
@@ -132,12 +203,12 @@ def refuse_unsupported(args: Namespace) -> None:
     Raises:
         UnsupportedError: Names the argument and the way out.
     """
-    for name, why in _ONE_ALONE.items():
-        if (number := getattr(args, name, None) or 1) > 1:
-            raise UnsupportedError(f"--{name.replace('_', '-')} {number}: {why}")
-    for name, why in _NEVER.items():
-        if getattr(args, name, None):
-            raise UnsupportedError(f"--{name.replace('_', '-')}: {why}; leave it out")
+    for name, refused in REFUSED_OPTIONS.items():
+        given = getattr(args, name.removeprefix("--").replace("-", "_"), None)
+        if given is None or given is False or str(given) in ("", *refused.taken):
+            continue
+        value = "" if given is True else f" {given}"
+        raise UnsupportedError(f"{name}{value}: {refused.why}")
 
 
 def refuse_missing_model(model: str) -> None:

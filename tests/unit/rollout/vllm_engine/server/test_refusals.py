@@ -14,6 +14,7 @@ import pytest
 
 from rollout_side.vllm_engine.server import refusals
 from rollout_side.vllm_engine.server.refusals import (
+    REFUSED_OPTIONS,
     close_endpoints,
     num_experts,
     plain_errors,
@@ -22,6 +23,7 @@ from rollout_side.vllm_engine.server.refusals import (
     refuse_keep,
     refuse_missing_model,
     refuse_sleep_without_gpu,
+    refuse_unsupported,
 )
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 
@@ -32,6 +34,26 @@ def test_an_environment_that_opens_other_ways_to_weights(name: str, value: str) 
     with pytest.raises(UnsupportedError, match="--allow-unversioned-changes") as refused:
         refuse_environment({name: value}, allow=False)
     assert f"unset {name}," in refused.value.message
+
+
+@pytest.mark.parametrize(("name", "taken"), [("VLLM_DP_SIZE", "1"), ("VLLM_DP_RANK", "0")])
+def test_an_environment_of_one_of_several_engines(name: str, taken: str) -> None:
+    refuse_environment({name: taken}, allow=False)
+    with pytest.raises(UnsupportedError, match=rf"{name}=2 is for one of .* unset {name}, and"):
+        refuse_environment({name: "2"}, allow=True)
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+def test_arguments_are_refused_by_a_sentence_unless_they_change_nothing(name: str) -> None:
+    dest, refused = name.removeprefix("--").replace("-", "_"), REFUSED_OPTIONS[name]
+    for nothing in (None, False, "", *refused.taken):
+        refuse_unsupported(Namespace(**{dest: nothing}))
+    for given, said in ((True, name), ("x", f"{name} x"), (7, f"{name} 7")):
+        with pytest.raises(UnsupportedError) as caught:
+            refuse_unsupported(Namespace(**{dest: given}))
+        assert caught.value.message == f"{said}: {refused.why}"
+    assert re.search(r"; (leave it out|start more replicas|use --)", refused.why)
+    assert refused.why.count("leave it out") <= 1
 
 
 def test_both_variables_are_named_at_once() -> None:
