@@ -4,6 +4,7 @@ import hashlib
 import tomllib
 
 import pytest
+import yaml
 
 from tests.chart.rendering import PROFILES, args, containers, render
 from weft_rl.rpc.security.access import parse_access
@@ -224,10 +225,58 @@ def test_clients_reach_the_replicas_api_and_operators_the_coordinator():
     assert not [p for p in render("gpu").all("NetworkPolicy") if "operators" in str(p["metadata"])]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_pods_may_reach_is_said_only_where_it_is_asked_for(enabled):
+    rendered = render("everything", networkPolicy={"egress": {"enabled": enabled, "extra": []}})
+    made = [p for p in rendered.all("NetworkPolicy") if "Egress" in p["spec"]["policyTypes"]]
+    assert len(made) == (2 if enabled else 0)
+
+
+def reached(rendered, name, protocol):
+    """Peers and ports that a pod's policies let it reach; all peers, or ports, if None."""
+    labels = next(pod for maker, pod in rendered.pods() if maker.endswith(name))["metadata"]
+    for each in rendered.all("NetworkPolicy"):
+        selector = each["spec"]["podSelector"]
+        chosen = selector.get("matchLabels", {}).items() <= labels["labels"].items() and all(
+            e["operator"] == "In" and labels["labels"].get(e["key"]) in e["values"]
+            for e in selector.get("matchExpressions", ())
+        )
+        for rule in each["spec"].get("egress", ()) if chosen else ():
+            for port in rule["ports"]:
+                if port.get("protocol", "TCP") == protocol:
+                    for peer in rule.get("to", [None]):
+                        yield peer, port.get("port")
+
+
+def test_pods_reach_members_and_dns_and_what_is_added():
+    rendered = render("everything")
+    added = yaml.safe_load(PROFILES["everything"].read_text())["networkPolicy"]["egress"]["extra"]
+    extra = [(to, port["port"]) for rule in added for to in rule["to"] for port in rule["ports"]]
+    (replicas,) = (
+        {"podSelector": {"matchLabels": s["spec"]["selector"]["matchLabels"]}}
+        for s in rendered.all("StatefulSet")
+    )
+    control = (replicas, 50051)
+    members = [(peer, None) for peer in policy(rendered, "-members")["ingress"][0]["from"]]
+    assert len(members) == 3
+    for pod, own in (("-coordinator", []), ("-replicas", members), ("-test", members)):
+        found = [*reached(rendered, pod, "TCP")]
+        assert found == [(None, 53), control, *extra, *own], pod
+        assert [*reached(rendered, pod, "UDP")] == [(None, 53)]
+
+
+def test_a_trainer_of_the_namespace_may_reach_what_it_will():
+    """The label of members is in no rule of what may be reached."""
+    for each in render("everything").all("NetworkPolicy"):
+        if "egress" in each["spec"]:
+            assert "app.kubernetes.io/instance" in each["spec"]["podSelector"]["matchLabels"]
+
+
 def test_no_rule_lets_everybody_in_but_to_the_health_port():
     for profile in PROFILES:
         for resource in render(profile).all("NetworkPolicy"):
-            assert resource["spec"]["policyTypes"] == ["Ingress"]
-            for rule in resource["spec"]["ingress"]:
+            (kind,) = resource["spec"]["policyTypes"]
+            assert {"ingress", "egress"} & resource["spec"].keys() == {kind.lower()}
+            for rule in resource["spec"].get("ingress", ()):
                 assert rule.get("from") or resource["metadata"]["name"].endswith("-health")
     assert render("tokens").all("NetworkPolicy") == []

@@ -298,6 +298,14 @@ def test_the_notes_say_what_is_given_and_does_not_work_by_itself(tmp_path):
     # Of a metric that there is not, only absent() makes a value.
     (always,) = [rule["alert"] for rule in rules("gpu") if "absent(" in rule["expr"]]
     assert f"Until then {always}\nis always sent, and no other alert on a metric of Weft's" in alone
+    closed = "networkPolicy.egress.enabled=true"
+    assert "more; without a rule for\nwhere Qwen/Qwen3-8B is downloaded from" in notes(
+        "gpu", tmp_path / "c", closed
+    )
+    assert "networkPolicy.egress.extra lets them reach more.\n" in notes(
+        "cpu", tmp_path / "d", closed
+    )
+    assert "networkPolicy.egress" not in notes("everything", tmp_path / "e") + alone
     assert "The shared cache is ReadWriteOnce: one node must run every pod" in alone
     plain = notes("cpu", tmp_path / "b")
     assert "The alerts need" not in plain

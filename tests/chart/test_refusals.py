@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rollout_side.vllm_engine.server.refusals import REFUSED_OPTIONS
-from tests.chart.rendering import CHART, RefusedError, StrictLoader, render
+from tests.chart.rendering import CHART, ROOT, RefusedError, StrictLoader, render
 
 MONITORED = [
     "metrics.enabled=true",
@@ -237,6 +237,12 @@ REFUSED = [
     ),
     ("tokens", [*MONITORED, "tls.monitorSecret=a"], "tls.monitorSecret is shown to metrics.auth"),
     (
+        "tokens",
+        ["networkPolicy.egress.enabled=true"],
+        "networkPolicy.egress.enabled is not used without networkPolicy.enabled",
+    ),
+    ("gpu", ['networkPolicy.egress.extra=[{"to": []}]'], "egress.extra is not used without netw"),
+    (
         "gpu",
         ['networkPolicy.metrics=[{"podSelector": {}}]'],
         "networkPolicy.metrics lets no other namespace in",
@@ -266,6 +272,8 @@ NOT_OF_THE_SCHEMA = [
     ("coordinator.catalog.whenDeleted=Keep", "coordinator.catalog.whenDeleted"),
     ("access.identities[0].role=publish", "Additional property role is not allowed"),
     ("networkPolicy.clients[0].pod=a", "Additional property pod is not allowed"),
+    ("networkPolicy.egress.extra[0].from=[]", "Additional property from is not allowed"),
+    ("networkPolicy.egress.extra=[{}]", "networkPolicy.egress.extra.0"),
     ("model.cacheGib=0", "model.cacheGib"),
     ("model.volume.name=models", "model.volume"),
     ("model.sharedCache.accessMode=ReadWriteOncePod", "model.sharedCache.accessMode"),
