@@ -98,6 +98,7 @@ REFUSED = [
     ("cpu", ["replicas.staging=device"], "staging=device needs a GPU"),
     ("cpu", ["replicas.enableSleep=true"], "enableSleep needs a GPU"),
     ("cpu", ["replicas.backend=nccl"], "backend=nccl needs a GPU"),
+    ("cpu", ["replicas.backend=one-sided"], "one-sided needs the trainer and all replicas on one"),
     ("cpu", ["replicas.rdma.enabled=true"], "rdma is for NCCL between GPUs"),
     ("gpu", ["replicas.rdma.enabled=true"], "rdma.enabled needs replicas.rdma.resources"),
     ("gpu", ["replicas.gpus=8"], "and uses no more: replicas.gpus is 8"),
@@ -427,6 +428,48 @@ def test_an_argument_that_a_replica_refuses_is_refused_here_however_it_is_writte
     for value in refused.get("taken", ()):
         for words in ([argument, value], [f"{argument}={value}"], [short, value]):
             render("gpu", replicas={"vllmArgs": words})
+
+
+SOCKETS = {
+    "extraVolumes": [{"name": "sockets", "hostPath": {"path": "/run/weft"}}],
+    "extraVolumeMounts": [{"name": "sockets", "mountPath": "/tmp/weft-10001"}],
+}
+TRAINER = {"name": "trainer", "image": "a", "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}]}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "taken"),
+    [
+        ({"count": 1, "sidecars": [TRAINER]}, True),
+        ({"count": 2, "sidecars": [TRAINER]}, False),
+        ({"count": 1, "sidecars": [{"name": "trainer", "image": "a"}]}, False),
+        ({"count": 1, **SOCKETS}, True),
+        ({"count": 2, **SOCKETS}, False),
+        ({"count": 2, "nodeSelector": {"kubernetes.io/hostname": "a"}, **SOCKETS}, True),
+        ({"count": 1}, False),
+    ],
+)
+def test_one_sided_is_taken_where_a_trainer_may_share_the_replicas_sockets(replicas, taken):
+    values = {"replicas": {"backend": "one-sided", **replicas}}
+    if not taken:
+        with pytest.raises(RefusedError, match=r"or make the trainer a sidecar of one replica"):
+            render("cpu", **values)
+        return
+    assert render("cpu", **values).container("-replicas")["args"].count("--backend=one-sided") == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo", "nccl", "one-sided"])
+def test_helm_test_pushes_where_its_pod_could(backend):
+    """It has no GPU, and shares no memory with replicas."""
+    replicas = {"backend": backend, "count": 1, "sidecars": [TRAINER]}
+    arguments = render("gpu", replicas=replicas).container("-test")["args"]
+    assert ("--without-adapter" in arguments) == (backend in ("nccl", "one-sided"))
+
+
+def test_the_default_directory_of_sockets_is_the_one_that_is_asked_for():
+    """For the user that the pods run as, unless they are told another."""
+    source = (ROOT / "weft_rl/transport/one_sided/directory.py").read_text()
+    assert 'Path(given or f"/tmp/weft-{os.geteuid()}")' in source
 
 
 def test_all_that_is_wrong_is_said_at_once():
