@@ -5,6 +5,7 @@ import io
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -165,6 +166,21 @@ def test_an_upgrade_of_the_chart_alone_restarts_no_pod(rendered):
             assert "app.kubernetes.io/version" not in pod["metadata"]["labels"]
     for template in rendered.of("StatefulSet")["spec"].get("volumeClaimTemplates", []):
         assert "helm.sh/chart" not in template["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("pinned", ["tag=v1", "digest=sha256:" + 64 * "a", ""])
+def test_a_pod_of_another_chart_is_the_same_if_its_image_is_pinned(pinned, tmp_path):
+    newer = shutil.copytree(CHART, tmp_path / "weft")
+    described = yaml.safe_load((newer / "Chart.yaml").read_text())
+    versions = {"version": "99.0.0", "appVersion": "99.0.0"}
+    (newer / "Chart.yaml").write_text(yaml.safe_dump(described | versions))
+    sets = [f"{kind}.image.{pinned}" for kind in ("coordinator", "replicas") if pinned]
+    for server in ("-coordinator", "-replicas"):
+        pods = [
+            next(pod for name, pod in render("gpu", *sets, chart=chart).pods() if server in name)
+            for chart in (CHART, newer)
+        ]
+        assert (pods[0] == pods[1]) == bool(pinned)
 
 
 def test_images_are_named_by_digest_where_one_is_given():
