@@ -205,6 +205,16 @@ def test_members_reach_each_other_on_every_tcp_port():
         assert member.items() <= pod["metadata"]["labels"].items()
 
 
+def test_a_trainer_of_several_pools_comes_in_without_the_label_of_one():
+    trainers = [{"podSelector": {"matchLabels": {"app": "trainer"}}}]
+    label = render("everything")
+    added = render("everything", networkPolicy={"trainers": trainers})
+    (rule,) = policy(added, "-members")["ingress"]
+    (labelled,) = policy(label, "-members")["ingress"]
+    assert rule == {**labelled, "from": [*labelled["from"], *trainers]}
+    assert policy(added, "-members-egress")["egress"][0]["to"] == rule["from"]
+
+
 def test_health_and_metrics_are_let_in_apart():
     rendered = render("gpu")
     health, metrics = policy(rendered, "-health"), policy(rendered, "-metrics")
