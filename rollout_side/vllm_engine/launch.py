@@ -279,8 +279,11 @@ def parse_args(
     parser = parts.make_arg_parser(parts.argument_parser())
     parser.set_defaults(**defaults)
     cpu_cache.mark_default(parser)
+    words: list[str] = []
+    for word in vllm_args:  # vLLM says nothing of --config=FILE, and does not read the file
+        words += word.split("=", 1) if word.startswith("--config=") else [word]
     try:
-        args = parser.parse_args(list(vllm_args))
+        args = parser.parse_args(words)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise  # --help

@@ -167,6 +167,7 @@ async def test_arguments_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) ->
         (["--logprobs-mode", "raw_logprobs"], launch.RL_DEFAULTS, ("raw_logprobs", "vllm")),
         (["--generation-config=auto"], launch.RL_DEFAULTS, ("processed_logprobs", "auto")),
         (["--config", "FILE"], launch.RL_DEFAULTS, ("raw_logits", "vllm")),
+        (["--config=FILE"], launch.RL_DEFAULTS, ("raw_logits", "vllm")),
     ],
 )
 def test_defaults_for_rl_unless_the_user_says_otherwise(
@@ -178,7 +179,7 @@ def test_defaults_for_rl_unless_the_user_says_otherwise(
 ) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("logprobs-mode: raw_logits\n")
-    words = ["m", *(str(file) if word == "FILE" else word for word in given)]
+    words = ["m", *(word.replace("FILE", str(file)) for word in given)]
     with caplog.at_level("INFO", "rollout_side"):
         args = launch.parse_args(words, bridges.server_parts(), defaults)
     assert (args.logprobs_mode, args.generation_config) == is_so
