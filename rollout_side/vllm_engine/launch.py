@@ -274,7 +274,7 @@ def parse_args(
 
     Raises:
         UnsupportedError: An argument that Weft cannot honour.
-        InvalidRequestError: vLLM refused them; its parser has printed why.
+        InvalidRequestError: vLLM refused them; says why, or its parser has printed it.
     """
     parser = parts.make_arg_parser(parts.argument_parser())
     parser.set_defaults(**defaults)
@@ -282,14 +282,8 @@ def parse_args(
     words: list[str] = []
     for word in vllm_args:  # vLLM says nothing of --config=FILE, and does not read the file
         words += word.split("=", 1) if word.startswith("--config=") else [word]
-    try:
+    with refusals.plain_argument_errors(words):
         args = parser.parse_args(words)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise  # --help
-        raise InvalidRequestError(
-            f"vLLM refused its arguments {' '.join(vllm_args)!r}; its message is above"
-        ) from None
     used = [
         f"--{name.replace('_', '-')} {value}"
         for name, value in defaults.items()
@@ -306,7 +300,8 @@ def parse_args(
             f"own, {WORKER_EXTENSION}; start the replica without it"
         )
     args.worker_extension_cls = WORKER_EXTENSION
-    parts.validate_args(args)
+    with refusals.plain_argument_errors(words):
+        parts.validate_args(args)
     return args  # type: ignore[no-any-return]
 
 

@@ -154,9 +154,29 @@ def test_blocks_in_the_memory_of_the_host_are_emptied_at_a_switch() -> None:
 
 
 async def test_arguments_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InvalidRequestError, match="--no-such-flag"):
-        await start("m", "--no-such-flag")
+    with pytest.raises(InvalidRequestError, match=r"\(--api-key --no-such-flag\); its message is"):
+        await start("m", "--api-key=hidden", "--no-such-flag")
     assert "--no-such-flag" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--config", "/no/such.yaml"], r"arguments \(--config\): .*No such file"),
+        (["--config"], r"arguments \(--config\): No config file"),
+        (["--config=FILE"], "while parsing a flow node"),
+        (["--config=FILE", "--config=FILE"], "More than one config file"),
+        (["--enable-auto-tool-choice"], r"\(--enable-auto-tool-choice\): .* --tool-call-parser"),
+    ],
+)
+def test_what_vllm_raises_of_its_arguments_is_a_sentence(
+    words: list[str], text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("a: [")
+    words = [word.replace("FILE", str(file)) for word in words]
+    with pytest.raises(InvalidRequestError, match=text):
+        launch.parse_args(["m", *words], bridges.server_parts(), {})
 
 
 @pytest.mark.parametrize(

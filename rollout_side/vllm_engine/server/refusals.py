@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,31 @@ def plain_errors(model: str) -> Iterator[None]:
                 f"vLLM refuses {model!r}, or its arguments: {said}"
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def plain_argument_errors(words: Sequence[str]) -> Iterator[None]:
+    """Turn whatever vLLM raises as it reads its arguments into an error of one sentence.
+
+    Args:
+        words: Arguments. Only the names of options are told: a value may be an API key.
+
+    Raises:
+        InvalidRequestError: Names the options, and quotes the first words of the error.
+    """
+    names = " ".join(word.partition("=")[0] for word in words if word.startswith("-"))
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise  # --help
+        raise InvalidRequestError(
+            f"vLLM refused its arguments ({names}); its message is above"
+        ) from None
+    except Exception as error:
+        raise InvalidRequestError(
+            f"vLLM refused its arguments ({names}): {_first_words(error)}"
+        ) from error
 
 
 def _is_missing_model(error: BaseException) -> bool:
