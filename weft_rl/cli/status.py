@@ -17,7 +17,7 @@ from weft_rl.cli.console.options import DEFAULT_COORDINATOR, Coordinator, Json, 
 from weft_rl.cli.console.output import print_json, rate
 from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.names import PolicyVersion, provenance
+from weft_rl.contract.names import PolicyVersion, plural, provenance
 from weft_rl.coordinator.decisions.problems import explain_conflict, explain_unused_file
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
@@ -99,8 +99,8 @@ def read_pool(stub: InspectServiceStub, *, whole: bool = False) -> pb.GetPoolRes
 def render(pool: pb.GetPoolResponse) -> RenderableType:
     """Render the pool: replicas, policies, transfers."""
     return Group(
-        _headline(pool), *_problems(pool), _replicas(pool),
-        *_out_of_service_elsewhere(pool), _policies(pool),
+        _headline(pool), *_problems(pool), _replicas(pool) if _num_replicas(pool) else _NO_REPLICAS,
+        *_out_of_service_elsewhere(pool), *([_policies(pool)] if _has_policies(pool) else []),
         *(_transfer("active", t) for t in pool.active_transfers),
         *([_transfer("last", pool.last_transfer)] if pool.HasField("last_transfer") else []),
     )  # fmt: skip
@@ -210,6 +210,7 @@ def _serves(replica: types_pb2.VersionVector, pool: types_pb2.VersionVector) -> 
     return "  ".join(differing[:_MAX_NAMED]) + (f"  and {more} more" if more > 0 else "")
 
 
+_NO_REPLICAS = Text("no replicas: `weft rollout -- MODEL` starts one", "dim")
 _REPLICA_COLUMNS = (
     ColumnSpec("replica"),
     ColumnSpec("state", is_prose=True),
@@ -302,6 +303,11 @@ _POLICY_COLUMNS = (
 )
 
 
+def _has_policies(pool: pb.GetPoolResponse) -> bool:
+    is_listed = any(policy.last_version for policy in pool.policies)
+    return is_listed or pool.num_policies > len(pool.policies)
+
+
 def _policies(pool: pb.GetPoolResponse) -> FittedTable:
     """Make the table of the policies that ever had a version. Of many, those that need an operator
     come first, then those that a trainer owns."""
@@ -376,7 +382,7 @@ def _transfer(which: str, transfer: publish_pb2.Transfer) -> Text:
         (f"{which} transfer  ", "dim"),
         (f"{transfer.version.policy}@{transfer.version.version}", "bold"),
         f" from {transfer.trainer_id}: {word}, {transfer.total_bytes:,} bytes to "
-        f"{len(transfer.replica_ids)} replicas in {forming + staging + committing:.3f} s "
+        f"{plural(len(transfer.replica_ids), 'replica')} in {forming + staging + committing:.3f} s "
         f"(staging {staging:.3f} s{f', {speed}' if speed else ''})",
     )
     if transfer.backend:

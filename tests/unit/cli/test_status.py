@@ -55,6 +55,14 @@ def test_a_usual_pool_fits_80_columns_without_breaking_a_word() -> None:
     assert "base@0  math@1 (1)" in other
 
 
+def test_an_empty_pool_says_what_starts_a_replica() -> None:
+    assert shown(pb.GetPoolResponse(version_vector=vector(0), num_policies=1,
+                                    policies=[pb.Policy(policy="base")])).splitlines() == [
+        "pool serves base@0   0 of 0 replicas ready",
+        "no replicas: `weft rollout -- MODEL` starts one",
+    ]  # fmt: skip
+
+
 def test_orders_for_replicas_elsewhere_and_how_many_more() -> None:
     order = pb.OutOfServiceOrder(
         replica_id="replica-9", state=pb.REPLICA_STATE_CORDONED, reason="new disk"

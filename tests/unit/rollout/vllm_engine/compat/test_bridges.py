@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,27 @@ def test_versions_that_are_refused(version: str) -> None:
         bridges.check_version(version)
     assert version in str(refused.value)
     assert bridges.SUPPORTED_RANGE in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'vllm'"),
+        # torchvision's build for CUDA, beside torch for a CPU.
+        RuntimeError("operator torchvision::nms does not exist"),
+    ],
+)
+@pytest.mark.parametrize("load", [bridges.installed_version, bridges.server_parts])
+def test_what_importing_it_ends_with_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], object], error: Exception
+) -> None:
+    def import_module(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(bridges.importlib, "import_module", import_module)
+    with pytest.raises(UnsupportedError, match="vLLM cannot be imported") as raised:
+        load()
+    assert f"({type(error).__name__}: {error})" in raised.value.message
 
 
 def test_the_range_is_the_one_that_is_installed_and_that_pages_name() -> None:
