@@ -71,6 +71,16 @@ def fingerprint(architecture: str, tensors: list[dict[str, Any]]) -> str:
     return hashlib.sha256((architecture + "\n" + "".join(lines)).encode()).hexdigest()
 
 
+def reference_digest(tensors: list[dict[str, Any]], modules: list[dict[str, Any]]) -> str:
+    """What tells bases of one fingerprint apart."""
+    lines = sorted(f"{t['name']} {t['dtype']}\n" for t in tensors)
+    lines += sorted(
+        f"{m['name']} {','.join(map(str, m['dims']))} {' '.join(m['other_names'])}\n"
+        for m in modules
+    )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def checkpoint_digest(tensors: list[dict[str, Any]]) -> bytes:
     """What base@0 is known by; a tensor has the bytes that its file has."""
     lines = []

@@ -18,7 +18,7 @@ from weft_rl.contract.errors import CapacityError, InvalidNameError, WeftError
 from weft_rl.contract.layout.manifest import WSUM64, Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run, wire_size
 from weft_rl.contract.names import PolicyVersion, check_name, name_in_the_way
-from weft_rl.contract.tensors import DataType, TensorMeta, base_fingerprint
+from weft_rl.contract.tensors import DataType, LinearModule, Reference, TensorMeta, base_fingerprint
 from weft_rl.rpc.bounds import PROTOCOL_REVISION
 from weft_rl.rpc.status import status_from_error
 from weft_rl.transport.digests.wsum64 import content_digest, part_digests, tensor_digest
@@ -34,6 +34,7 @@ TENSORS = {
     "model.norm.step": torch.tensor(-2, dtype=torch.int64),
 }
 _CAPACITY_BYTES = 512
+_MODULES = (LinearModule("layers.0.down", (2, 3), ("model.layers.0.down", "down")),)
 #: One row of the weighted sum and a half, so that both of its weights change.
 _LONG_BYTES = 6144 * 8
 
@@ -73,8 +74,17 @@ def make() -> dict[str, Any]:
         "checkpoint": _checkpoint(),
         "fingerprint": {
             "architecture": "TinyForCausalLM",
-            "tensors": [{"name": m.name, "dims": list(m.shape)} for m in metas()],
+            "tensors": [
+                {"name": m.name, "dims": list(m.shape), "dtype": int(m.dtype)} for m in metas()
+            ],
+            "modules": [
+                {"name": m.name, "dims": list(m.shape), "other_names": list(m.other_names)}
+                for m in _MODULES
+            ],
             "fingerprint": base_fingerprint("TinyForCausalLM", metas()),
+            "reference_digest": Reference(
+                "TinyForCausalLM", tuple(metas()), untold_modules=_MODULES
+            ).details_digest,
         },
         "names": _names(),
         "errors": [

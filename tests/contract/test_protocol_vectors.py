@@ -121,6 +121,8 @@ def test_the_digests_of_a_checkpoint_and_of_a_base_model() -> None:
     base = VECTORS["fingerprint"]
     found = outside.fingerprint(base["architecture"], base["tensors"])
     assert found == base["fingerprint"]
+    found = outside.reference_digest(base["tensors"], base["modules"])
+    assert found == base["reference_digest"]
 
 
 def test_names() -> None:

@@ -34,7 +34,7 @@ from weft_rl.coordinator.runtime import manifests
 from weft_rl.rpc.codec import duration_to_proto, send_plan_to_proto
 from weft_rl.rpc.manifest_codec import manifest_to_chunks, reference_from_chunks
 from weft_rl.rpc.status import error_from_rpc
-from weft_rl.v1 import inspect_pb2, publish_pb2, rendezvous_pb2, types_pb2
+from weft_rl.v1 import inspect_pb2, publish_pb2, registry_pb2, rendezvous_pb2, types_pb2
 
 
 async def test_describe_target(pool: Pool) -> None:
@@ -57,6 +57,54 @@ async def test_describe_target(pool: Pool) -> None:
         "model.norm.weight": types_pb2.DATA_TYPE_FLOAT32
     }
     assert described.num_replicas == 1
+
+
+async def test_a_replica_started_again_with_other_dtypes_is_asked_for_them(pool: Pool) -> None:
+    """The coordinator was not. While both kinds are there, the wider dtype is sent."""
+    trainer = FakeTrainer(pool.target)
+    pool.things.append(trainer)
+
+    async def sent_as_float32() -> set[str]:
+        described = await trainer.stub.DescribeTarget(
+            publish_pb2.DescribeTargetRequest(), timeout=9
+        )
+        (chunk,) = [
+            part.chunk
+            async for part in trainer.stub.GetReference(
+                publish_pb2.GetReferenceRequest(fingerprint=described.base_fingerprint)
+            )
+        ]
+        found = reference_from_chunks([chunk]).dtype_exceptions(DataType.BFLOAT16)
+        names = {*described.base_dtype_exceptions}
+        assert names == found.keys()
+        assert {*found.values()} == {DataType.FLOAT32}
+        return names
+
+    digest = REFERENCE.details_digest
+    started = [await pool.replica(name, reference_digest=digest) for name in ("r0", "r1")]
+    assert await sent_as_float32() == {"model.norm.weight"}
+    other = REFERENCE.sent_as_float32({"model.embed_tokens.weight"})
+    metas = [
+        replace(meta, dtype=DataType.BFLOAT16) if meta.name == "model.norm.weight" else meta
+        for meta in other.tensors
+    ]
+    other = replace(other, tensors=tuple(metas))
+    assert other.fingerprint == REFERENCE.fingerprint
+    for replica, expected in zip(
+        started,
+        ({"model.norm.weight", "model.embed_tokens.weight"}, {"model.embed_tokens.weight"}),
+        strict=True,
+    ):
+        await replica.registry.Leave(
+            registry_pb2.LeaveRequest(
+                replica_id=replica.replica_id, incarnation=replica.incarnation
+            )
+        )
+        replica.incarnation += "again"
+        replica.reference = other
+        replica.capabilities = replace(replica.capabilities, reference_digest=other.details_digest)
+        await replica.register()
+        assert await sent_as_float32() == expected
 
 
 async def test_dtypes_that_are_too_many_to_tell(

@@ -51,7 +51,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import STARTED_WITH, PolicyVersion
 from weft_rl.contract.replica_report import Sleep
-from weft_rl.contract.tensors import DataType, Reference
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta
 from weft_rl.tracing import NO_TRACER, Tracer
 from weft_rl.transport.backends import available_backends
 from weft_rl.transport.digests.wsum64 import tensor_digest
@@ -91,6 +91,7 @@ class EngineDouble:
         settings: dict[str, Any] = {
             "engine_version": "double",
             "base_fingerprint": self.reference.fingerprint,
+            "reference_digest": self.reference.details_digest,
             "architecture": "Model",
             "base_dtype": DataType.FLOAT32,
             "adapter_dtype": DataType.FLOAT32,
@@ -144,6 +145,16 @@ class EngineDouble:
         self.owed = UnansweredCalls()
         #: Called before each bucket that is loaded in place.
         self.before_bucket: Callable[[int], None] = lambda index: None
+
+    def describe_draft(self, metas: Sequence[TensorMeta], prefixes: tuple[str, ...] = ()) -> None:
+        """Draft tokens with a model of these tensors."""
+        draft = tuple(metas)
+        self.reference = dataclasses.replace(self.reference, draft=draft, draft_prefixes=prefixes)
+        self.capabilities = dataclasses.replace(
+            self.capabilities,
+            draft_fingerprint=self.reference.draft_fingerprint,
+            reference_digest=self.reference.details_digest,
+        )
 
     @property
     def work(self) -> EngineWork:

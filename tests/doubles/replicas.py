@@ -42,6 +42,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.target = target
         self.replica_id = replica_id
         self.capabilities = capabilities
+        self.reference = REFERENCE
         self.incarnation = secrets.token_hex(4)
         self.vector = VersionVector()
         self.refusing, self.order_number, self.obeys = "", 0, True
@@ -96,7 +97,7 @@ class FakeReplica(replica_pb2_grpc.ReplicaServiceServicer):
         response = await register(
             self.registry,
             self.capabilities,
-            REFERENCE,
+            self.reference,
             vector=self.vector,
             replica_id=self.replica_id,
             incarnation=self.incarnation,

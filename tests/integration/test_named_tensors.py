@@ -101,11 +101,8 @@ DRAFT = {"draft_model.fc.weight": torch.ones(3, 5), "draft_model.norm": torch.on
 def drafting(pool: Pool) -> EngineDouble:
     """A replica that drafts tokens."""
     engine = EngineDouble(weights(Model()), base_copies=1)
-    metas = tuple(TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items())
-    prefixes = ("draft_model.t2d",)
-    engine.reference = replace(engine.reference, draft=metas, draft_prefixes=prefixes)
-    fingerprint = engine.reference.draft_fingerprint
-    engine.capabilities = replace(engine.capabilities, draft_fingerprint=fingerprint)
+    metas = [TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items()]
+    engine.describe_draft(metas, ("draft_model.t2d",))
     pool.add_replica("replica-0", engine)
     return engine
 

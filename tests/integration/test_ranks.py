@@ -7,7 +7,6 @@ One file: every case is a push of such a trainer's processes, which take seconds
 import os
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -64,10 +63,9 @@ def pool(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(pool):
     engine = EngineDouble(weights(Model(9)))
-    metas = tuple(TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items())
-    engine.reference = replace(engine.reference, draft=metas)
-    fingerprint = engine.reference.draft_fingerprint
-    engine.capabilities = replace(engine.capabilities, draft_fingerprint=fingerprint)
+    engine.describe_draft(
+        [TensorMeta(n, DataType.FLOAT32, tuple(t.shape)) for n, t in DRAFT.items()]
+    )
     pool.add_replica("replica-0", engine)
     return engine
 

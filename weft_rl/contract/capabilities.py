@@ -71,6 +71,8 @@ class Capabilities:
     none."""
     draft_fingerprint: str = ""
     """``Reference.draft_fingerprint``: the model that drafts tokens, if it can come with a base."""
+    reference_digest: str = ""
+    """``Reference.details_digest``: what the fingerprints leave out; empty of an older release."""
     passes_over_drafts: bool = True
     """True if it passes over tensors for drafts that its engine has no place for; one of a release
     before drafts does not."""

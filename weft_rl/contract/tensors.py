@@ -266,6 +266,36 @@ class Reference:
         """Digest that names the base model; see ``base_fingerprint``."""
         return base_fingerprint(self.architecture, self.tensors)
 
+    @cached_property
+    def details_digest(self) -> str:
+        """Digest (SHA-256, hex) of what the fingerprints leave out: dtypes, and the modules that
+        the tensors do not tell.
+
+        Source: protos/weft/v1/registry.proto, Capabilities.reference_digest.
+        """
+        types = (f"{meta.name} {meta.dtype:d}\n" for meta in (*self.tensors, *self.draft))
+        modules = (
+            f"{module.name} {shape_text(module.shape)} {' '.join(module.other_names)}\n"
+            for module in self.untold_modules
+        )
+        lines = [*sorted(types), *sorted(modules)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def with_widest_floats(references: Sequence[Reference]) -> Reference:
+    """Return the first of references of one base, each float in the widest dtype of them all.
+
+    An engine casts a float to its own dtype, and cannot bring back what a sender has rounded.
+    """
+    first, *others = references
+    tensors = []
+    for meta in first.tensors:
+        same = [meta, *(other.by_name[meta.name] for other in others)]
+        if all(each.dtype.is_float for each in same):
+            meta = max(same, key=lambda each: each.dtype.itemsize_bytes)
+        tensors.append(meta)
+    return replace(first, tensors=tuple(tensors))
+
 
 def _as_float32(meta: TensorMeta, names: Collection[str]) -> TensorMeta:
     return replace(meta, dtype=DataType.FLOAT32) if meta.name in names else meta

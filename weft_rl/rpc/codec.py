@@ -87,6 +87,7 @@ def capabilities_to_proto(value: Capabilities) -> registry_pb2.Capabilities:
         draft_method=value.draft_method,
         draft_fingerprint=value.draft_fingerprint,
         passes_over_drafts=value.passes_over_drafts,
+        reference_digest=value.reference_digest,
     )
 
 
@@ -128,6 +129,7 @@ def capabilities_from_proto(message: registry_pb2.Capabilities) -> Capabilities:
         draft_method=message.draft_method,
         draft_fingerprint=message.draft_fingerprint,
         passes_over_drafts=message.passes_over_drafts,
+        reference_digest=message.reference_digest,
     )
 
 

@@ -293,6 +293,7 @@ def make_capabilities(
         can_sleep=bool(model.enable_sleep_mode),
         draft_method=draft_method(vllm_config.speculative_config),
         draft_fingerprint=reference.draft_fingerprint,
+        reference_digest=reference.details_digest,
         quantization=model.quantization or "",
         logprobs_mode=str(model.logprobs_mode),
         logprobs_truncated=str(model.logprobs_mode).startswith("processed_"),

@@ -44,7 +44,7 @@ from weft_rl.coordinator.decisions.state.replica_state import (
     shared_backends,
 )
 from weft_rl.coordinator.decisions.state.values import Failure, Phase
-from weft_rl.coordinator.decisions.transfers import abort, regrouping, stalls
+from weft_rl.coordinator.decisions.transfers import abort, preflight, regrouping, stalls
 from weft_rl.coordinator.decisions.transfers.abort import tell_at_registration
 from weft_rl.coordinator.decisions.transfers.lifecycle import note_commit_answer
 
@@ -95,8 +95,7 @@ def register(change: Change, event: events.Register) -> None:
     adopt(change, event)
     answer = RegisterAnswer(
         change.state.settings.heartbeat_seconds,
-        not change.state.reference_known
-        or event.capabilities.draft_fingerprint not in change.state.drafts_known,
+        not preflight.are_described(change.state, [replica]),
         change.state.generation,
         change.state.coordinator_id,
         refuse_reason(change.state, replica.replica_id),

@@ -146,9 +146,7 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.Leave():
             membership.leave(change, event)
         case events.ReferenceKnown():
-            if event.fingerprint == change.state.fingerprint:
-                drafts = change.state.drafts_known | {event.draft_fingerprint}
-                change.state = replace(change.state, reference_known=True, drafts_known=drafts)
+            base_binding.note_reference(change, event)
         case events.FitChecked():
             preflight.fit_checked(change, event)
         case events.RankAttends():
@@ -349,17 +347,23 @@ def _note_routes(before: PoolState, change: Change) -> None:
 
 
 def _answer_describers(change: Change) -> None:
-    """Answer callers of DescribeTarget when there is something to describe."""
+    """Answer callers of DescribeTarget when all there is to describe is known, or some at their
+    deadline."""
     waiting = change.state.target_tickets
     if not waiting:
         return
-    if change.state.reference_known and base_targets(change.state):
-        for ticket in waiting:
+    known = change.state.references_known
+    are_known = [
+        target.capabilities.reference_digest in known for target in base_targets(change.state)
+    ]
+    due = [*waiting]
+    if not all(are_known) or not are_known:
+        due = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]
+    if any(are_known):
+        for ticket in due:
             change.reply(ticket, EmptyAnswer())
-        waiting = {}
     else:
-        late = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]
         why = "no replica is in contact that has described its base model"
-        change.refuse(late, PeerUnavailableError(why, reason="POOL_EMPTY"))
-        waiting = {t: d for t, d in waiting.items() if t not in late}
-    change.state = replace(change.state, target_tickets=waiting)
+        change.refuse(due, PeerUnavailableError(why, reason="POOL_EMPTY"))
+    left = {ticket: at for ticket, at in waiting.items() if ticket not in due}
+    change.state = replace(change.state, target_tickets=left)

@@ -448,7 +448,9 @@ class Driver:
 
     def _fit(self, effect: effects.CheckFit) -> Failure | None:
         served = effect.key.capabilities
-        reference = self._references.get(served.base_fingerprint, served.draft_fingerprint)
+        reference = self._references.get(
+            served.base_fingerprint, served.draft_fingerprint, (served.reference_digest,)
+        )
         if reference is None:
             return Failure("INTERNAL", "the base model's tensors are not known any more")
         try:

@@ -13,8 +13,9 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
 from weft_rl.containers.lru import LruMapping
@@ -22,7 +23,7 @@ from weft_rl.contract.draft_layers import DRAFT_MODEL, MAX_DRAFT_PREFIXES
 from weft_rl.contract.errors import DigestMismatchError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta
+from weft_rl.contract.tensors import DataType, Reference, TensorMeta, with_widest_floats
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import (
@@ -153,30 +154,52 @@ class ReferenceCache:
     """Bounded cache of the base models that replicas have described."""
 
     def __init__(self) -> None:
-        self._references: LruMapping[str, Reference] = LruMapping(_MAX_REFERENCES)
+        #: By fingerprint, then by what that leaves out, oldest first; see ``details_digest``.
+        self._references: LruMapping[str, dict[str, Reference]] = LruMapping(_MAX_REFERENCES)
         # All are kept: a pool has few, and what its state knows of must be here.
         self._drafts: dict[str, tuple[tuple[TensorMeta, ...], tuple[str, ...]]] = {}
-        self._exceptions: dict[tuple[str, DataType], DtypeTable] = {}
+        self._exceptions: dict[tuple[frozenset[str], DataType], DtypeTable] = {}
 
     def put(self, reference: Reference) -> None:
-        """Add a reference and drop the least recently used beyond the bound.
+        """Add a reference and drop the oldest beyond the bound.
 
         Senders leave out what any replica's files hold for drafts.
         """
-        known = self._references.get(reference.fingerprint)
-        prefixes = {*reference.draft_prefixes, *(known.draft_prefixes if known else ())}
-        layers = sorted(p for p in prefixes if not p.startswith(DRAFT_MODEL))
-        bare = replace(reference, draft=(), draft_prefixes=tuple(layers[:MAX_DRAFT_PREFIXES]))
-        self._references.put(reference.fingerprint, bare)
+        described = self._references.get(reference.fingerprint) or {}
+        told = (one.draft_prefixes for one in (reference, *described.values()))
+        layers = sorted(p for p in set(chain.from_iterable(told)) if not p.startswith(DRAFT_MODEL))
+        prefixes = tuple(layers[:MAX_DRAFT_PREFIXES])
+        described.pop(reference.details_digest, None)
+        while len(described) >= _MAX_REFERENCES:
+            del described[next(iter(described))]
+        described[reference.details_digest] = replace(reference, draft=())
+        self._references.put(
+            reference.fingerprint,
+            {digest: replace(one, draft_prefixes=prefixes) for digest, one in described.items()},
+        )
         if reference.draft:
             own = reference.draft, reference.draft_prefixes
             self._drafts[reference.draft_fingerprint] = own
         self._exceptions.clear()
 
-    def get(self, fingerprint: str, draft_fingerprint: str = "") -> Reference | None:
-        """Return a reference that is known, with such a draft; or None."""
-        found = self._references.get(fingerprint)
-        if found is None or not draft_fingerprint:
+    def get(
+        self, fingerprint: str, draft_fingerprint: str = "", digests: Collection[str] = ()
+    ) -> Reference | None:
+        """Return what a base that is known consists of; or None.
+
+        Args:
+            draft_fingerprint: It has such a draft. Empty: none.
+            digests: ``Capabilities.reference_digest`` of the replicas that load it, which may hold
+                floats in other dtypes: it has the widest. If one is not known here, or "", or there
+                are none: of all that are known.
+        """
+        known = self._references.get(fingerprint)
+        if not known:
+            return None
+        wanted = digests if digests and known.keys() >= {*digests} else known.keys()
+        one, *others = (known[digest] for digest in sorted(wanted))
+        found = with_widest_floats([one, *others]) if others else one
+        if not draft_fingerprint:
             return found
         drafted = self._drafts.get(draft_fingerprint)
         if drafted is None:
@@ -185,11 +208,13 @@ class ReferenceCache:
         prefixes = tuple(dict.fromkeys((*own, *found.draft_prefixes)))[:MAX_DRAFT_PREFIXES]
         return replace(found, draft=draft, draft_prefixes=prefixes)
 
-    def dtype_exceptions(self, fingerprint: str, base_dtype: DataType) -> DtypeTable:
+    def dtype_exceptions(
+        self, fingerprint: str, digests: Collection[str], base_dtype: DataType
+    ) -> DtypeTable:
         """Return the dtypes of a known reference's floats that differ from the base's."""
-        key = (fingerprint, base_dtype)
+        key = (frozenset((fingerprint, *digests)), base_dtype)
         if key not in self._exceptions:
-            reference = self._references.get(fingerprint)
+            reference = self.get(fingerprint, digests=digests)
             assert reference is not None
             self._exceptions[key] = DtypeTable.of(reference.dtype_exceptions(base_dtype))
         return self._exceptions[key]

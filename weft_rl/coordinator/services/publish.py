@@ -63,6 +63,10 @@ MAX_TIMEOUT_SECONDS: Final = 86_400.0
 MAX_WAIT_SECONDS: Final = 3_600.0
 
 
+def _digests(replicas: Sequence[Replica]) -> frozenset[str]:
+    return frozenset(replica.capabilities.reference_digest for replica in replicas)
+
+
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     """Service for trainers, which own policies, push versions, and learn what became of them."""
 
@@ -101,7 +105,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
         targets = eligible_targets(state) or replicas
         capabilities = replicas[0].capabilities
-        exceptions = self._references.dtype_exceptions(state.fingerprint, capabilities.base_dtype)
+        exceptions = self._references.dtype_exceptions(
+            state.fingerprint, _digests(replicas), capabilities.base_dtype
+        )
         described = self._described(replicas)
         return publish_pb2.DescribeTargetResponse(
             base_fingerprint=state.fingerprint,
@@ -127,8 +133,10 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         draft = next(filter(None, taken), "")
         if not all(replica.capabilities.passes_over_drafts for replica in replicas):
             draft = ""
-        fingerprint = self._driver.state.fingerprint
-        return self._references.get(fingerprint, draft) or self._references.get(fingerprint)
+        fingerprint, digests = self._driver.state.fingerprint, _digests(replicas)
+        return self._references.get(fingerprint, draft, digests) or self._references.get(
+            fingerprint, digests=digests
+        )
 
     async def GetReference(
         self, request: publish_pb2.GetReferenceRequest, context: Context

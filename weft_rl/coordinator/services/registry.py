@@ -108,8 +108,11 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         reference = await self._uploads.read(request_iterator, ReferenceDecoder())
         if self._driver.state.fingerprint in ("", reference.fingerprint):  # no other is of use
             self._references.put(reference)
-            known = events.ReferenceKnown(reference.fingerprint, reference.draft_fingerprint)
-            self._driver.post(known)
+            self._driver.post(
+                events.ReferenceKnown(
+                    reference.fingerprint, reference.draft_fingerprint, reference.details_digest
+                )
+            )
         return registry_pb2.PutReferenceResponse()
 
     async def ReportCheckpoint(

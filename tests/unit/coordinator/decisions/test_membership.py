@@ -281,6 +281,63 @@ def test_describe_target_waits_for_a_replica_and_its_reference() -> None:
     assert not m.state.target_tickets
 
 
+def test_a_reference_is_asked_for_where_a_replica_has_another_one() -> None:
+    """All have restarted with other element types: the coordinator has not."""
+    m = Machine()
+    m.register("r0", reference_digest="old")
+    m.do(events.ReferenceKnown("f" * 64, digest="old"))
+    assert m.state.references_known == {"", "old"}
+    m.do(events.Leave(96, "r0", "i1"))
+    answer = m.answer(m.register("r0", incarnation="i2", reference_digest="new"))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert answer.reference_wanted
+    m.do(events.DescribeTarget(50, m.now + 10))
+    assert not m.answered(50)
+    m.do(events.ReferenceKnown("f" * 64, digest="new"))
+    assert isinstance(m.answer(50), effects.EmptyAnswer)
+    assert m.state.references_known == {"", "new"}
+    answer = m.answer(m.register("r1", reference_digest="new"))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert not answer.reference_wanted
+
+
+def test_a_replica_that_tells_no_digest_takes_any_reference() -> None:
+    m = Machine()
+    m.register("r0", reference_digest="new")
+    m.do(events.ReferenceKnown("f" * 64, digest="new"))
+    answer = m.answer(m.register("r1", reference_digest=""))
+    assert isinstance(answer, effects.RegisterAnswer)
+    assert not answer.reference_wanted
+
+
+def test_while_unlike_replicas_are_there_both_are_known() -> None:
+    m = Machine()
+    for name, digest in (("r0", "old"), ("r1", "new")):
+        m.register(name, reference_digest=digest)
+        m.do(events.ReferenceKnown("f" * 64, digest=digest))
+    assert m.state.references_known == {"", "old", "new"}
+
+
+def test_a_replica_that_does_not_describe_its_base_holds_up_callers_until_their_deadline() -> None:
+    m = Machine().pool("r0")
+    m.register("r1", reference_digest="new")
+    m.do(events.DescribeTarget(50, m.now + 3))
+    assert not m.answered(50)
+    m.pass_time(3.5)
+    assert isinstance(m.answer(50), effects.EmptyAnswer)
+
+
+def test_a_push_that_waits_for_a_reference_names_the_replica() -> None:
+    m = Machine().pool("r0")
+    m.register("r1", reference_digest="new")
+    m.acquire("base")
+    ticket = m.begin("base", answer_by=m.now + 2)
+    m.pass_time(3.0)
+    error = m.error(ticket)
+    assert error.reason == "POOL_EMPTY"
+    assert error.message.startswith("r1 registered and has not described its base model; the push")
+
+
 def test_the_tensors_of_a_draft_are_asked_for_too() -> None:
     m = Machine().pool("r0")
     answer = m.answer(m.register("r1", draft_fingerprint="d" * 64))

@@ -34,5 +34,5 @@ def large_pool(num_replicas: int, num_adapters: int) -> PoolState:
             announced=ReplicaState.READY,
             routed=True,
         )
-    state = PoolState(fingerprint="f" * 64, architecture="Tiny", reference_known=True)
+    state = PoolState(fingerprint="f" * 64, architecture="Tiny", references_known=frozenset({""}))
     return replace(state, replicas=replicas, policies=policies)

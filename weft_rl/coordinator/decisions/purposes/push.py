@@ -175,13 +175,14 @@ class Push(Purpose):
         self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
     ) -> WeftError:
         num_replicas = len(replicas)
-        lacking = ", ".join(preflight.drafts_not_described(state, replicas))
+        lacking = preflight.not_described(state, replicas) if state.references_known else []
         if lacking and num_replicas >= self.min_replicas:
+            names = ", ".join(name for name, _ in lacking)
             return PeerUnavailableError(
-                f"{lacking} registered and has not described the model that drafts tokens there; "
+                f"{names} registered and has not described {lacking[0][1]}; "
                 "the push's time is up: start that replica again, or stop it",
                 reason="POOL_EMPTY",
-                metadata={"replicas": lacking},
+                metadata={"replicas": names},
             )
         if transfer.waits_for == _FOR_REPLICAS or num_replicas < self.min_replicas:
             return PeerUnavailableError(

@@ -148,10 +148,24 @@ def _save(change: Change, fingerprint: str, architecture: str) -> None:
         architecture=architecture,
         checkpoint=None,
         as_started=frozenset(),
-        reference_known=False,
+        references_known=frozenset(),
         drafts_known=frozenset({""}),
     )
     change.emit(SavePool(fingerprint, architecture))
+
+
+def note_reference(change: Change, event: events.ReferenceKnown) -> None:
+    """Note that a description of the base, and of a draft, is known; forget those of replicas that
+    are not here any more."""
+    state = change.state
+    if event.fingerprint != state.fingerprint:
+        return
+    told = {replica.capabilities.reference_digest for replica in state.replicas.values()}
+    change.state = replace(
+        state,
+        references_known=(state.references_known & told) | {"", event.digest},
+        drafts_known=state.drafts_known | {event.draft_fingerprint},
+    )
 
 
 # -- the checkpoint that base@0 is -----------------------------------------------

@@ -247,6 +247,8 @@ class ReferenceKnown:
     fingerprint: str
     draft_fingerprint: str = ""
     """``Reference.draft_fingerprint``, where the tensors of a draft came with them."""
+    digest: str = ""
+    """``Reference.details_digest``."""
 
 
 ReplicaEvent = Register | ReportCheckpoint | Heartbeat | Leave | ReferenceKnown

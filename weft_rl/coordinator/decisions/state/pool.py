@@ -231,7 +231,9 @@ class PoolState:
     """Generation in the catalog as it was opened. A replica that has heard of a higher one, or of
     a higher ``opened_epoch_counter``, knows more than the catalog."""
     opened_epoch_counter: int = 0
-    reference_known: bool = False
+    references_known: frozenset[str] = frozenset()
+    """Descriptions of the base that are known, by ``Capabilities.reference_digest``; with any of
+    them also "", of replicas that tell no digest."""
     drafts_known: frozenset[str] = frozenset({""})
     """Drafts whose tensors are known, by fingerprint; "" is of replicas that take none."""
     replicas: Mapping[str, Replica] = field(default_factory=dict)

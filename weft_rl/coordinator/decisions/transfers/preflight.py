@@ -92,17 +92,21 @@ def fits(change: Change, transfer: Transfer, replicas: Iterable[Replica]) -> boo
 
 
 def are_described(state: PoolState, replicas: Iterable[Replica]) -> bool:
-    """Return whether the tensors of the base, and of the replicas' drafts, are known."""
-    return state.reference_known and not drafts_not_described(state, replicas)
+    """Return whether the tensors of the replicas' bases and drafts are known."""
+    return not not_described(state, replicas)
 
 
-def drafts_not_described(state: PoolState, replicas: Iterable[Replica]) -> list[str]:
-    """Return the replicas whose drafts' tensors are not known, each with its draft's method."""
-    return [
-        f"{replica.replica_id} ({replica.capabilities.draft_method or 'a draft'})"
-        for replica in replicas
-        if replica.capabilities.draft_fingerprint not in state.drafts_known
-    ]
+def not_described(state: PoolState, replicas: Iterable[Replica]) -> list[tuple[str, str]]:
+    """Return the replicas of which something is not known, each with the model that it is of."""
+    found = []
+    for replica in replicas:
+        told = replica.capabilities
+        if told.reference_digest not in state.references_known:
+            found.append((replica.replica_id, "its base model"))
+        elif told.draft_fingerprint not in state.drafts_known:
+            name = f"{replica.replica_id} ({told.draft_method or 'a draft'})"
+            found.append((name, "the model that drafts tokens there"))
+    return found
 
 
 def check_names(state: PoolState, policy: str) -> None:

@@ -427,7 +427,7 @@ def _older_copy(served: int = 9) -> Machine:
         fingerprint=known.fingerprint,
         coordinator_id="second",
         policies={"math": policy},
-        reference_known=True,
+        references_known=frozenset({""}),
     )
     return m
 
