@@ -151,7 +151,7 @@ async def test_what_every_replica_refuses_has_failed(
 
 
 async def test_what_may_be_served_is_undone_when_every_target_has_reported(pool: Pool) -> None:
-    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.4)
+    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=1.5)
     replicas = [await pool.replica(f"r{i}") for i in range(2)]
     trainer = await pool.trainer()
     await trainer.push()

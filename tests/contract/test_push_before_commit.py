@@ -114,7 +114,7 @@ async def test_abort_wakes_everyone(pool: Pool) -> None:
 
 
 async def test_lost_replica_aborts_the_push(pool: Pool) -> None:
-    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=0.3)
+    await pool.restart(heartbeat_seconds=0.1, lost_after_seconds=1.0)
     replica = await pool.replica()
     replica.breaks_at = "never-staged"
     trainer = await pool.trainer()
