@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from weft_rl.coordinator.decisions.state.values import HeldVersion
 
 if TYPE_CHECKING:
     from tests.sim.replica import SimReplica
+
+
+_DIGESTS = ("", "narrow", "wide")
 
 
 class SimRegistration:
@@ -78,6 +82,8 @@ class SimRegistration:
             gpu_uuids=(replica.name,),
             can_sleep=True,
             loads_in_place=replica.kind.in_place,
+            # Processes differ in what they hold their base in; some are of an older release.
+            reference_digest=_DIGESTS[zlib.crc32(replica.incarnation.encode()) % len(_DIGESTS)],
         )
         held = replica.held()
         answer = yield self._call(
@@ -109,8 +115,8 @@ class SimRegistration:
         replica.last_epoch = max(replica.last_epoch, answer.epoch)
         replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
         if answer.reference_wanted:
-            fingerprint = CAPABILITIES.base_fingerprint
-            yield self._call("put_reference", fingerprint=fingerprint)
+            fingerprint, digest = capabilities.base_fingerprint, capabilities.reference_digest
+            yield self._call("put_reference", fingerprint=fingerprint, digest=digest)
         return float(answer.heartbeat_seconds)
 
     def _call(self, method: str, **args: Any) -> Future:

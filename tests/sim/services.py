@@ -31,8 +31,8 @@ class Services:
         find = self._coordinator.world.catalog.find_version
         return tuple(HeldVersionRecord(one, find(one.version)) for one in held)
 
-    def put_reference(self, ticket: int, timeout: float, fingerprint: str) -> None:
-        self._coordinator.post(events.ReferenceKnown(fingerprint))
+    def put_reference(self, ticket: int, timeout: float, fingerprint: str, digest: str) -> None:
+        self._coordinator.post(events.ReferenceKnown(fingerprint, digest=digest))
 
     def heartbeat(
         self, timeout: float, staged: tuple[str, ...], held: list[HeldVersion], **args: Any
