@@ -72,8 +72,8 @@ sim: install  ## Simulate pools under faults: make sim SEEDS=100000 (20,000 take
 models: install  ## Many architectures, tiny, against transformers; writes docs/models.md (35 minutes).
 	$(BIN)/python -m tests.architectures $(MODELS)
 
-matrix: install  ## Every kind of model and rank, and every example, with real vLLM (9 minutes).
-	$(BIN)/python -m pytest tests/e2e/test_models.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_engine_quantised.py tests/e2e/test_vllm_engine_vision.py tests/e2e/test_vllm_layerwise_reload.py tests/e2e/test_examples.py -m 'matrix or not matrix'
+matrix: install  ## Every kind of model and rank, and every example, with real vLLM (18 minutes on 2 cores).
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e/test_models.py tests/e2e/test_vllm_engine_vision.py tests/e2e/test_examples.py tests/e2e/test_vllm_engine_base.py tests/e2e/test_vllm_layerwise_reload.py tests/e2e/test_vllm_engine_quantised.py -m 'matrix or not matrix'
 
 fuzz: install  ## Generated requests against live services: make fuzz SECONDS=600 SEED=1.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
