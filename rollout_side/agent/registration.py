@@ -448,7 +448,7 @@ class Registration:
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
         self._conflict_since = None
         self._reported_checkpoint = now.checkpoint
-        self._held_reported, self._was_registered = now.held, True
+        self._held_reported = now.held
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
@@ -457,6 +457,7 @@ class Registration:
         self._record_orders(response)
         if response.reference_wanted:
             self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
+        self._was_registered = True
         _log.info(
             "registered as %s with coordinator generation %d",
             config.replica_id,
@@ -468,8 +469,9 @@ class Registration:
         self.registered.set()
 
     def _reference_chunks(self) -> Iterator[pb.PutReferenceRequest]:
+        digest = self._declaration.capabilities.reference_digest
         for chunk in reference_to_chunks(self._declaration.reference):
-            yield pb.PutReferenceRequest(chunk=chunk)
+            yield pb.PutReferenceRequest(chunk=chunk, reference_digest=digest)
 
     def _heartbeat(self) -> bool:
         """Send a heartbeat and take in its answer; return whether the replica drains."""

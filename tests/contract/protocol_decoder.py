@@ -73,7 +73,7 @@ def fingerprint(architecture: str, tensors: list[dict[str, Any]]) -> str:
 
 def reference_digest(tensors: list[dict[str, Any]], modules: list[dict[str, Any]]) -> str:
     """What tells bases of one fingerprint apart."""
-    lines = sorted(f"{t['name']} {t['dtype']}\n" for t in tensors)
+    lines = sorted(f"{t['name']} {t['dtype']} {','.join(map(str, t['dims']))}\n" for t in tensors)
     lines += sorted(
         f"{m['name']} {','.join(map(str, m['dims']))} {' '.join(m['other_names'])}\n"
         for m in modules

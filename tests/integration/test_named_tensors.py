@@ -124,6 +124,26 @@ def test_the_draft_is_among_the_tensors_if_it_is_said(
     assert same(drafting.base, weights(Model(3)))
 
 
+def test_replicas_that_come_back_with_wider_floats_get_them(
+    pool: Pool, publisher: Publisher
+) -> None:
+    """From the same trainer, by the same coordinator."""
+    draft = {name: tensor + 1 / 512 for name, tensor in DRAFT.items()}  # no bfloat16 is that
+    pairs = [*draft.items(), *pairs_of(3)]
+    found = []
+    for dtype in (DataType.BFLOAT16, DataType.FLOAT32):
+        engine = EngineDouble(weights(Model()), base_copies=1)
+        metas = [TensorMeta(n, dtype, tuple(t.shape)) for n, t in draft.items()]
+        engine.describe_draft(metas)
+        pool.add_replica("replica-0", engine)
+        publisher.push_tensors(iter(pairs), draft=True)
+        found.append({name: engine.base[name] for name in draft})
+        pool.remove_replica("replica-0")
+    narrow = {name: tensor.bfloat16() for name, tensor in draft.items()}
+    assert same(found[0], narrow)
+    assert same(found[1], draft)
+
+
 class Draft(torch.nn.Module):
     """As it is saved, but for a table that no engine loads."""
 

@@ -32,7 +32,7 @@ class Services:
         return tuple(HeldVersionRecord(one, find(one.version)) for one in held)
 
     def put_reference(self, ticket: int, timeout: float, fingerprint: str, digest: str) -> None:
-        self._coordinator.post(events.ReferenceKnown(fingerprint, digest=digest))
+        self._coordinator.post(events.ReferenceKnown(fingerprint, reference_digest=digest))
 
     def heartbeat(
         self, timeout: float, staged: tuple[str, ...], held: list[HeldVersion], **args: Any

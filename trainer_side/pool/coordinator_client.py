@@ -336,18 +336,36 @@ class CoordinatorClient:
     def reference(self, target: pb.DescribeTargetResponse, deadline: float) -> Reference:
         """Return every tensor of the base that the pool serves; asked for once. A coordinator that
         is too old to say is an UnsupportedError."""
-        drafts = [tensor.name for tensor in target.draft_tensors]
+        drafts = [(tensor.name, tensor.dtype) for tensor in target.draft_tensors]
         told = target.base_dtype_exceptions
         exceptions = target.base_dtype_exceptions_digest or dict(told)
-        served = target.base_fingerprint, target.base_dtype, exceptions, drafts
+        served = (
+            target.base_fingerprint,
+            target.base_dtype,
+            exceptions,
+            drafts,
+            target.reference_name,
+        )
         if self._reference is None or self._reference[0] != served:
-            request = pb.GetReferenceRequest(fingerprint=target.base_fingerprint)
-            read = partial(self.stub.GetReference, request)
-            found = self.call(
-                lambda left: reference_from_chunks(p.chunk for p in read(timeout=left)), deadline
+            found, name = self.call(
+                partial(self._read_reference, target.base_fingerprint), deadline
             )
-            self._reference = served, found
+            # A replica that registered meanwhile may have changed it: this push takes it once.
+            self._reference = None if name != target.reference_name else (served, found)
+            return found
         return self._reference[1]
+
+    def _read_reference(self, fingerprint: str, left: float) -> tuple[Reference, str]:
+        """Ask for a reference; return it with the name that the coordinator has for it."""
+        names = {""}
+
+        def chunks() -> Iterator[types_pb2.ReferenceChunk]:
+            request = pb.GetReferenceRequest(fingerprint=fingerprint)
+            for part in self.stub.GetReference(request, timeout=left):
+                names.add(part.reference_name)
+                yield part.chunk
+
+        return reference_from_chunks(chunks()), max(names)
 
     def add_dtypes(self, target: pb.DescribeTargetResponse, deadline: float) -> None:
         """Add ``base_dtype_exceptions`` that were too many for the answer; asked for once."""

@@ -268,33 +268,53 @@ class Reference:
 
     @cached_property
     def details_digest(self) -> str:
-        """Digest (SHA-256, hex) of what the fingerprints leave out: dtypes, and the modules that
-        the tensors do not tell.
+        """Digest (SHA-256, hex) of the tensors with their dtypes, those of a draft, too, and of the
+        modules that they do not tell.
 
         Source: protos/weft/v1/registry.proto, Capabilities.reference_digest.
         """
-        types = (f"{meta.name} {meta.dtype:d}\n" for meta in (*self.tensors, *self.draft))
+        metas = (*self.tensors, *self.draft)
+        tensors = (f"{meta.name} {meta.dtype:d} {shape_text(meta.shape)}\n" for meta in metas)
         modules = (
             f"{module.name} {shape_text(module.shape)} {' '.join(module.other_names)}\n"
             for module in self.untold_modules
         )
-        lines = [*sorted(types), *sorted(modules)]
+        lines = [*sorted(tensors), *sorted(modules)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def with_widest_floats(references: Sequence[Reference]) -> Reference:
-    """Return the first of references of one base, each float in the widest dtype of them all.
+    """Return the first of references of one base, each float in a dtype that holds those of all.
 
-    An engine casts a float to its own dtype, and cannot bring back what a sender has rounded.
+    An engine casts a float to its own dtype, and cannot bring back what a sender has rounded. All
+    else, modules and what is no float, is the first one's.
     """
     first, *others = references
-    tensors = []
-    for meta in first.tensors:
-        same = [meta, *(other.by_name[meta.name] for other in others)]
-        if all(each.dtype.is_float for each in same):
-            meta = max(same, key=lambda each: each.dtype.itemsize_bytes)
-        tensors.append(meta)
-    return replace(first, tensors=tuple(tensors))
+    drafts = [one.draft for one in others if one.draft_fingerprint == first.draft_fingerprint]
+    return replace(
+        first,
+        tensors=_widest(first.tensors, [one.tensors for one in others]),
+        draft=_widest(first.draft, drafts),
+    )
+
+
+def _widest(
+    metas: tuple[TensorMeta, ...], others: Sequence[tuple[TensorMeta, ...]]
+) -> tuple[TensorMeta, ...]:
+    """Return tensors, each float in the wider dtype; of two of one size, neither of which holds the
+    other, in float32."""
+    for other in others:
+        by_name = {meta.name: meta.dtype for meta in other}
+        metas = tuple(replace(meta, dtype=_wider(meta.dtype, by_name[meta.name])) for meta in metas)
+    return metas
+
+
+def _wider(one: DataType, other: DataType) -> DataType:
+    if one == other or not (one.is_float and other.is_float):
+        return one
+    if one.itemsize_bytes == other.itemsize_bytes:
+        return DataType.FLOAT32
+    return max(one, other, key=lambda each: each.itemsize_bytes)
 
 
 def _as_float32(meta: TensorMeta, names: Collection[str]) -> TensorMeta:

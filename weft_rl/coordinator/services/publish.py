@@ -10,7 +10,6 @@ import grpc
 
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError, PeerUnavailableError
 from weft_rl.contract.names import check_name
-from weft_rl.contract.tensors import Reference
 from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.replica_state import (
@@ -31,9 +30,11 @@ from weft_rl.coordinator.messages.wire import (
 )
 from weft_rl.coordinator.runtime.driver import Driver
 from weft_rl.coordinator.runtime.manifests import (
+    DescribedReference,
     LayoutCache,
     ReferenceCache,
     UploadQueue,
+    dtype_exceptions,
     new_transfer_ids,
 )
 from weft_rl.coordinator.runtime.traces import TransferTraces
@@ -59,12 +60,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 #: A push that names no timeout gets this much; one that names more gets at most a day.
 DEFAULT_TIMEOUT_SECONDS: Final = 600.0
 MAX_TIMEOUT_SECONDS: Final = 86_400.0
+#: Longest wait for a replica that has registered and not yet described its base.
+_UNDESCRIBED_SECONDS: Final = 5.0
 #: A wait on behalf of a caller that set no deadline.
 MAX_WAIT_SECONDS: Final = 3_600.0
-
-
-def _digests(replicas: Sequence[Replica]) -> frozenset[str]:
-    return frozenset(replica.capabilities.reference_digest for replica in replicas)
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -96,8 +95,9 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     ) -> publish_pb2.DescribeTargetResponse:
         """See protos/weft/v1/publish.proto."""
         deadline = self._answer_by(context)
+        patience = self._driver.now() + _UNDESCRIBED_SECONDS
         await self._driver.call(
-            lambda ticket: events.DescribeTarget(ticket, deadline), until=deadline
+            lambda ticket: events.DescribeTarget(ticket, deadline, patience), until=deadline
         )
         state = self._driver.state
         replicas = base_targets(state)
@@ -105,10 +105,11 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             raise PeerUnavailableError("the last replica has just left", reason="POOL_EMPTY")
         targets = eligible_targets(state) or replicas
         capabilities = replicas[0].capabilities
-        exceptions = self._references.dtype_exceptions(
-            state.fingerprint, _digests(replicas), capabilities.base_dtype
-        )
         described = self._described(replicas)
+        if described is None:
+            raise PeerUnavailableError("the base was just bound anew", reason="POOL_EMPTY")
+        exceptions = dtype_exceptions(described, capabilities.base_dtype)
+        reference = described.reference
         return publish_pb2.DescribeTargetResponse(
             base_fingerprint=state.fingerprint,
             architecture=state.architecture,
@@ -122,36 +123,37 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             backends=shared_backends(targets),
             trial_names=[target.capabilities.trial_name for target in targets],
             gpu_uuids=[uuid for target in targets for uuid in target.capabilities.gpu_uuids],
-            draft_tensors=map(reference_tensor_to_proto, described.draft) if described else (),
-            draft_prefixes=described.draft_prefixes if described else (),
+            draft_tensors=map(reference_tensor_to_proto, reference.draft),
+            draft_prefixes=reference.draft_prefixes,
+            reference_name=described.name,
         )
 
-    def _described(self, replicas: Sequence[Replica]) -> Reference | None:
-        """Return the reference of the pool's base, with the draft of the first replica that takes
+    def _described(self, replicas: Sequence[Replica]) -> DescribedReference | None:
+        """Return the description of the pool's base, with the draft of the first replica that takes
         one; without where a replica would refuse a draft that is not its own."""
         taken = (replica.capabilities.draft_fingerprint for replica in replicas)
         draft = next(filter(None, taken), "")
         if not all(replica.capabilities.passes_over_drafts for replica in replicas):
             draft = ""
-        fingerprint, digests = self._driver.state.fingerprint, _digests(replicas)
-        return self._references.get(fingerprint, draft, digests) or self._references.get(
-            fingerprint, digests=digests
-        )
+        fingerprint = self._driver.state.fingerprint
+        digests = {replica.capabilities.reference_digest for replica in replicas}
+        describe = self._references.describe
+        return describe(fingerprint, draft, digests) or describe(fingerprint, "", digests)
 
     async def GetReference(
         self, request: publish_pb2.GetReferenceRequest, context: Context
     ) -> AsyncIterator[publish_pb2.GetReferenceResponse]:
         """See protos/weft/v1/publish.proto."""
-        reference = self._references.get(request.fingerprint)
+        described = self._references.describe(request.fingerprint)
         if request.fingerprint == self._driver.state.fingerprint:
-            reference = self._described(base_targets(self._driver.state))
-        if reference is None:
+            described = self._described(base_targets(self._driver.state))
+        if described is None:
             raise NotReadyError(
                 f"no model of the fingerprint {request.fingerprint[:12]!r} is known here",
                 reason="MANIFEST_UNKNOWN",
             )
-        for chunk in reference_to_chunks(reference):
-            yield publish_pb2.GetReferenceResponse(chunk=chunk)
+        for chunk in reference_to_chunks(described.reference):
+            yield publish_pb2.GetReferenceResponse(chunk=chunk, reference_name=described.name)
 
     async def AcquirePolicy(
         self, request: publish_pb2.AcquirePolicyRequest, context: Context

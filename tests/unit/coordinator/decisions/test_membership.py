@@ -285,7 +285,7 @@ def test_a_reference_is_asked_for_where_a_replica_has_another_one() -> None:
     """All have restarted with other element types: the coordinator has not."""
     m = Machine()
     m.register("r0", reference_digest="old")
-    m.do(events.ReferenceKnown("f" * 64, digest="old"))
+    m.do(events.ReferenceKnown("f" * 64, reference_digest="old"))
     assert m.state.references_known == {"", "old"}
     m.do(events.Leave(96, "r0", "i1"))
     answer = m.answer(m.register("r0", incarnation="i2", reference_digest="new"))
@@ -293,7 +293,7 @@ def test_a_reference_is_asked_for_where_a_replica_has_another_one() -> None:
     assert answer.reference_wanted
     m.do(events.DescribeTarget(50, m.now + 10))
     assert not m.answered(50)
-    m.do(events.ReferenceKnown("f" * 64, digest="new"))
+    m.do(events.ReferenceKnown("f" * 64, reference_digest="new"))
     assert isinstance(m.answer(50), effects.EmptyAnswer)
     assert m.state.references_known == {"", "new"}
     answer = m.answer(m.register("r1", reference_digest="new"))
@@ -304,7 +304,7 @@ def test_a_reference_is_asked_for_where_a_replica_has_another_one() -> None:
 def test_a_replica_that_tells_no_digest_takes_any_reference() -> None:
     m = Machine()
     m.register("r0", reference_digest="new")
-    m.do(events.ReferenceKnown("f" * 64, digest="new"))
+    m.do(events.ReferenceKnown("f" * 64, reference_digest="new"))
     answer = m.answer(m.register("r1", reference_digest=""))
     assert isinstance(answer, effects.RegisterAnswer)
     assert not answer.reference_wanted
@@ -314,17 +314,28 @@ def test_while_unlike_replicas_are_there_both_are_known() -> None:
     m = Machine()
     for name, digest in (("r0", "old"), ("r1", "new")):
         m.register(name, reference_digest=digest)
-        m.do(events.ReferenceKnown("f" * 64, digest=digest))
+        m.do(events.ReferenceKnown("f" * 64, reference_digest=digest))
     assert m.state.references_known == {"", "old", "new"}
 
 
-def test_a_replica_that_does_not_describe_its_base_holds_up_callers_until_their_deadline() -> None:
+def test_a_replica_that_does_not_describe_its_base_is_waited_for_for_a_while() -> None:
     m = Machine().pool("r0")
     m.register("r1", reference_digest="new")
-    m.do(events.DescribeTarget(50, m.now + 3))
+    m.do(events.DescribeTarget(50, m.now + 600, m.now + 3))
+    m.pass_time(2.5)
     assert not m.answered(50)
-    m.pass_time(3.5)
+    m.pass_time(1.0)
     assert isinstance(m.answer(50), effects.EmptyAnswer)
+
+
+def test_drafts_of_replicas_that_are_gone_are_asked_for_again() -> None:
+    m = Machine()
+    m.register("r0", reference_digest="a", draft_fingerprint="d" * 64)
+    m.do(events.ReferenceKnown("f" * 64, "d" * 64, "a"))
+    m.do(events.Leave(96, "r0", "i1"))
+    m.register("r1", reference_digest="b")
+    m.do(events.ReferenceKnown("f" * 64, "", "b"))
+    assert (m.state.references_known, m.state.drafts_known) == ({"", "b"}, {""})
 
 
 def test_a_push_that_waits_for_a_reference_names_the_replica() -> None:
@@ -335,7 +346,7 @@ def test_a_push_that_waits_for_a_reference_names_the_replica() -> None:
     m.pass_time(3.0)
     error = m.error(ticket)
     assert error.reason == "POOL_EMPTY"
-    assert error.message.startswith("r1 registered and has not described its base model; the push")
+    assert error.message.startswith("r1 has not described its base model; the push")
 
 
 def test_the_tensors_of_a_draft_are_asked_for_too() -> None:
@@ -361,7 +372,8 @@ def test_a_push_that_waits_for_a_drafts_tensors_names_the_replica() -> None:
     m.pass_time(3.0)
     error = m.error(ticket)
     assert error.reason == "POOL_EMPTY"
-    assert error.message.startswith("r1 (eagle3) registered and has not described the model that")
+    said = "r1 has not described the model that drafts tokens there (eagle3); the push's time is up"
+    assert error.message.startswith(said)
 
 
 def test_the_coordinators_own_sleep_is_not_held_against_others() -> None:

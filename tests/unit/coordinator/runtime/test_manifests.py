@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from weft_rl.contract.tensors import DataType, Reference, TensorMeta
-from weft_rl.coordinator.runtime.manifests import ReferenceCache
+from weft_rl.coordinator.runtime.manifests import ReferenceCache, dtype_exceptions
 
 BASE = Reference("Tiny", (TensorMeta("a", DataType.INT8, (1,)),))
 
@@ -17,21 +19,24 @@ def _drafted(number: int) -> Reference:
 
 def test_no_draft_is_forgotten_that_the_pool_knows() -> None:
     cache = ReferenceCache()
+    told = {_drafted(number).details_digest for number in range(1, 40)}
     for number in range(1, 40):
-        cache.put(_drafted(number))
+        cache.put(_drafted(number), told=told)
     found = cache.get(BASE.fingerprint, _drafted(1).draft_fingerprint)
     assert found == _drafted(1)
     assert cache.get(BASE.fingerprint, "other") is None
     assert cache.get(BASE.fingerprint) == BASE
 
 
-def test_of_unlike_replicas_the_widest_floats_are_sent() -> None:
-    def described(*dtypes: DataType) -> Reference:
-        metas = [TensorMeta(name, d, (1,)) for name, d in zip("abc", dtypes, strict=True)]
-        return Reference("Tiny", tuple(metas))
+def _typed(*dtypes: DataType, prefix: str = "") -> tuple[TensorMeta, ...]:
+    return tuple(TensorMeta(prefix + name, d, (1,)) for name, d in zip("abc", dtypes, strict=True))
 
-    one = described(DataType.BFLOAT16, DataType.FLOAT32, DataType.INT8)
-    other = described(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)
+
+BF16, F16, F32, I8 = DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.INT8
+
+
+def test_of_unlike_replicas_floats_are_sent_in_what_holds_them_all() -> None:
+    one, other = (Reference("Tiny", _typed(*d)) for d in ((BF16, F32, I8), (F32, BF16, I8)))
     cache = ReferenceCache()
     for reference in (one, other):
         cache.put(reference)
@@ -39,14 +44,44 @@ def test_of_unlike_replicas_the_widest_floats_are_sent() -> None:
     digests = (one.details_digest, other.details_digest)
     assert cache.get(one.fingerprint, digests=digests[:1]) == one
     assert cache.get(one.fingerprint, digests=digests[1:]) == other
-    widest = described(DataType.FLOAT32, DataType.FLOAT32, DataType.INT8)
     for several in (digests, ("",), (digests[0], "unknown"), ()):
-        assert cache.get(one.fingerprint, digests=several) == widest
-    for number, sent in ((0, {"b"}), (1, {"a"})):
-        found = cache.dtype_exceptions(one.fingerprint, digests[number:][:1], DataType.BFLOAT16)
-        assert found.by_name.keys() == sent
-    found = cache.dtype_exceptions(one.fingerprint, digests, DataType.BFLOAT16)
-    assert found.by_name.keys() == {"a", "b"}
+        found = cache.describe(one.fingerprint, digests=several)
+        assert found is not None
+        assert found.reference == Reference("Tiny", _typed(F32, F32, I8))
+        assert dtype_exceptions(found, BF16).by_name.keys() == {"a", "b"}
+        assert cache.describe(one.fingerprint, digests=several) is found  # made once
+    names = {cache.describe(one.fingerprint, digests=d).name for d in (digests, *zip(digests))}  # type: ignore[union-attr]
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_neither_of_two_floats_of_one_size_holds_the_other(order: int) -> None:
+    cache = ReferenceCache()
+    for dtype in (BF16, F16)[::order]:
+        cache.put(Reference("Tiny", _typed(dtype, dtype, I8)))
+    found = cache.get(Reference("Tiny", _typed(BF16, BF16, I8)).fingerprint)
+    assert found == Reference("Tiny", _typed(F32, F32, I8))
+
+
+def test_drafts_are_sent_in_what_holds_them_all_too() -> None:
+    cache = ReferenceCache()
+    kinds = [replace(BASE, draft=_typed(dtype, dtype, I8, prefix="mtp.")) for dtype in (F32, BF16)]
+    for reference in kinds:
+        cache.put(reference)
+    draft, digests = kinds[0].draft_fingerprint, [one.details_digest for one in kinds]
+    assert cache.get(BASE.fingerprint, draft, digests[1:]) == kinds[1]
+    assert cache.get(BASE.fingerprint, draft, digests) == kinds[0]
+
+
+def test_what_replicas_tell_is_kept_and_of_others_the_newest() -> None:
+    cache = ReferenceCache()
+    kept = Reference("Tiny", _typed(F32, BF16, I8))
+    cache.put(kept)
+    for number in range(9):
+        cache.put(Reference("Tiny", _typed(BF16, BF16, I8)), f"d{number}", {kept.details_digest})
+    assert cache.get(kept.fingerprint, digests=[kept.details_digest]) == kept
+    assert cache.get(kept.fingerprint, digests=["d8"]) != kept
+    assert cache.get(kept.fingerprint, digests=["d0"]) == kept  # dropped: what holds all
 
 
 def test_senders_leave_out_what_any_replicas_files_hold_for_drafts() -> None:

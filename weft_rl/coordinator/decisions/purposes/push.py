@@ -175,14 +175,15 @@ class Push(Purpose):
         self, state: PoolState, transfer: Transfer, replicas: Sequence[Replica]
     ) -> WeftError:
         num_replicas = len(replicas)
-        lacking = preflight.not_described(state, replicas) if state.references_known else []
+        lacking = preflight.not_described(state, replicas)
         if lacking and num_replicas >= self.min_replicas:
-            names = ", ".join(name for name, _ in lacking)
+            models = "; ".join(f"{name} has not described {model}" for name, model in lacking[:3])
+            more = f", nor have {len(lacking) - 3} more theirs" if len(lacking) > 3 else ""
             return PeerUnavailableError(
-                f"{names} registered and has not described {lacking[0][1]}; "
-                "the push's time is up: start that replica again, or stop it",
+                f"{models}{more}; the push's time is up: start what does not describe it again, or "
+                "stop it",
                 reason="POOL_EMPTY",
-                metadata={"replicas": names},
+                metadata={"replicas": ", ".join(name for name, _ in lacking)},
             )
         if transfer.waits_for == _FOR_REPLICAS or num_replicas < self.min_replicas:
             return PeerUnavailableError(

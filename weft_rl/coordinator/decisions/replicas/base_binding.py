@@ -160,11 +160,13 @@ def note_reference(change: Change, event: events.ReferenceKnown) -> None:
     state = change.state
     if event.fingerprint != state.fingerprint:
         return
-    told = {replica.capabilities.reference_digest for replica in state.replicas.values()}
+    here = [replica.capabilities for replica in state.replicas.values()]
+    told = state.references_known & {one.reference_digest for one in here}
+    drafts = state.drafts_known & {one.draft_fingerprint for one in here}
     change.state = replace(
         state,
-        references_known=(state.references_known & told) | {"", event.digest},
-        drafts_known=state.drafts_known | {event.draft_fingerprint},
+        references_known=told | {"", event.reference_digest},
+        drafts_known=drafts | {"", event.draft_fingerprint},
     )
 
 

@@ -82,10 +82,12 @@ class ReleasePolicy:
 
 @dataclass(frozen=True)
 class DescribeTarget:
-    """Trainer's request for a description of the pool; waits until ``deadline``."""
+    """Trainer's request for a description of the pool; waits until ``deadline``, for replicas that
+    have not described their base beside others until ``patience`` alone."""
 
     ticket: int
     deadline: float
+    patience: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +249,8 @@ class ReferenceKnown:
     fingerprint: str
     draft_fingerprint: str = ""
     """``Reference.draft_fingerprint``, where the tensors of a draft came with them."""
-    digest: str = ""
-    """``Reference.details_digest``."""
+    reference_digest: str = ""
+    """``Capabilities.reference_digest`` of the replica that described it."""
 
 
 ReplicaEvent = Register | ReportCheckpoint | Heartbeat | Leave | ReferenceKnown

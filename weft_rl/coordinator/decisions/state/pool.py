@@ -259,7 +259,7 @@ class PoolState:
     """Transfers, by replica, whose staged bytes the replica has not yet said that it dropped."""
     discard_at: float = float("-inf")
     """Time at which orders in ``discards`` are repeated."""
-    target_tickets: Mapping[int, float] = field(default_factory=dict)
+    target_tickets: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Callers of DescribeTarget that wait, with their deadlines."""
     schedule_at: float = float("-inf")
     """Earliest time at which the end of a clone gives rise to a schedule."""

@@ -104,8 +104,8 @@ def not_described(state: PoolState, replicas: Iterable[Replica]) -> list[tuple[s
         if told.reference_digest not in state.references_known:
             found.append((replica.replica_id, "its base model"))
         elif told.draft_fingerprint not in state.drafts_known:
-            name = f"{replica.replica_id} ({told.draft_method or 'a draft'})"
-            found.append((name, "the model that drafts tokens there"))
+            model = f"the model that drafts tokens there ({told.draft_method or 'a draft'})"
+            found.append((replica.replica_id, model))
     return found
 
 

@@ -17,6 +17,7 @@ from rollout_side.vllm_engine.server.refusals import (
     REFUSED_OPTIONS,
     close_endpoints,
     num_experts,
+    plain_argument_errors,
     plain_errors,
     refuse_caches_beyond_reach,
     refuse_environment,
@@ -54,6 +55,15 @@ def test_arguments_are_refused_by_a_sentence_unless_they_change_nothing(name: st
         assert caught.value.message == f"{said}: {refused.why}"
     assert re.search(r"; (leave it out|start more replicas|use --)", refused.why)
     assert refused.why.count("leave it out") <= 1
+
+
+@pytest.mark.parametrize("words", [["--api-key=-sk1"], ["--api-key", "-sk1", "--seed", "-sk1x"]])
+def test_no_secret_is_quoted_from_what_vllm_says(words: list[str]) -> None:
+    with pytest.raises(InvalidRequestError) as refused, plain_argument_errors(["--x", *words]):
+        raise ValueError("unrecognized --api-key=-sk1")
+    assert "-sk1" not in refused.value.message
+    assert "(--x --api-key" in refused.value.message
+    assert refused.value.message.endswith("unrecognized --api-key=…")
 
 
 def test_both_variables_are_named_at_once() -> None:
