@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.doubles.tiny_model import CAPABILITIES, REFERENCE
 from weft_rl.contract.errors import (
     BaseMismatchError,
     CapacityError,
+    InvalidManifestError,
     InvalidNameError,
     NotAllowedError,
     NotFoundError,
@@ -58,6 +60,9 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         #: Answers every call while it is set.
         self.refusal: WeftError | None = None
         self.answer = registry_pb2.HeartbeatResponse(ready=True)
+        #: Asks for a description of the base, and refuses it.
+        self.refused_description: WeftError | None = None
+        self.digests: list[str] = []
 
     def _refuse(self, context: Any) -> None:
         error = self.refusal or (self.errors.pop(0) if self.errors else None)
@@ -70,8 +75,16 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         self._refuse(context)
         self.registered.set()
         return registry_pb2.RegisterResponse(
-            heartbeat_interval=duration_to_proto(0.02), coordinator_generation=3
+            heartbeat_interval=duration_to_proto(0.02),
+            coordinator_generation=3,
+            reference_wanted=self.refused_description is not None,
         )
+
+    def PutReference(self, requests: Any, context: Any) -> Any:  # noqa: N802
+        self.digests += [request.reference_digest for request in requests]
+        assert self.refused_description is not None
+        status = status_from_error(self.refused_description)
+        context.abort_with_status(rpc_status.to_status(status))
 
     def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._refuse(context)
@@ -112,7 +125,10 @@ def _registration(
     current: Callable[[], HeldVersions] = _holdings,
 ) -> Registration:
     identity = ReplicaDeclaration(
-        address="127.0.0.1:1", capabilities=CAPABILITIES, reference=REFERENCE, model_name="tiny"
+        address="127.0.0.1:1",
+        capabilities=replace(CAPABILITIES, reference_digest="d" * 64),
+        reference=REFERENCE,
+        model_name="tiny",
     )
     config = AgentConfig(
         coordinator=target,
@@ -229,6 +245,26 @@ def test_at_a_fresh_start_what_the_replica_itself_is_ends_it_and_nothing_else_do
     finally:
         registration.stop()
     assert [refusal.reason for refusal in failed] == ([error.reason] if is_final else [])
+
+
+def test_a_replica_whose_first_description_is_refused_ends_with_the_reason(
+    server: grpc.Server, patience: None
+) -> None:
+    failed: list[WeftError] = []
+    ended = threading.Event()
+    registry = Registry([])
+    registry.refused_description = InvalidManifestError("a module has 9 other names")
+    registration = _registration(
+        _serve(server, registry), lambda refusal: (failed.append(refusal), ended.set())[1]
+    )
+    registration.start()
+    try:
+        assert ended.wait(_SECONDS)
+    finally:
+        registration.stop()
+    assert [refusal.message for refusal in failed] == ["a module has 9 other names"]
+    assert set(registry.digests) == {"d" * 64}
+    assert registry.beats == 0
 
 
 def test_what_fails_in_the_replica_itself_does_not_end_its_thread_in_silence(
