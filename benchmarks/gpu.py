@@ -30,9 +30,6 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 _RANK = 32
 _STREAMS = 4
-_GRAPHS = ("--compilation-config", json.dumps(
-    {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
-))  # fmt: skip
 
 
 class Clients:
@@ -138,7 +135,11 @@ def main() -> None:
     parser.add_argument("--share", action="store_true", help="replicas are on the trainer's GPU")
     parser.add_argument("--named", action="store_true", help="push bases as named tensors, too")
     parser.add_argument("--only-base", action="store_true", help="push no adapters")
-    parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="run vLLM without compiling or CUDA graphs, to start sooner",
+    )
     parser.add_argument("--native", action="store_true", help="measure vLLM's own ways, too")
     parser.add_argument("--work", type=Path, default=None)
     args = parser.parse_args()
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace, model_dir: Path, pool: GpuPool, clients: Clien
     vllm = ("--load-format", "dummy", "--max-model-len", "4096",
             "--gpu-memory-utilization", args.memory,
             "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
-            "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else _GRAPHS),
+            "--max-cpu-loras", "4", *(["--enforce-eager"] if args.eager else []),
             *(["--quantization", args.quantization] if args.quantization else []))  # fmt: skip
     # An engine that starts meanwhile would take the trainer's memory for its own.
     models = make_models(model_dir) if args.share else None

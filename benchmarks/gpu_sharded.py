@@ -186,7 +186,7 @@ def main() -> None:
     load_format = () if args.weights else ("--load-format", "dummy")
     vllm = (*load_format, "--max-model-len", "512", "--gpu-memory-utilization",
             args.memory, "--enable-lora", "--max-lora-rank", str(_RANK), "--max-loras", "2",
-            "--max-cpu-loras", "4", "--enforce-eager")  # fmt: skip
+            "--max-cpu-loras", "4")  # fmt: skip
     try:
         staging = "host" if args.dry else args.staging
         is_told = args.weights or args.verbose

@@ -46,7 +46,6 @@ async def serve(pipe: Connection, model: str, lora: bool) -> None:
             model,
             load_format="dummy",
             skip_tokenizer_init=True,
-            enforce_eager=True,
             max_model_len=4096,
             gpu_memory_utilization=0.5,
             dtype="bfloat16",

@@ -1,8 +1,9 @@
 """Models of text on GPUs: what is pushed is served as by an engine that started from it.
 
 Two replicas of a kind, each in a pool of its own, start from other weights: one stages bases, one
-loads them in place. Each is then given what the other one started from, and answers as that did,
-bit for bit; then its own again. The first is on the trainer's GPU, the second on the last one.
+loads them in place. Each is then given what the other one started from, and answers as that did;
+then its own again, and answers bit for bit as it did at its start. The first is on the trainer's
+GPU, the second on the last one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu_pool import GpuPool
 from tests.gpu.conftest import Note
-from tests.gpu.test_pushes import COMMON, DEVICE, DRY, LORA, NUM_GPUS, VLLM, Pushed, answers, save
+from tests.gpu.test_pushes import (
+    COMMON,
+    DEVICE,
+    DRY,
+    LORA,
+    NUM_GPUS,
+    VLLM,
+    Answers,
+    Pushed,
+    answers,
+    answers_alike,
+    save,
+)
 from tests.models import draw_base
 from tests.quantised_files import quantise
 
@@ -31,6 +44,7 @@ pytestmark = [
 ]
 
 BASE = "base-model"
+_ROUNDED = {True: "bitwise", False: "within its kernels' rounding, bitwise each time"}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 _GPT_OSS: tuple[str, dict[str, Any], tuple[str, ...]] = (
     "GptOssConfig",
@@ -199,20 +213,26 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Pair
 
 def test_each_answers_as_the_other_one_did(pair: Pair, note: Note) -> None:
     """Three times: by vLLM's reload, then by what that has taught."""
-    first = answers(pair.staged.url, BASE)
-    second = answers(pair.in_place.url, BASE)
-    assert first != second
+    started = answers(pair.staged.url, BASE), answers(pair.in_place.url, BASE)
+    assert not answers_alike(pair.kind, *started)
     for pushed, order in ((pair.staged, (1, 0, 1)), (pair.in_place, (0, 1, 0))):
-        seconds = []
+        own, seconds, of_other = order[1], [], []
         with pushed.publisher(bucket_bytes=4 * 2**20) as publisher:  # several a push
             for number in order:
                 report = publisher.push_base(pair.models[number]).report
                 seconds.append(report.seconds)
-                assert answers(pushed.url, BASE) == (first, second)[number], report
+                found = answers(pushed.url, BASE)
+                if number == own:
+                    assert found == started[own], report
+                else:
+                    of_other.append(found)
+                    assert answers_alike(pair.kind, found, started[number]), report
+        assert of_other[0] == of_other[1]
+        exact = of_other[0] == started[order[0]]
         how = pushed.how()
         took = ", ".join(f"{each * 1e3:.0f}" for each in seconds)
         where = "staged" if pushed is pair.staged else "in place"
-        note(pair.kind, f"3 bases, {where}", f"bitwise; {how}; {took} ms")
+        note(pair.kind, f"3 bases, {where}", f"{_ROUNDED[exact]}; {how}; {took} ms")
         if pair.kind in _PROCESSED and not DRY:
             assert f"and {_PROCESSED[pair.kind]} layers processed" in pushed.log()
 
@@ -226,21 +246,30 @@ def test_adapters_of_experts_answer_as_from_disk(pair: Pair, at_once: bool, note
             publisher.push_base(pair.models[1])
     pushed, seconds = pair.staged, []
     expected = [answers(pair.in_place.url, f"disk{i}") for i in range(2)]
-    assert expected[0] != expected[1] != answers(pushed.url, BASE)
+    first: list[Answers] = []
     with pushed.publisher() as publisher:
         for _ in range(3):
             results = [publisher.push_adapter(each[at_once], "math") for each in pair.adapters]
             seconds += [each.report.seconds for each in results]
             names = [str(each.version) for each in results]
-            assert [answers(pushed.url, name) for name in names] == expected
+            pushed_ones = [answers(pushed.url, name) for name in names]
+            for found_one, wanted_one in zip(pushed_ones, expected, strict=True):
+                assert answers_alike(pair.kind, found_one, wanted_one)
+            first = first or pushed_ones
+            assert pushed_ones == first
+    assert not answers_alike(pair.kind, *first)
+    assert not answers_alike(pair.kind, first[1], answers(pushed.url, BASE))
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda name: answers(pushed.url, name), names))
-    for version, right in zip(found, expected, strict=True):
+        batched = list(pool.map(lambda name: answers(pushed.url, name), names))
+    for version, right in zip(batched, expected, strict=True):
         for (_, got), (_, wanted) in zip(version, right, strict=True):
             assert abs(got[0] - wanted[0]) < 0.05  # the first token has no history of others
+    exact = first == expected
     took = ", ".join(f"{each * 1e3:.0f}" for each in seconds)
     given = "all at once" if at_once else "one by one"
-    note(pair.kind, f"2 adapters of attention and experts, {given}", f"bitwise; {took} ms")
+    note(
+        pair.kind, f"2 adapters of attention and experts, {given}", f"{_ROUNDED[exact]}; {took} ms"
+    )
     if not DRY:
         assert "is loaded by vLLM itself" not in pushed.log()
         assert "are loaded by vLLM itself" not in pushed.log()

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,18 @@ pytestmark = [
     pytest.mark.skipif(not NUM_GPUS and not DRY, reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(400),
 ]
-#: With a cache of a size that is given, engines may start beside one another on a GPU.
-VLLM = ("--max-model-len", "512", "--kv-cache-memory-bytes", "500000000", "--enforce-eager",
+#: vLLM's defaults, torch.compile and CUDA graphs among them. With a cache of a size that is given,
+#: engines may start beside one another on a GPU.
+VLLM = ("--max-model-len", "512", "--kv-cache-memory-bytes", "500000000",
         "--gpu-memory-utilization", "0.1", "--max-num-seqs", "16")  # fmt: skip
 LORA = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4")
 PROMPTS = [[5, 9, 17, 33], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]]
 DEVICE = "cuda:0" if NUM_GPUS else "cpu"
+#: Models whose compiled kernels Inductor chooses by timing them, in each process anew, so that two
+#: fresh engines of the same files answer alike but not bit by bit (tests/README.md has how often).
+TIMED_KERNELS = ("fp8", "moe", "experts")
+
+Answers = list[tuple[list[str], list[float]]]
 
 
 #: A small model of real proportions.
@@ -101,7 +108,7 @@ def save(model: Any, path: Path) -> Path:
     return path
 
 
-def answers(url: str, model: str) -> list[tuple[list[str], list[float]]]:
+def answers(url: str, model: str) -> Answers:
     """Greedy tokens and their log-probabilities, one prompt at a time."""
     found = []
     for prompt in PROMPTS:
@@ -112,6 +119,19 @@ def answers(url: str, model: str) -> list[tuple[list[str], list[float]]]:
         logprobs = answer.json()["choices"][0]["logprobs"]
         found.append((logprobs["tokens"], logprobs["token_logprobs"]))
     return found
+
+
+def answers_alike(kind: str, found: Answers, wanted: Answers) -> bool:
+    """Return whether engines of two processes answer alike: bit by bit, unless kernels were chosen
+    by timing. Then log-probabilities differ by little until a token does, never the first."""
+    if not kind.startswith(TIMED_KERNELS):
+        return found == wanted
+    for one, other in zip(found, wanted, strict=True):
+        pairs = zip(zip(*one, strict=True), zip(*other, strict=True), strict=True)
+        common = list(takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+        if not common or any(abs(a - b) > 0.25 for (_, a), (_, b) in common):
+            return False
+    return True
 
 
 @dataclass
@@ -222,16 +242,20 @@ def check_base(place: Place, pushed: Pushed, **settings: Any) -> str:
     """First by vLLM's own reload, then by copies; there and back again."""
     other = make_model(place.kind, 2)
     expected = answers(place.fresh, "base-model")
+    found: list[Answers] = []
     with pushed.publisher(**settings) as publisher:
-        for number in range(2):
+        for number in range(3):
             publisher.push_base(place.model)
-            assert answers(pushed.url, "base-model") == expected, f"push {number}"
-            publisher.push_base(other)
-            assert answers(pushed.url, "base-model") != expected, f"push {number}"
-        publisher.push_base(place.model)
-        assert answers(pushed.url, "base-model") == expected
+            found.append(answers(pushed.url, "base-model"))
+            assert answers_alike(place.kind, found[-1], expected), f"push {number}"
+            assert found[-1] == found[0], f"push {number}"
+            if number < 2:
+                publisher.push_base(other)
+                wrong = answers(pushed.url, "base-model")
+                assert not answers_alike(place.kind, wrong, expected), f"push {number}"
     tokens = sum(len(found) for found, _ in expected)
-    return f"{tokens} tokens and log-probabilities bitwise a fresh engine's; {pushed.how()}"
+    how = "bitwise" if found[0] == expected else "within its kernels' rounding"
+    return f"{tokens} tokens and log-probabilities {how} a fresh engine's; {pushed.how()}"
 
 
 def test_a_fresh_engine_repeats_itself(place: Place, note: Note) -> None:
@@ -372,7 +396,8 @@ def test_bytes_move_over_what_is_chosen(place: Place, note: Note) -> None:
         with place.pushed.publisher(backend=backend) as publisher:
             report = publisher.push_base(place.model).report
             chosen.append(report.backend)
-        assert answers(place.pushed.url, "base-model") == answers(place.fresh, "base-model")
+        found = answers(place.pushed.url, "base-model")
+        assert answers_alike(place.kind, found, answers(place.fresh, "base-model"))
     assert chosen == ["one-sided", *([] if shares else ["nccl"]), "gloo"]
     note(place.kind, f"a base over {', '.join(chosen)}", "bitwise a fresh engine's")
 
