@@ -33,6 +33,15 @@ WhenBusy = Literal["queue", "replace"]
 MAX_WAITING = 2
 
 
+@dataclass(frozen=True)
+class CopyCost:
+    """Cost of the copy that a push was made of."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
 @dataclass(eq=False)
 class _WaitingPush:
     """A push that was asked for and has not begun."""
@@ -45,8 +54,9 @@ class _WaitingPush:
     parent: str
     """Traceparent of the caller."""
     future: Future[PushResult] = field(default_factory=Future)
-    content: Callable[[], Content] | None = None
-    """Function that returns the copied content, or raises; None while the copy is made."""
+    is_copied: bool = False
+    """True if the request's content is the copied one, or the error that there was instead."""
+    cost: CopyCost = CopyCost()
     is_replaced: bool = False
     """True if a later push of the policy made it pointless before it began."""
 
@@ -65,7 +75,7 @@ class BackgroundPusher:
 
     def __init__(self, pushing: PushExecutor, ranks: Ranks) -> None:
         self._pushing, self._ranks = pushing, ranks
-        self._memory = HostMemory()
+        self._memory = HostMemory(ranks)
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # ``with`` it, an interrupt leaves it free, unlike the other
         self._condition = threading.Condition(self._lock)
@@ -192,18 +202,23 @@ class BackgroundPusher:
     def _copy(self, waiting: _WaitingPush) -> None:
         """Copy the weights, or keep the error that prevented it as the push's outcome. The other
         ranks made their copies and must learn of the error in step."""
+        began, lent = time.monotonic(), self._memory.lend(waiting.number)
         try:
-            kept = waiting.request.content().kept(self._memory.lend(waiting.number))
+            kept = waiting.request.content().kept(lent)
         except BaseException as error:
             self._fill(waiting, partial(_fail, error))
             if not isinstance(error, Exception):
                 raise
         else:
+            seconds = time.monotonic() - began
+            waiting.cost = CopyCost(lent.num_bytes, seconds, self._memory.total_bytes)
             self._fill(waiting, lambda: kept)
 
     def _fill(self, waiting: _WaitingPush, content: Callable[[], Content]) -> None:
         with self._lock:
-            waiting.content = content
+            # Without what looked at the live model: it would keep that alive.
+            waiting.request = replace(waiting.request, content=content)
+            waiting.is_copied = True
             self._condition.notify_all()
         if waiting.is_replaced:  # by another thread, while this one copied
             self._memory.give_back(waiting.number)
@@ -212,7 +227,7 @@ class BackgroundPusher:
         while True:
             with self._lock:
                 self._condition.wait_for(
-                    lambda: self._queue[0].content if self._queue else self._is_closed
+                    lambda: self._queue[0].is_copied if self._queue else self._is_closed
                 )
                 if not self._queue:
                     return
@@ -226,12 +241,10 @@ class BackgroundPusher:
                 self._condition.notify_all()
 
     def _carry_out(self, waiting: _WaitingPush) -> None:
-        assert waiting.content is not None
-        copied = replace(waiting.request, content=waiting.content)
         try:
             try:
                 result = self._pushing.push(
-                    copied,
+                    waiting.request,
                     began=waiting.began,
                     is_replaced=lambda: waiting.is_replaced,
                     parent=waiting.parent,
@@ -243,7 +256,13 @@ class BackgroundPusher:
                 _log.warning("the push of %s failed: %s", waiting.request.policy, error)
             waiting.future.set_exception(error)
         else:
-            waiting.future.set_result(result)
+            report = replace(
+                result.report,
+                copied_bytes=waiting.cost.num_bytes,
+                copying_seconds=waiting.cost.seconds,
+                copies_memory_bytes=waiting.cost.memory_bytes,
+            )
+            waiting.future.set_result(PushResult(result.version, report))
 
 
 def _fail(error: BaseException) -> Content:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ from trainer_side.pushes.content import (
     NamedBase,
     adapter_content,
     base_content,
+    stamp_of_named,
 )
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory, packs_on_device
 from trainer_side.ranks.ranks import SENDER, Ranks
@@ -153,6 +155,7 @@ class PushSettings:
         check_model(model, "push_adapter")
         wanted, how = RequestedBase.parse(base), self._options(options)
 
+        @cache  # an attempt after the first one sends what the first one looked at
         def content() -> Content:
             return adapter_content(
                 model, self.ranks, how.cast, adapter_name, wanted.is_compared, how.kind
@@ -178,6 +181,7 @@ class PushSettings:
             check_model(draft, f"{method}(draft=)")
         how = self._options(options)
 
+        @cache
         def content() -> Content:
             return base_content(model, self.ranks, how.cast, merged, how.kind, draft)
 
@@ -204,7 +208,8 @@ class PushSettings:
         def content() -> NamedBase:
             if tensors is None and ranks.rank == SENDER:
                 raise _no_tensors()
-            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft)
+            stamp = stamp_of_named(tensors) if ranks.rank == SENDER else None
+            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft, stamp)
 
         return self._request(BASE_POLICY, content, require, timeout_seconds, how)
 

@@ -34,6 +34,14 @@ class PushReport:
     """Backend that carried the bytes: "one-sided", "nccl" or "gloo"."""
     backend_reason: str
     """Reason for this backend, and against those that the pool would have preferred."""
+    copied_bytes: int = 0
+    """Bytes that this rank copied to host memory before an async push returned; 0 for a push that
+    blocks."""
+    copying_seconds: float = 0.0
+    """Time that the copy took, which the call blocked for."""
+    copies_memory_bytes: int = 0
+    """Host memory that this rank's publisher holds for copies, of this push and others; it is used
+    again."""
     remarks: tuple[str, ...] = ()
     """Facts that success does not tell, each a sentence: replicas that did not switch and why, a
     quantised base, a base that is not the one that the adapter was trained on."""

@@ -18,6 +18,7 @@ from trainer_side.push_request import PushPlan, PushRequest, check_replicas, pla
 from trainer_side.push_result import PushResult, report_of
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
+from trainer_side.sources.base_content import PushedContent
 from trainer_side.sources.origin import KnownBases, TrainingBase
 from weft_rl import tracing
 from weft_rl.contract.errors import (
@@ -463,7 +464,10 @@ class PushExecutor:
         """Note the base that was pushed, or return remarks on the one that an adapter is served
         over."""
         if plan.adapter is None:
-            self._origins.pushed(plan.what.base, version.version)
+            content = None
+            if self._sender_client is not None and transfer.HasField("content_digest"):
+                content = PushedContent(plan.push.packing.manifest, transfer.content_digest.value)
+            self._origins.pushed(plan.what.base, version.version, content)
         elif request.base.is_compared and transfer.HasField("served_over_base_version"):
             return origin.remarks(
                 transfer.served_over_base_version, is_other=transfer.over_another_base

@@ -166,6 +166,13 @@ class Reader(Protocol):
             on_progress: Called now and then.
         """
 
+    def end_packing(self) -> None:
+        """Look at what was read again, once the last bucket is packed and before it is sent.
+
+        Raises:
+            ModelChangedError: It changed meanwhile: nothing of the push may be served.
+        """
+
     def add_up(self, totals: Sequence[int]) -> DigestSum:
         """Begin to add up this sender's digests with the others'; further calls return the same.
 
@@ -359,6 +366,8 @@ class PackedBuckets:
             packed = self.packer.pack(
                 index, self._reader, self._nonce, finite=self._finite, on_progress=on_progress
             )
+            if index + 1 == len(self.plan.sent_by(self.sender)):
+                self._reader.end_packing()
         except BaseException:
             self.spoiled = True
             raise

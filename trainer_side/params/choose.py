@@ -44,6 +44,20 @@ class OpenedModel:
     """Sources made of these parameters, kept for later pushes while the parameters stay the
     same."""
 
+    def held(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return the tensors with this rank's elements of parameters and buffers, by reference.
+
+        Args:
+            names: Names of those to return; None for all.
+        """
+        if isinstance(self.params, ShardedParams):
+            found = dict(self.params.local())
+        else:
+            walked = walk(self.module)
+            held = chain(walked.named.items(), walked.buffers.items())
+            found = {unwrapped_name(name): tensor for name, tensor in held}
+        return found if names is None else {n: t for n, t in found.items() if n in names}
+
 
 def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> OpenedModel:
     """Open a model as its trainer holds it: plain, DDP, FSDP1, FSDP2 or DeepSpeed.

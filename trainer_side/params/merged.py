@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,7 @@ from trainer_side.params.merged_elements import (
     product,
 )
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
-from trainer_side.params.params import Params, walk, whole_tensors
+from trainer_side.params.params import ModelWalk, Params, walk, whole_tensors
 from trainer_side.params.sharded import ShardedParams
 from weft_rl.contract.adapter_config import MERGE_A_COPY
 from weft_rl.contract.errors import InvalidAdapterError, UnsupportedError
@@ -68,17 +68,29 @@ class _ParamAddition:
         return [name for name in (self.a, self.b, self.magnitude) if name]
 
 
-def merge_settings(model: torch.nn.Module, adapter_name: str) -> tuple[object, ...]:
-    """Return the settings of a PEFT model's layers that ``MergedParams`` depends on. These are what
-    it is made of besides the parameters."""
-    found: list[object] = []
-    for layer in walk(model).modules:
+class LayerSettings(NamedTuple):
+    """Settings of one LoRA layer that its merge depends on, besides parameters."""
+
+    scaling: float | None
+    variant: str
+    merged: tuple[str, ...]
+    """Adapters that are merged into the layer's weight already."""
+    is_transposed: bool | None
+
+
+def merge_settings(model: torch.nn.Module, adapter_name: str) -> dict[str, object]:
+    """Return the settings of a PEFT model that ``MergedParams`` depends on, by the layers' paths.
+    These are what it is made of besides the parameters."""
+    has_adapter = adapter_name in getattr(model, "peft_config", {})
+    found: dict[str, object] = {f"having an adapter {adapter_name!r}": has_adapter}
+    for path, layer in walk(model).by_path.items():
         own = layer.__dict__  # quicker than asking thousands of modules for what few have
         if "scaling" in own and "lora_variant" in own:
-            variant = type(own["lora_variant"].get(adapter_name))
+            variant = type(own["lora_variant"].get(adapter_name)).__name__
             merged, transposed = own.get("merged_adapters", ()), own.get("fan_in_fan_out")
-            found.append((own["scaling"].get(adapter_name), variant, (*merged,), transposed))
-    return adapter_name in getattr(model, "peft_config", {}), *found
+            scaling = own["scaling"].get(adapter_name)
+            found[path.rstrip(".")] = LayerSettings(scaling, variant, (*merged,), transposed)
+    return found
 
 
 class MergedParams:
@@ -101,6 +113,8 @@ class MergedParams:
         self._raw = _base_names(params.metas, adapter_name)
         self._merges = dict(_merges(model, adapter_name, self._raw, params.metas))
         self.metas = {name: params.metas[raw] for name, raw in self._raw.items()}
+        #: Names in ``params`` of all that is read.
+        self.inputs = {*self._raw.values(), *(n for m in self._merges.values() for n in m.needs)}
         largest = max((_num_bytes(meta) for meta in self.metas.values()), default=0)
         self._group_bytes = max(_MIN_GROUP_BYTES, largest)
 
@@ -318,14 +332,16 @@ def _base(path: str, name: str) -> str:
     return found
 
 
-_TIED: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+_TIED: WeakKeyDictionary[ModelWalk, set[str]] = WeakKeyDictionary()
 
 
 def _tied_names(model: torch.nn.Module) -> set[str]:
-    """Return base names of parameters that several modules share; searched once a model."""
-    if model not in _TIED:
-        _TIED[model] = _find_tied(model)
-    return _TIED[model]
+    """Return base names of parameters that several modules share; searched anew once the model has
+    other ones."""
+    found = walk(model)
+    if found not in _TIED:
+        _TIED[found] = _find_tied(model)
+    return _TIED[found]
 
 
 def _find_tied(model: torch.nn.Module) -> set[str]:

@@ -7,6 +7,7 @@ it tensor by tensor keeps memory bounded.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -262,3 +263,35 @@ def cached_conversions(
     if kept is None or kept[0] != signature:
         kept = _PLANNED[model] = (signature, plan_conversions(params, revert))
     return kept[1]
+
+
+@dataclass(frozen=True)
+class CheckpointForm:
+    """Way from a model's parameters to the tensors of its checkpoint."""
+
+    kind: str
+    """Name of the model's class."""
+    revert: Revert | None
+    """See ``reverter``."""
+    model: torch.nn.Module
+    """Model that plans are kept for."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> CheckpointForm:
+        """Return the form of a model, whose configuration is looked at when it is used."""
+        return cls(type(model).__name__, reverter(model), model)
+
+    @classmethod
+    def frozen(cls, model: Any) -> CheckpointForm:
+        """Return the form of a model as it is now, whatever becomes of its configuration."""
+        own = model
+        if reverter(model) is not None:
+            own = copy.copy(model)  # of the module alone: its parameters and children are the same
+            own.config = copy.deepcopy(model.config)
+            kept = getattr(model, "_weight_conversions", None)
+            own._weight_conversions = None if kept is None else list(kept)
+        return cls(type(model).__name__, reverter(own), model)
+
+    def conversions(self, params: Mapping[str, torch.Tensor]) -> _Planned:
+        """Return ``plan_conversions`` of some of the model's parameters; kept for the next push."""
+        return cached_conversions(self.model, params, self.revert)

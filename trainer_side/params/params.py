@@ -142,7 +142,9 @@ class ModelWalk:
     live as long. A copy or a pickle of the model is without them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.modules, self.named, self.buffers, self._tables = _walk(module)
+        #: By path; a module that has several paths, by one of them.
+        self.by_path, self.named, self.buffers, self._tables = _walk(module)
+        self.modules = list(self.by_path.values())
         self._sizes, self._keys, self._entries = _state(self._tables)
         #: What was found out about these parameters, by whoever did.
         self.kept: object = None
@@ -179,10 +181,10 @@ def walk(module: torch.nn.Module) -> ModelWalk:
 def _walk(
     module: torch.nn.Module,
 ) -> tuple[
-    list[torch.nn.Module], dict[str, torch.nn.Parameter], dict[str, torch.Tensor], list[Table]
+    dict[str, torch.nn.Module], dict[str, torch.nn.Parameter], dict[str, torch.Tensor], list[Table]
 ]:
     """Walk a module in one pass; torch's own generators would walk it thrice."""
-    modules: list[torch.nn.Module] = []
+    modules: dict[str, torch.nn.Module] = {}
     named: dict[str, torch.nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     tables: list[Table] = []
@@ -193,7 +195,7 @@ def _walk(
         if id(part) in seen:
             continue
         seen.add(id(part))
-        modules.append(part)
+        modules[prefix] = part
         tables += [cast(Table, part._parameters), cast(Table, part._modules)]
         for name, param in part._parameters.items():
             if param is not None and id(param) not in seen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +11,12 @@ import torch
 
 from trainer_side.params.params import Params, WholeParams
 from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams
-from trainer_side.ranks.ranks import SENDER
+from trainer_side.ranks.ranks import SENDER, Ranks
 from weft_rl.contract.errors import UnsupportedError
+from weft_rl.host_memory import available_memory
+
+#: Memory of the host that is left to everything else.
+_RESERVE_BYTES = 2**30
 
 
 class HostMemory:
@@ -20,10 +24,16 @@ class HostMemory:
 
     Touched memory is filled several times faster than fresh memory; copies of
     parameters on an accelerator are pinned.
+
+    Args:
+        ranks: Ranks of the trainer. Those beside the sender copy nothing of what is whole at each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self._lock = threading.Lock()
+        #: Bytes of all buffers, lent or free.
+        self.total_bytes = 0
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._taken: dict[int, list[tuple[tuple[int, bool], torch.Tensor]]] = {}
 
@@ -39,9 +49,27 @@ class HostMemory:
             buffer = free.pop() if free else None
         if buffer is None:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            with self._lock:
+                self.total_bytes += num_bytes
         with self._lock:
             self._taken.setdefault(borrower, []).append((key, buffer))
         return buffer
+
+    def why_no_room(self, metas: Iterable[torch.Tensor]) -> str:
+        """Return the reason why tensors cannot be copied; empty if there is room for them.
+
+        Ranks may share a host, and ask at the same time: there must be room for all that they copy.
+
+        Args:
+            metas: Tensors of the whole shapes.
+        """
+        sizes = [meta.numel() * meta.element_size() for meta in metas]
+        with self._lock:
+            free = sum(size * len(held) for (size, _), held in self._free.items())
+        available, where = available_memory()
+        if max(0, sum(sizes) - free) <= max(0, available - _RESERVE_BYTES):
+            return ""
+        return f"its copy would take {sum(sizes):,} bytes, and the {where} has {available:,} left"
 
     def give_back(self, borrower: int) -> None:
         """Make all buffers that a borrower took available again."""
@@ -54,14 +82,17 @@ class SnapshotMemory:
     """Part of a ``HostMemory`` that one snapshot borrows."""
 
     def __init__(self, memory: HostMemory, borrower: int) -> None:
-        self._memory, self._borrower = memory, borrower
+        self.whole, self._borrower = memory, borrower
+        #: Bytes that were copied.
+        self.num_bytes = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the host; block until it is made."""
         tensor = tensor.detach()
         is_remote = tensor.device.type != "cpu"
         num_bytes = tensor.numel() * tensor.element_size()
-        buffer = self._memory.take(self._borrower, num_bytes, pinned=is_remote)
+        buffer = self.whole.take(self._borrower, num_bytes, pinned=is_remote)
+        self.num_bytes += num_bytes
         host = buffer.view(tensor.dtype).view(tensor.shape)
         host.copy_(tensor)
         return host
@@ -112,7 +143,7 @@ def gathered_names(params: Params) -> set[str]:
 
 def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> Params:
     """Return parameters with those called ``names`` replaced by copies, in ``memory``, of what this
-    rank holds.
+    rank holds. At ranks that send nothing of them, nothing is copied.
 
     The others are still read in place, except for ``gathered_names``, which are refused.
 
@@ -120,7 +151,11 @@ def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> 
     gathered now, on the calling thread, and kept whole at the sender.
     """
     if not isinstance(params, ShardedParams):
+        if memory.whole.ranks.rank != SENDER:
+            return params
         copies = {name: memory.copy(params.whole(name)) for name in params.metas if name in names}
+        if copies.keys() == params.metas.keys():
+            return WholeParams(copies, params.kind)
         return _OverlaidParams(params, copies)
     kept: dict[str, Sharded | GatheredParam] = {}
     for name, param in params.placed.items():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +13,16 @@ import torch
 
 from trainer_side.params.choose import Kind, OpenedModel, open_model
 from trainer_side.params.merged import MergedParams, merge_settings
-from trainer_side.params.names import adapter_tensor_name, base_name_in_peft, unwrapped_name
-from trainer_side.params.params import Params
-from trainer_side.params.quantised import DequantisedParams, has_quantised_layers
+from trainer_side.params.names import (
+    CheckpointForm,
+    adapter_tensor_name,
+    base_name_in_peft,
+    unwrapped_name,
+)
+from trainer_side.params.params import Params, WholeParams, walk
+from trainer_side.params.quantised import has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
+from trainer_side.params.stamp import ModelStamp, TensorStates, model_changed
 from trainer_side.pushes.rank_push import FollowedPush, RankPush, RankPushFactory
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import (
@@ -23,18 +30,30 @@ from trainer_side.sources.adapter_source import (
     active_remarks,
     adapter_of_model,
     adapter_parameters,
+    adapter_settings,
 )
+from trainer_side.sources.base_content import BaseContent
 from trainer_side.sources.drafted_source import DraftedSource
-from trainer_side.sources.file_source import CheckpointSource, adapter_of_dir, base_of_dir
+from trainer_side.sources.file_source import (
+    CheckpointSource,
+    adapter_of_dir,
+    base_of_dir,
+    file_states,
+)
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, Source
+from weft_rl.checkpoints.digest_cache import FileState
+from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
 from weft_rl.contract.tensors import Reference, base_fingerprint
 from weft_rl.rpc.codec import dtype_from_proto
 from weft_rl.v1 import publish_pb2 as pb
+
+#: Sources of one base that are kept: for pools of other dtypes, as a draft.
+_MAX_SOURCES = 4
 
 #: What ``push_base`` and ``push_adapter`` take.
 Model = torch.nn.Module | str | Path
@@ -66,8 +85,22 @@ class Content(Protocol):
         """
 
     def kept(self, memory: SnapshotMemory) -> Content:
-        """Return the content with copies of the weights as they are now, in ``memory``. Training
-        may continue afterwards. Collective where the framework alone can gather."""
+        """Return the content frozen as it is now: copies of the weights, in ``memory``, and all
+        else that a push reads of a model. Training may continue, and the model may change.
+        Collective where the framework alone can gather.
+
+        What the host has no room for is read later, and refused if it changed by then.
+
+        Raises:
+            ModelChangedError: It changed while it was copied.
+        """
+
+    def check_unchanged(self) -> None:
+        """Look again at what was read in place; not collective.
+
+        Raises:
+            ModelChangedError: It changed since the push was asked for; names what did.
+        """
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -82,6 +115,13 @@ class PushContent(ABC):
     """Content that every rank of the trainer has a source of."""
 
     can_begin_again = True
+    stamp: ModelStamp | None = None
+    """Stamp of what is read in place; None where nothing is."""
+
+    def check_unchanged(self) -> None:
+        """See ``Content.check_unchanged``."""
+        if self.stamp is not None:
+            self.stamp.check()
 
     @abstractmethod
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter | None]:
@@ -99,12 +139,82 @@ class PushContent(ABC):
     ) -> tuple[RankPush, Adapter | None]:
         """See ``Content.rank_push``."""
         source, adapter = self.source(target)
-        return packings.weights_push(source, target.backends[0]), adapter
+        push = packings.weights_push(source, target.backends[0])
+        push.look_again = self.check_unchanged
+        return push, adapter
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """Weights of a base by its own names, and the form of its checkpoint. Of the model itself
+    nothing else is read to send them."""
+
+    params: Params
+    form: CheckpointForm
+    buffers: frozenset[str] = frozenset()
+    """Names of the buffers among them; the pool's checkpoint may hold them."""
+    sources: LruMapping[object, ModuleSource] = field(
+        init=False, repr=False, compare=False, default_factory=lambda: LruMapping(_MAX_SOURCES)
+    )
+    """Sources made of them, kept for later pushes."""
+
+    def source(self, target: pb.DescribeTargetResponse, cast: bool) -> ModuleSource:
+        """Return the source of what the pool's base consists of: parameters, and persistent buffers
+        where its checkpoint holds them."""
+        rule, left_out = _base_rule(target, cast), self._left_out(target)
+        served = target.base_fingerprint if self.buffers else ""
+        key = rule.key, served, left_out, _draft_names(target)
+        source = self.sources.get(key)
+        if source is None:
+            source = self._expected(rule, target, left_out)
+            self.sources.put(key, source)
+        return source
+
+    def _expected(
+        self, rule: CastRule, target: pb.DescribeTargetResponse, left_out: frozenset[str]
+    ) -> ModuleSource:
+        drafts = _draft_names(target)
+        source = ModuleSource(self.form, self.params, rule, self.buffers | left_out, drafts)
+        if self.buffers and not _is_base(source, target):
+            whole = ModuleSource(self.form, self.params, rule, left_out, drafts)
+            if _is_base(whole, target):
+                source = whole
+        if left_out:
+            source.description += f", without {len(left_out)} of layers for drafts"
+        return source
+
+    def _left_out(self, target: pb.DescribeTargetResponse) -> frozenset[str]:
+        """Return the layers for drafts that no replica takes."""
+        if not target.draft_prefixes:
+            return frozenset()
+        taken, prefixes = _draft_names(target), tuple(target.draft_prefixes)
+        names = self.params.metas
+        return frozenset(n for n in names if is_draft(n, prefixes) and n not in taken)
+
+    def draft_source(self, target: pb.DescribeTargetResponse, cast: bool) -> Source:
+        """Return the source of a model that drafts tokens, by its own names.
+
+        Raises:
+            WeftError: The weights cannot be pushed; says why.
+        """
+        rule = _draft_rule(target, cast)
+        source = self.sources.get(("draft", rule.key))
+        if source is None:
+            source = ModuleSource(self.form, self.params, rule)
+            self.sources.put(("draft", rule.key), source)
+        return source
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Remarks on how they are held."""
+        if "quantised" not in self.params.kind:
+            return ()
+        return ("the base is quantised here: its dequantised weights were pushed",)
 
 
 @dataclass(frozen=True)
 class ModelBase(PushContent):
-    """Content with every weight of a model."""
+    """Content with every weight of a model, which is read in place."""
 
     opened: OpenedModel
     cast: bool
@@ -112,6 +222,10 @@ class ModelBase(PushContent):
     """Name of the adapter to merge into the weights; None for none."""
     notes: tuple[str, ...] = ()
     """Remarks on the model as it was when the push was asked for."""
+    base: AdapterBase = field(default_factory=AdapterBase)
+    """See ``Content.base``: a merged push makes no module a version of the base."""
+    stamp: ModelStamp | None = None
+    """Stamp of the model as it was then."""
 
     @classmethod
     def of(
@@ -136,107 +250,114 @@ class ModelBase(PushContent):
             )
         if not is_peft and merged is not None:
             raise InvalidRequestError("push_merged needs a PEFT model: push_base sends this one")
-        notes = active_remarks(opened.module, merged) if merged is not None else ()
-        return cls(opened, cast, merged, notes)
+        found = cls(opened, cast, merged)
+        if merged is None:
+            stamp = ModelStamp(opened.held())
+            return replace(found, base=AdapterBase.of(opened.module, stamp.states), stamp=stamp)
+        settings = partial(merge_settings, opened.module, merged)
+        stamp = ModelStamp(opened.held(_inputs(found.weights().params)), settings)
+        return replace(found, notes=active_remarks(opened.module, merged), stamp=stamp)
 
-    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
-        """See ``PushContent.source``."""
+    def weights(self) -> BaseWeights:
+        """Return the weights to push, as the model has them now.
+
+        Raises:
+            WeftError: They cannot be pushed; says why.
+        """
         module: Any = self.opened.module
-        params = self.opened.params
+        settings = None if self.merged is None else merge_settings(module, self.merged)
+        key = self.merged, None if settings is None else tuple(settings.items())
+        found: BaseWeights | None = self.opened.sources.get(key)
+        if found is None:
+            found = self._weights(self.opened.params, CheckpointForm.of(self._own_base))
+            self.opened.sources.put(key, found)
+        return found
+
+    @property
+    def _own_base(self) -> torch.nn.Module:
+        module: Any = self.opened.module
+        return module if self.merged is None else module.get_base_model()  # type: ignore[no-any-return]
+
+    def _weights(self, params: Params, form: CheckpointForm) -> BaseWeights:
+        module, buffers = self.opened.module, self.opened.buffers
         if params.is_collective and has_quantised_layers(module):
             raise UnsupportedError(
                 "a base that is both quantised and sharded cannot be dequantised during a push: "
                 "push the adapter (push_adapter), or shard an unquantised base"
             )
-        rule = _base_rule(target, self.cast)
-        settings = None if self.merged is None else merge_settings(module, self.merged)
-        served = target.base_fingerprint if self.opened.buffers else ""
-        drafts = _draft_names(target)
-        key = self.merged, settings, rule.key, served, self._left_out(target), drafts
-        source: ModuleSource | None = self.opened.sources.get(key)
-        if source is None:
-            if self.merged is not None:
-                params = MergedParams(module, params, self.merged)
-                module = module.get_base_model()
-            source = self._expected(module, params, rule, target)
-            self.opened.sources.put(key, source)
-        return source, None
-
-    def _expected(
-        self,
-        module: torch.nn.Module,
-        params: Params,
-        rule: CastRule,
-        target: pb.DescribeTargetResponse,
-    ) -> ModuleSource:
-        """Return the source of what the pool's base consists of: parameters, and persistent buffers
-        where its checkpoint holds them."""
-        buffers = self.opened.buffers
         if self.merged is not None:
+            params = MergedParams(module, params, self.merged)
             buffers = frozenset(base_name_in_peft(name, self.merged) or "" for name in buffers)
-        left_out, drafts = self._left_out(target), _draft_names(target)
-        source = ModuleSource(module, params, rule, buffers | left_out, drafts)
-        if buffers and not _is_base(source, target):
-            whole = ModuleSource(module, params, rule, left_out, drafts)
-            if _is_base(whole, target):
-                source = whole
-        if left_out:
-            source.description += f", without {len(left_out)} of layers for drafts"
-        return source
+        return BaseWeights(params, form, buffers)
 
-    def _left_out(self, target: pb.DescribeTargetResponse) -> frozenset[str]:
-        """Return the layers for drafts that no replica takes."""
-        if not target.draft_prefixes:
-            return frozenset()
-        taken, prefixes = _draft_names(target), tuple(target.draft_prefixes)
-        names = self.opened.params.metas
-        return frozenset(n for n in names if is_draft(n, prefixes) and n not in taken)
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
+        """See ``PushContent.source``."""
+        return self.weights().source(target, self.cast), None
 
     def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
-        """Return the source of a model that drafts tokens, by its own names.
+        """See ``BaseWeights.draft_source``."""
+        return self.weights().draft_source(target, self.cast)
 
-        Raises:
-            WeftError: The weights cannot be pushed; says why.
-        """
-        rule = _draft_rule(target, self.cast)
-        source: ModuleSource | None = self.opened.sources.get(("draft", rule.key))
-        if source is None:
-            source = ModuleSource(self.opened.module, self.opened.params, rule)
-            self.opened.sources.put(("draft", rule.key), source)
-        return source
+    def kept(self, memory: SnapshotMemory) -> KeptBase:
+        """See ``Content.kept``."""
+        params, trained = self.opened.params, self._trained()
+        names = _inputs(self.weights().params)
+        rest = names - trained
+        why = memory.whole.why_no_room(params.metas[name] for name in rest)
+        copied = snapshot(params, trained & names if why else names, memory)
+        weights = self._weights(copied, CheckpointForm.frozen(self._own_base))
+        remarks = self.remarks
+        if why:
+            remarks += (f"its frozen weights were read in place, not copied: {why}",)
+        stamp = ModelStamp(self.opened.held(rest)) if why else None
+        self.check_unchanged()
+        return KeptBase(weights, self.cast, remarks, self.base, stamp)
 
-    def kept(self, memory: SnapshotMemory) -> ModelBase:
-        """See ``Content.kept``; of a PEFT model, copy only what is trained and what could not be
-        read later. Its base is not copied otherwise."""
-        names = set(self.opened.params.metas)
-        if self.merged is not None:
-            names = {
-                unwrapped_name(name)
-                for name, param in self.opened.module.named_parameters()
-                if param.requires_grad or adapter_tensor_name(name, self.merged) is not None
-            }
-            names |= {
-                name
-                for name in gathered_names(self.opened.params)
-                if base_name_in_peft(name) is not None
-                or base_name_in_peft(name, self.merged) is not None
-            }
-            names |= self.opened.buffers
-        params = snapshot(self.opened.params, names, memory)
-        return replace(self, opened=replace(self.opened, params=params))
+    def _trained(self) -> set[str]:
+        """Return the names of what is copied in any case: what is trained, and what only its
+        framework could gather later."""
+        found = gathered_names(self.opened.params)
+        if self.merged is None:
+            return found
+        return found | {
+            unwrapped_name(name)
+            for name, param in walk(self.opened.module).named.items()
+            if param.requires_grad or adapter_tensor_name(name, self.merged) is not None
+        }
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """See ``Content.remarks``."""
-        if isinstance(self.opened.params, DequantisedParams):
-            text = "the base is quantised here: its dequantised weights were pushed"
-            return (text, *self.notes)
-        return self.notes
+        return (*self.weights().remarks, *self.notes)
 
-    @property
-    def base(self) -> AdapterBase:
-        """See ``Content.base``."""
-        return _base_of(self.opened)
+
+def _inputs(params: Params) -> set[str]:
+    """Return the names of the model's parameters that are read for its base."""
+    return params.inputs if isinstance(params, MergedParams) else set(params.metas)
+
+
+@dataclass(frozen=True)
+class KeptBase(PushContent):
+    """Content with every weight of a model as it was when the push was asked for."""
+
+    weights: BaseWeights
+    cast: bool
+    remarks: tuple[str, ...]
+    base: AdapterBase
+    stamp: ModelStamp | None
+    """Stamp of what was not copied."""
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
+        """See ``PushContent.source``."""
+        return self.weights.source(target, self.cast), None
+
+    def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
+        """See ``BaseWeights.draft_source``."""
+        return self.weights.draft_source(target, self.cast)
+
+    def kept(self, memory: SnapshotMemory) -> KeptBase:
+        """See ``Content.kept``."""
+        return self
 
 
 def _is_base(source: Source, target: pb.DescribeTargetResponse) -> bool:
@@ -252,7 +373,7 @@ def _draft_names(target: pb.DescribeTargetResponse) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ModelAdapter(PushContent):
-    """Content with a PEFT model's adapter."""
+    """Content with a PEFT model's adapter, which is read in place."""
 
     opened: OpenedModel
     adapter_name: str
@@ -260,20 +381,45 @@ class ModelAdapter(PushContent):
     check_base: bool
     notes: tuple[str, ...] = ()
     """Remarks on the model as it was when the push was asked for."""
+    base: AdapterBase = field(default_factory=AdapterBase)
+    """See ``Content.base``."""
+    stamp: ModelStamp | None = None
+    """Stamp of the adapter as it was then."""
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        ranks: Ranks,
+        cast: bool,
+        adapter_name: str,
+        check_base: bool,
+        kind: Kind = "auto",
+    ) -> ModelAdapter:
+        """Open a model for a push of its adapter; see ``open_model``."""
+        opened = open_model(model, ranks, kind)
+        held = opened.held(adapter_parameters(opened.params, adapter_name))
+        stamp = ModelStamp(held, partial(adapter_settings, opened.module, adapter_name))
+        notes = active_remarks(opened.module, adapter_name)
+        is_compared = check_base and ranks.rank == SENDER
+        base = _trained_base(opened) if is_compared else AdapterBase()
+        return cls(opened, adapter_name, cast, check_base, notes, base, stamp)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
         """See ``PushContent.source``."""
-        adapter = adapter_of_model(
-            self.opened, self.adapter_name, _adapter_rule(target, self.cast),
-            check_base=self.check_base,
-        )  # fmt: skip
+        adapter = self._adapter(self.opened, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
-    def kept(self, memory: SnapshotMemory) -> ModelAdapter:
+    def _adapter(self, opened: OpenedModel, rule: CastRule) -> Adapter:
+        return adapter_of_model(opened, self.adapter_name, rule, check_base=self.check_base)
+
+    def kept(self, memory: SnapshotMemory) -> KeptAdapter:
         """See ``Content.kept``."""
         names = adapter_parameters(self.opened.params, self.adapter_name)
-        params = snapshot(self.opened.params, names, memory)
-        return replace(self, opened=replace(self.opened, params=params))
+        copied = replace(self.opened, params=snapshot(self.opened.params, names, memory))
+        adapter = self._adapter(copied, CastRule())
+        self.check_unchanged()
+        return KeptAdapter(adapter, self.cast, self.remarks, self.base)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -287,10 +433,25 @@ class ModelAdapter(PushContent):
             *self.notes,
         )
 
-    @property
-    def base(self) -> AdapterBase:
-        """See ``Content.base``."""
-        return _base_of(self.opened)
+
+@dataclass(frozen=True)
+class KeptAdapter(PushContent):
+    """Content with an adapter as it was when the push was asked for."""
+
+    adapter: Adapter
+    """Adapter by any rule for its dtypes."""
+    cast: bool
+    remarks: tuple[str, ...]
+    base: AdapterBase
+
+    def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
+        """See ``PushContent.source``."""
+        source = self.adapter.source.cast_by(_adapter_rule(target, self.cast))
+        return source, replace(self.adapter, source=source)
+
+    def kept(self, memory: SnapshotMemory) -> KeptAdapter:
+        """See ``Content.kept``."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -300,6 +461,13 @@ class FileBase(PushContent):
     path: Path
     cast: bool
     remarks: tuple[str, ...] = ()
+    files: Mapping[str, FileState | None] = field(default_factory=dict)
+    """States of its files when the push was asked for."""
+
+    @classmethod
+    def of(cls, path: Path, cast: bool) -> FileBase:
+        """Look at the files of a checkpoint."""
+        return cls(path, cast, files=file_states(path))
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``PushContent.source``."""
@@ -312,8 +480,16 @@ class FileBase(PushContent):
         return CheckpointSource(self.path, rule, rule.exceptions)
 
     def kept(self, memory: SnapshotMemory) -> FileBase:
-        """See ``Content.kept``: files are not copied."""
+        """See ``Content.kept``: files are not copied, but looked at again."""
         return self
+
+    def check_unchanged(self) -> None:
+        """See ``Content.check_unchanged``."""
+        now = file_states(self.path)
+        if moved := [
+            name for name in {**self.files, **now} if self.files.get(name) != now.get(name)
+        ]:
+            raise model_changed([f"file {name!r} of {self.path} was written" for name in moved])
 
     @property
     def base(self) -> AdapterBase:
@@ -325,8 +501,8 @@ class FileBase(PushContent):
 class DraftedBase(PushContent):
     """Content with every weight of a base, and of the model that drafts tokens for it."""
 
-    model: ModelBase | FileBase
-    draft: ModelBase | FileBase
+    model: ModelBase | KeptBase | FileBase
+    draft: ModelBase | KeptBase | FileBase
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``PushContent.source``."""
@@ -336,6 +512,11 @@ class DraftedBase(PushContent):
     def kept(self, memory: SnapshotMemory) -> DraftedBase:
         """See ``Content.kept``."""
         return DraftedBase(self.model.kept(memory), self.draft.kept(memory))
+
+    def check_unchanged(self) -> None:
+        """See ``Content.check_unchanged``."""
+        self.model.check_unchanged()
+        self.draft.check_unchanged()
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -361,9 +542,13 @@ class FileAdapter(PushContent):
         adapter = adapter_of_dir(self.path, _adapter_rule(target, self.cast))
         return adapter.source, adapter
 
-    def kept(self, memory: SnapshotMemory) -> FileAdapter:
-        """See ``Content.kept``: files are not copied."""
-        return self
+    def kept(self, memory: SnapshotMemory) -> KeptAdapter:
+        """See ``Content.kept``: an adapter's files are read now."""
+        before, base = file_states(self.path), self.base
+        adapter = adapter_of_dir(self.path, CastRule(), copy=memory.copy)
+        if file_states(self.path) != before:
+            raise model_changed([f"{self.path} was written"])
+        return KeptAdapter(adapter, self.cast, self.remarks, base)
 
     @property
     def base(self) -> AdapterBase:
@@ -386,6 +571,8 @@ class NamedBase:
     cast: bool
     metadata: Metadata | None
     draft: bool = False
+    stamp: ModelStamp | None = None
+    """Stamp of tensors that are known beforehand, since they came in a collection."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -407,11 +594,20 @@ class NamedBase:
         if packings.ranks.rank != SENDER:
             return FollowedPush(self.steps), None
         backend = target.backends[0]
+        push: RankPush
         if self.metadata is None:
             arriving = RunSource(self.steps, reference(), self.cast, self.draft)
-            return packings.announced_push(arriving, backend), None
-        ordered = OrderedSource(self.steps, self.metadata, reference(), self.cast, self.draft)
-        return packings.ordered_push(ordered, backend), None
+            push = packings.announced_push(arriving, backend)
+        else:
+            ordered = OrderedSource(self.steps, self.metadata, reference(), self.cast, self.draft)
+            push = packings.ordered_push(ordered, backend)
+        push.look_again = self.check_unchanged
+        return push, None
+
+    def check_unchanged(self) -> None:
+        """See ``Content.check_unchanged``; of an iterator nothing is known beforehand."""
+        if self.stamp is not None:
+            self.stamp.check()
 
     def kept(self, memory: SnapshotMemory) -> NamedBase:
         """See ``Content.kept``.
@@ -427,10 +623,34 @@ class NamedBase:
         return AdapterBase()
 
 
-def _base_of(opened: OpenedModel) -> AdapterBase:
+def stamp_of_named(given: object) -> ModelStamp | None:
+    """Return the stamp of named tensors that came in a dict, a list or a tuple; else None: what
+    comes from an iterator is not known before it is read."""
+    if isinstance(given, dict):
+        found = given
+    elif isinstance(given, list | tuple):
+        found = {pair[0]: pair[1] for pair in given if isinstance(pair, tuple) and len(pair) == 2}
+    else:
+        return None
+    tensors = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
+    return ModelStamp(tensors)
+
+
+def _trained_base(opened: OpenedModel) -> AdapterBase:
+    """Return the base inside a PEFT model, as it is now."""
     module: Any = opened.module
     is_peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
-    return AdapterBase.of(module.get_base_model() if is_peft else module)
+    own = module.get_base_model() if is_peft else module
+    tensors = {
+        name: tensor
+        for raw, tensor in opened.held().items()
+        if (name := base_name_in_peft(raw)) is not None
+    }
+    is_whole = type(opened.params) is WholeParams
+    form = CheckpointForm.of(own)
+    return AdapterBase.of(
+        own, TensorStates.of(tensors), BaseContent(form, tensors) if is_whole else None
+    )
 
 
 def base_content(
@@ -452,7 +672,7 @@ def _base_of_model(
     model: Model, ranks: Ranks, cast: bool, merged: str | None, kind: Kind
 ) -> ModelBase | FileBase:
     if isinstance(model, str | Path):
-        return FileBase(Path(model), cast)
+        return FileBase.of(Path(model), cast)
     return ModelBase.of(model, ranks, cast, merged, kind)
 
 
@@ -467,9 +687,7 @@ def adapter_content(
     """Return the content of a call of ``push_adapter``."""
     if isinstance(model, str | Path):
         return FileAdapter(Path(model), cast)
-    opened = open_model(model, ranks, kind)
-    notes = active_remarks(opened.module, adapter_name)
-    return ModelAdapter(opened, adapter_name, cast, check_base, notes)
+    return ModelAdapter.of(model, ranks, cast, adapter_name, check_base, kind)
 
 
 def _base_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:

@@ -23,6 +23,7 @@ from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import Source, torch_dtypes
 from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
+from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import DEFAULT_BUCKET_BYTES, Manifest, plan_buckets
 from weft_rl.contract.layout.runs import Run
 from weft_rl.contract.tensors import TensorMeta
@@ -50,6 +51,8 @@ class RankPush:
     """Place of this rank among them; None if it does not send."""
     packing: PackedLayout
     """Buckets that this rank packs; at rank 0 also if it sends none."""
+    look_again: Callable[[], None] | None = None
+    """See ``Content.check_unchanged``; None where nothing is read in place."""
     is_prepared_together: bool = False
     """True if all ranks come to the push, and ``prepare``, before any of them sends."""
 
@@ -78,6 +81,11 @@ class RankPush:
     def announce(self, payload: torch.Tensor, on_progress: Callable[[], None]) -> AnnouncedRuns:
         """See ``Reader``."""
         raise NotImplementedError
+
+    def end_packing(self) -> None:
+        """See ``Reader``."""
+        if self.look_again is not None:
+            self.look_again()
 
     def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
         """See ``Reader``; without ``totals``, this rank has nothing to add."""
@@ -129,8 +137,20 @@ class GatheredPush(RankPush):
             for bucket in self.packing.manifest.buckets:
                 self._read(first, bucket.num_tensors, None)
                 first += bucket.num_tensors
+            self.end_packing()
         finally:
             self._source.end_reading()
+
+    def end_packing(self) -> None:
+        """See ``Reader``; collective for a collective source, since every rank has read."""
+        if not self._source.is_collective:
+            super().end_packing()
+            return
+        try:
+            super().end_packing()
+        except WeftError as error:
+            self._ranks.agree(error)
+        self._ranks.agree()
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
         """See ``Reader``."""
@@ -271,7 +291,7 @@ class ShardedPush(RankPush):
         """
         handed = self._plan.handed.get(self._ranks.rank)
         if handed is not None:
-            hand_over(self.source, handed, self._dtypes, self._ranks)
+            hand_over(self.source, handed, self._dtypes, self._ranks, self.end_packing)
 
     def add_up(self, totals: Sequence[int] | None = None) -> DigestSum:
         """See ``Reader``.

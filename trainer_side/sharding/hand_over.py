@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -126,9 +126,16 @@ class GivingRanks:
 
 
 def hand_over(
-    source: ViewFiller, handed: HandedRuns, dtypes: Sequence[torch.dtype], ranks: Ranks
+    source: ViewFiller,
+    handed: HandedRuns,
+    dtypes: Sequence[torch.dtype],
+    ranks: Ranks,
+    end_reading: Callable[[], None] = lambda: None,
 ) -> None:
     """Give another rank the elements that it sends for this one.
+
+    Args:
+        end_reading: Called once the last message is filled, before it is given.
 
     Blocks until that rank has all, or no longer wants them. A failure here is told to it, and ends
     the push there.
@@ -137,7 +144,7 @@ def hand_over(
         PeerUnavailableError: ``RANK_GONE``.
     """
     message, word = _Message(dtypes), torch.zeros(1, dtype=torch.uint8)
-    for runs in handed.runs:
+    for nth, runs in enumerate(handed.runs):
         ranks.take(handed.to, word)
         if int(word) == _STOP:
             return
@@ -145,6 +152,8 @@ def hand_over(
         text = b""
         try:
             source.fill(runs, message.views)
+            if nth + 1 == len(handed.runs):
+                end_reading()
         except Exception as error:  # noqa: BLE001 (it is told)
             text = encode_error(error)
         message.error_bytes.fill_(len(text))

@@ -97,6 +97,15 @@ def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
     }
 
 
+def adapter_settings(model: Any, adapter_name: str) -> dict[str, object]:
+    """Return the settings of a PEFT model that its pushed adapter depends on."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or adapter_name not in configs:
+        return {f"having an adapter {adapter_name!r}": False}
+    config = json.loads(config_to_json(configs[adapter_name]))
+    return {f"{key} in the config of {adapter_name!r}": value for key, value in config.items()}
+
+
 def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]:
     """Return remarks on how the trainer's own forward differs from the pushed adapter's answers.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from trainer_side.params.params import copy_into
 from trainer_side.sources.adapter_source import Adapter, config_in_names
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
+from weft_rl.checkpoints.digest_cache import FileState
 from weft_rl.checkpoints.files import read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
 from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
@@ -29,8 +30,22 @@ def is_adapter_dir(path: Path) -> bool:
     return (path / _ADAPTER_CONFIG).is_file()
 
 
-def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
+def file_states(path: Path) -> dict[str, FileState | None]:
+    """Return the states of a checkpoint's files: those in its directory, or itself."""
+    files = [*path.glob("*.safetensors"), *path.glob("*.json")] if path.is_dir() else [path]
+    return {file.name: FileState.of(file) for file in sorted(files) if file.is_file()}
+
+
+def adapter_of_dir(
+    path: Path,
+    cast: CastRule,
+    *,
+    copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> Adapter:
     """Return the adapter that PEFT saved in a directory.
+
+    Args:
+        copy: Copies a tensor of the file: it may lie in memory that the file is mapped to.
 
     Raises:
         InvalidRequestError: A file is missing, with what to do.
@@ -44,7 +59,7 @@ def adapter_of_dir(path: Path, cast: CastRule) -> Adapter:
         )
     config_json = read_text(path / _ADAPTER_CONFIG, MAX_CONFIG_BYTES)
     check_settings(parse_config(config_json))
-    tensors = _without_targeted_bases(_load(weights))
+    tensors = {n: copy(t) for n, t in _without_targeted_bases(_load(weights)).items()}
     source = tensor_source(tensors, cast, f"PEFT directory {path}")
     return Adapter(source, config_in_names(config_json, tensors, None), None)
 

@@ -18,7 +18,7 @@ from trainer_side.params.elements import (
 )
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.merged_elements import MergedElements
-from trainer_side.params.names import Conversion, Revert, cached_conversions, reverter
+from trainer_side.params.names import CheckpointForm, Conversion, Revert
 from trainer_side.params.params import Params, copy_into, resident_param, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from weft_rl.contract.errors import InvalidManifestError
@@ -28,7 +28,7 @@ class ModuleSource:
     """Parameters of a model, tied ones once, and those of its buffers that belong to the base.
 
     Args:
-        model: The module itself, without wrappers, which knows its checkpoint names.
+        form: The module itself, without wrappers, which knows its checkpoint names; or its form.
         params: Its parameters and buffers; they must not change while a push reads them.
         cast: Rule for the dtype that each of them travels in.
         without: Names among ``params`` to leave out.
@@ -44,7 +44,7 @@ class ModuleSource:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        form: torch.nn.Module | CheckpointForm,
         params: Params,
         cast: CastRule,
         without: Collection[str] = (),
@@ -58,13 +58,15 @@ class ModuleSource:
                 )
         self._params = params
         self.shards: Any = None
-        self._revert = reverter(model)
+        if isinstance(form, torch.nn.Module):
+            form = CheckpointForm.of(form)
+        self._revert = form.revert
         own = {name: meta for name, meta in params.metas.items() if name not in without}
-        groups, outputs = cached_conversions(model, own, self._revert)
+        groups, outputs = form.conversions(own)
         self._groups = sorted(
             groups, key=lambda group: any(name in drafts for name in group.targets)
         )
-        self.description = f"{params.kind} {type(model).__name__}, {len(own)} parameters"
+        self.description = f"{params.kind} {form.kind}, {len(own)} parameters"
         self.is_collective = params.is_collective
         self.metas = make_metas(
             [(name, outputs[name]) for group in self._groups for name in group.targets], cast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,25 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trainer_side.params.stamp import TensorStates
+from trainer_side.sources.base_content import BaseContent, PushedContent
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.checkpoints.reader import CheckpointReader
 from weft_rl.containers.lru import LruMapping
-from weft_rl.contract.checkpoint import Checkpoint, CheckpointState
+from weft_rl.contract.checkpoint import (
+    Checkpoint,
+    CheckpointState,
+    StoredTensor,
+    checkpoint_digest,
+)
 from weft_rl.contract.names import provenance
+from weft_rl.contract.tensors import DataType
 
 # Checkpoints that are being read or known; a trainer has one, rarely two.
 _MAX_CHECKPOINTS = 4
+# Contents of versions that were pushed here, which an adapter's base may hold.
+_MAX_CONTENTS = 8
 # A small checkpoint, or one that is remembered, is known within this: the first push of
 # a publisher waits so long for it, none after it.
 _GRACE_SECONDS = 0.25
@@ -30,18 +41,33 @@ class AdapterBase:
     """Base of an adapter, as it was handed over."""
 
     module: torch.nn.Module | None = None
-    """Base model itself; never read, compared by identity."""
+    """Base model itself, by which what is known of it is kept."""
     loaded_from: str = ""
     """Directory, or name in the Hugging Face cache, that it was loaded from."""
     revision: str | None = None
+    states: TensorStates | None = None
+    """States of its tensors as it was handed over."""
+    content: BaseContent | None = None
+    """Its content; None where it does not lie whole in this process."""
+
+    def has_states(self, states: TensorStates) -> bool:
+        """Return whether its tensors are in these states. Where their content cannot be compared,
+        frameworks may have moved them: their elements count."""
+        if self.states is None:
+            return False
+        return self.states == states or (
+            self.content is None and self.states.elements == states.elements
+        )
 
     @classmethod
-    def of(cls, module: Any) -> AdapterBase:
+    def of(
+        cls, module: Any, states: TensorStates | None = None, content: BaseContent | None = None
+    ) -> AdapterBase:
         """Describe a base model; those of transformers know what they were loaded from."""
         config = getattr(module, "config", None)
         name = getattr(module, "name_or_path", "") or getattr(config, "_name_or_path", "")
         revision = getattr(config, "_commit_hash", None)
-        return cls(module, name if isinstance(name, str) else "", revision)
+        return cls(module, name if isinstance(name, str) else "", revision, states, content)
 
 
 @dataclass(frozen=True)
@@ -75,23 +101,101 @@ class TrainingBase:
 
 
 @dataclass
+class _KnownBase:
+    """Knowledge about one module, while its tensors stay in these states."""
+
+    states: TensorStates
+    version: int | None = None
+    """Version of the base that holds the same; None if none is known."""
+    former: int | None = None
+    """Version that it was before it was changed to be in these states."""
+    digests: dict[frozenset[tuple[str, DataType]], dict[str, StoredTensor]] = field(
+        default_factory=dict
+    )
+    """Digests of its tensors, by those dtypes that are not their own."""
+
+    def digested(
+        self, base: AdapterBase, dtypes: Mapping[str, DataType]
+    ) -> Mapping[str, StoredTensor]:
+        """Return the digests of the base's tensors as they are in these dtypes; read once. Empty
+        where they cannot be read, or are not in these states any more."""
+        own = self._read(base, {})
+        others = {
+            name: dtype
+            for name, dtype in dtypes.items()
+            if name in own and own[name].dtype != dtype.safetensors_name
+        }
+        return self._read(base, others) if others else own
+
+    def _read(self, base: AdapterBase, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
+        key = frozenset(dtypes.items())
+        if base.content is not None and key not in self.digests:
+            found = base.content.digests(dtypes)
+            if self.states.moved(TensorStates.of(base.content.tensors)):
+                return {}
+            self.digests[key] = found
+        return self.digests.get(key, {})
+
+
+@dataclass
 class KnownBases:
     """Knowledge of one publisher about its bases; used by one thread at a time.
+
+    A base is what its tensors hold now, whatever it was loaded from or pushed as before.
 
     Args:
         cache: Cache of checkpoints' digests; by default the user's own.
     """
 
     cache: DigestCache | None = None
-    _pushed: WeakKeyDictionary[torch.nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    _known: WeakKeyDictionary[torch.nn.Module, _KnownBase] = field(
+        default_factory=WeakKeyDictionary
+    )
+    _contents: LruMapping[int, PushedContent] = field(
+        default_factory=lambda: LruMapping(_MAX_CONTENTS)
+    )
     _readers: LruMapping[tuple[str, str | None], CheckpointReader] = field(
         default_factory=lambda: LruMapping(_MAX_CHECKPOINTS, CheckpointReader.close)
     )
 
-    def pushed(self, base: AdapterBase, version: int) -> None:
-        """Note that a model is that version of the base now."""
-        if base.module is not None:
-            self._pushed[base.module] = version
+    def pushed(self, base: AdapterBase, version: int, content: PushedContent | None = None) -> None:
+        """Note the content of a version of the base, and that a model held it when it was pushed;
+        a base without a module is that of none."""
+        if content is not None:
+            self._contents.put(version, content)
+        if base.module is not None and base.states is not None:
+            self._known[base.module] = _KnownBase(base.states, version)
+
+    def _of_module(self, base: AdapterBase) -> _KnownBase | None:
+        """Return what is known of a base while its tensors are in their states."""
+        if base.module is None or base.states is None:
+            return None
+        known = self._known.get(base.module)
+        if known is None or not base.has_states(known.states):
+            former = (
+                None
+                if known is None
+                else known.version
+                if known.version is not None
+                else known.former
+            )
+            known = self._known[base.module] = _KnownBase(base.states, former=former)
+        return known
+
+    def _by_content(
+        self, base: AdapterBase, known: _KnownBase, base_checkpoint: bytes
+    ) -> int | None:
+        """Return the version that holds what a base holds now, of those that were pushed here and
+        base@0; None where it is none of them."""
+        if known.version is None and base.content is not None:
+            for version, pushed in reversed(self._contents.items()):
+                if pushed.equals(known.digested(base, pushed.dtypes)):
+                    known.version = version
+                    return version
+            if base_checkpoint:
+                own = known.digested(base, {}).values()
+                return 0 if checkpoint_digest(own) == base_checkpoint else None
+        return known.version
 
     def of(
         self,
@@ -115,8 +219,17 @@ class KnownBases:
         """
         if said is not None:
             return TrainingBase(said)
-        if base.module is not None and base.module in self._pushed:
-            return TrainingBase(self._pushed[base.module])
+        known = self._of_module(base)
+        if known is not None:
+            version = self._by_content(base, known, base_checkpoint)
+            if version is not None:
+                return TrainingBase(version)
+            if known.former is not None:
+                return TrainingBase(
+                    None,
+                    f"its base was changed since it was base@{known.former}: push it, or say "
+                    "base='base@N'",
+                )
         if not base.loaded_from:
             return TrainingBase(
                 None, "its base does not say what it was loaded from: say base='base@N'"
@@ -128,12 +241,51 @@ class KnownBases:
             seconds = max(seconds, min(_GRACE_SECONDS, deadline - time.monotonic()))
             reader = CheckpointReader(lambda: _files(*key), self.cache)
             self._readers.put(key, reader)
-        return _compare(base.loaded_from, reader.wait(seconds), base_checkpoint)
+        found = _compare(base.loaded_from, reader.wait(seconds), base_checkpoint)
+        if found.version is None or known is None or base.content is None:
+            return found
+        if differing := _differing(base, known, reader.tensors):
+            return TrainingBase(
+                None,
+                f"its base was loaded from {base.loaded_from}, but was changed since: "
+                f"{differing} is not what is there; say base='base@N'",
+            )
+        known.version = found.version
+        return found
 
     def close(self) -> None:
         """Stop reading; block for the reads that are under way."""
         while self._readers:
             self._readers.drop_oldest()
+
+
+def _differing(base: AdapterBase, known: _KnownBase, stored: Iterable[StoredTensor]) -> str:
+    """Return the name of a tensor that is not what the checkpoint of its base holds; empty if there
+    is none. A tensor of fewer bits than the file's is not compared."""
+    by_name = {tensor.name: tensor for tensor in stored}
+    own = known.digested(base, {})
+    narrower = {
+        name: dtype
+        for name, tensor in own.items()
+        if name in by_name
+        and (dtype := DataType.of_safetensors(by_name[name].dtype)) is not None
+        and dtype.is_float
+        and dtype.itemsize_bytes < _itemsize(tensor)
+    }
+    own = known.digested(base, narrower)
+    if not own:
+        return "what it holds now"
+    for name, tensor in own.items():
+        other = by_name.get(name)
+        is_alike = other is not None and (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+        if other is not None and is_alike and other.digest != tensor.digest:
+            return repr(name)
+    return ""
+
+
+def _itemsize(tensor: StoredTensor) -> int:
+    dtype = DataType.of_safetensors(tensor.dtype)
+    return 0 if dtype is None else dtype.itemsize_bytes
 
 
 def _compare(name: str, own: Checkpoint, base_checkpoint: bytes) -> TrainingBase:

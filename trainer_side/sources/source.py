@@ -118,10 +118,15 @@ class ParamsSource:
     ) -> None:
         self.description = description
         self.is_collective = params.is_collective
-        self._params, self._names = params, list(names)
+        self._params, self._names, self._travel_names = params, list(names), list(names.values())
         self.shards: Any = None
         self.metas = make_metas([(name, params.metas[own]) for own, name in names.items()], cast)
         self._dtypes = torch_dtypes(self.metas)
+
+    def cast_by(self, cast: CastRule) -> ParamsSource:
+        """Return a source of the same parameters by another rule."""
+        names = dict(zip(self._names, self._travel_names, strict=True))
+        return ParamsSource(self._params, names, cast, self.description)
 
     def elements(self, index: int) -> Elements | None:
         """See ``HeldSource``."""

@@ -116,6 +116,12 @@ class TransferAbortedError(StaleEpochError):
     default_reason = "TRANSFER_ABORTED"
 
 
+class ModelChangedError(TransferAbortedError):
+    """Change of what is pushed while it was read; metadata ``first`` says what. Push again."""
+
+    default_reason = "MODEL_CHANGED"
+
+
 class VersionChangedError(WeftError):
     """Change of the base before the answer that insists on one had ended; ask again."""
 
@@ -220,6 +226,7 @@ REASONS: dict[str, type[WeftError]] = {
     "LEASE_FENCED": LeaseFencedError,
     "TRANSFER_ABORTED": TransferAbortedError,
     "REPLACED": TransferAbortedError,
+    "MODEL_CHANGED": ModelChangedError,
     "VERSION_CHANGED": VersionChangedError,
     "STAGING_FULL": CapacityError,
     "MANIFEST_TOO_LARGE": CapacityError,

@@ -10,10 +10,10 @@ from torch import nn
 from tests import models
 from trainer_side.params.choose import open_model
 from trainer_side.params.merged import MergedParams
+from trainer_side.params.quantised import DequantisedParams
 from trainer_side.pushes.content import adapter_content, base_content
 from trainer_side.ranks.ranks import OneRank
 from weft_rl.contract.errors import InvalidAdapterError, InvalidRequestError, UnsupportedError
-from weft_rl.v1 import publish_pb2 as pb
 
 
 class Tiny(nn.Module):
@@ -233,7 +233,6 @@ def test_a_quantised_base_has_the_shapes_of_a_plain_one(saved):
 
 
 def test_a_base_that_is_quantised_and_sharded_is_refused(saved, monkeypatch):
-    content = base_content(quantised(saved, 4), OneRank(), True, "default")
-    monkeypatch.setattr(type(content.opened.params), "is_collective", True)
+    monkeypatch.setattr(DequantisedParams, "is_collective", True)
     with pytest.raises(UnsupportedError, match="both quantised and sharded"):
-        content.source(pb.DescribeTargetResponse())
+        base_content(quantised(saved, 4), OneRank(), True, "default")

@@ -38,7 +38,7 @@ def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> N
         "frozen": Sharded(torch.Size((4,)), torch.float32, (HeldRun(0, 0, 4),), frozen),
     }
     params = ShardedParams(placed, "test", OneRank())
-    memory = HostMemory()
+    memory = HostMemory(OneRank())
     copied = snapshot(params, {"a", "other", "sum"}, memory.lend(1))
     assert calls == ["gather"]  # in the caller's step, not beside the next one
     shard.fill_(-1)  # as training goes on
@@ -62,7 +62,7 @@ def test_a_snapshot_goes_by_the_same_plan_and_asks_nobody_when_it_is_read() -> N
 def test_what_a_snapshot_leaves_to_its_framework_cannot_be_read_beside_the_training() -> None:
     gathered = GatheredParam(torch.Size((6,)), torch.float32, _never, torch.zeros(6))
     params = ShardedParams({"base": gathered}, "test", OneRank())
-    copied = snapshot(params, {"adapter"}, HostMemory().lend(1))
+    copied = snapshot(params, {"adapter"}, HostMemory(OneRank()).lend(1))
     with pytest.raises(UnsupportedError, match="'base'"):
         copied.fetch(["base"], [torch.float32], [torch.empty(6)])
 
@@ -99,7 +99,7 @@ def test_only_the_calling_thread_has_a_framework_gather(kind: str) -> None:
     content: ModelBase | ModelAdapter = ModelBase(opened, cast=False, merged="default")
     if kind == "adapter":
         content = ModelAdapter(opened, "default", cast=False, check_base=True)
-    kept = content.kept(HostMemory().lend(1))
+    kept = content.kept(HostMemory(OneRank()).lend(1))
     own = threading.current_thread().name
     assert threads == ([own] * 4 if kind == "merged" else [])  # an adapter's base is not read
     source, _ = kept.source(pb.DescribeTargetResponse(base_dtype=1, adapter_dtype=1))

@@ -1,0 +1,88 @@
+"""Content of a base, by the digests of its tensors: what tells one base from another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trainer_side.params.names import CheckpointForm
+from trainer_side.params.params import WholeParams
+from trainer_side.sources.module_source import ModuleSource
+from trainer_side.sources.source import CastRule, torch_dtypes
+from weft_rl.contract.checkpoint import StoredTensor
+from weft_rl.contract.errors import WeftError
+from weft_rl.contract.layout.manifest import Manifest
+from weft_rl.contract.tensors import DataType
+from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
+
+
+class BaseContent:
+    """Content of a base that lies whole in this process, digested when it is asked for.
+
+    Args:
+        form: Form of the base's checkpoint.
+        tensors: Its parameters and buffers by its own names; referenced.
+    """
+
+    def __init__(self, form: CheckpointForm, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._form = form
+        #: Parameters and buffers by the base's own names.
+        self.tensors = tensors
+
+    def digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
+        """Digest all tensors by their checkpoint names; empty where they cannot be sent. Reads each
+        once, on its own device; extra memory is that of the largest.
+
+        Args:
+            dtypes: Dtypes to cast floats to, by checkpoint name; the others stay as they are.
+        """
+        try:
+            params = WholeParams(self.tensors, "base")
+            own = ModuleSource(self._form, params, CastRule(enabled=False))
+            rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
+            source = ModuleSource(self._form, params, CastRule(exceptions=rule))
+        except WeftError:  # on the meta device, of a dtype that cannot travel
+            return {}
+        devices = {tensor.device for tensor in self.tensors.values()}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        found: dict[str, StoredTensor] = {}
+        for index, (meta, dtype) in enumerate(
+            zip(source.metas, torch_dtypes(source.metas), strict=True)
+        ):
+            (held,) = source.by_reference(index, 1)
+            if held is None or held.dtype != dtype or not held.is_contiguous():
+                held = torch.empty(meta.shape, dtype=dtype, device=device)
+                source.read(index, 1, [held])
+            digest = tensor_digest(held.reshape(-1).view(torch.uint8))
+            name = meta.dtype.safetensors_name
+            found[meta.name] = StoredTensor(meta.name, name, meta.shape, digest)
+        source.end_reading()
+        return found
+
+
+@dataclass(frozen=True)
+class PushedContent:
+    """Content of a version of the base, as it was pushed."""
+
+    manifest: Manifest
+    digest: bytes
+    """Result of ``content_digest`` for its tensors, in the order of the manifest."""
+
+    @property
+    def dtypes(self) -> dict[str, DataType]:
+        """Dtypes that its tensors travelled in."""
+        return {slot.meta.name: slot.meta.dtype for slot in self.manifest.tensors}
+
+    def equals(self, found: Mapping[str, StoredTensor]) -> bool:
+        """Return whether these tensors, cast to ``dtypes``, are all of the content."""
+        metas = [slot.meta for slot in self.manifest.tensors]
+        if any(
+            meta.name not in found
+            or found[meta.name].shape != meta.shape
+            or found[meta.name].dtype != meta.dtype.safetensors_name
+            for meta in metas
+        ):
+            return False
+        return content_digest([found[meta.name].digest for meta in metas]) == self.digest
