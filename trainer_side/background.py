@@ -16,7 +16,7 @@ from typing import Literal
 
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
-from trainer_side.push_result import PushResult
+from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult
 from trainer_side.pushes.content import Content
 from trainer_side.pushing import PushExecutor, under_way
 from trainer_side.ranks.ranks import Ranks
@@ -33,15 +33,6 @@ WhenBusy = Literal["queue", "replace"]
 MAX_WAITING = 2
 
 
-@dataclass(frozen=True)
-class CopyCost:
-    """Cost of the copy that a push was made of."""
-
-    num_bytes: int = 0
-    seconds: float = 0.0
-    memory_bytes: int = 0
-
-
 @dataclass(eq=False)
 class _WaitingPush:
     """A push that was asked for and has not begun."""
@@ -56,7 +47,7 @@ class _WaitingPush:
     future: Future[PushResult] = field(default_factory=Future)
     is_copied: bool = False
     """True if the request's content is the copied one, or the error that there was instead."""
-    cost: CopyCost = CopyCost()
+    cost: CopyCost = NOT_COPIED
     is_replaced: bool = False
     """True if a later push of the policy made it pointless before it began."""
 
@@ -248,6 +239,7 @@ class BackgroundPusher:
                     began=waiting.began,
                     is_replaced=lambda: waiting.is_replaced,
                     parent=waiting.parent,
+                    cost=waiting.cost,
                 )
             finally:
                 self._memory.give_back(waiting.number)
@@ -256,13 +248,7 @@ class BackgroundPusher:
                 _log.warning("the push of %s failed: %s", waiting.request.policy, error)
             waiting.future.set_exception(error)
         else:
-            report = replace(
-                result.report,
-                copied_bytes=waiting.cost.num_bytes,
-                copying_seconds=waiting.cost.seconds,
-                copies_memory_bytes=waiting.cost.memory_bytes,
-            )
-            waiting.future.set_result(PushResult(result.version, report))
+            waiting.future.set_result(result)
 
 
 def _fail(error: BaseException) -> Content:

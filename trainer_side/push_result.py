@@ -10,6 +10,19 @@ from weft_rl.contract.names import PolicyVersion, plural
 from weft_rl.v1 import publish_pb2 as pb
 
 
+@dataclass(frozen=True)
+class CopyCost:
+    """Cost of the copy that an async push sends; see ``PushReport``."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+#: Cost of a push that reads the model in place.
+NOT_COPIED = CopyCost()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
     """Cost of a push as the coordinator measured it, with remarks on its outcome."""
@@ -83,6 +96,7 @@ def report_of(
     source: str,
     backend: str,
     remarks: Sequence[str],
+    cost: CopyCost = NOT_COPIED,
 ) -> PushReport:
     """Return the report of a push from its ended transfer.
 
@@ -101,6 +115,9 @@ def report_of(
         source=source,
         backend=transfer.backend or backend,
         backend_reason=transfer.backend_reason,
+        copied_bytes=cost.num_bytes,
+        copying_seconds=cost.seconds,
+        copies_memory_bytes=cost.memory_bytes,
         remarks=(*remarks, *missing_replicas(transfer)),
     )
 

@@ -15,7 +15,7 @@ from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import SideGroupRank
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
-from trainer_side.push_result import PushResult, report_of
+from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult, report_of
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
 from trainer_side.sources.base_content import PushedContent
@@ -175,6 +175,7 @@ class PushExecutor:
         deadline: float | None = None,
         is_replaced: Callable[[], bool] = lambda: False,
         parent: str = "",
+        cost: CopyCost = NOT_COPIED,
     ) -> PushResult:
         """Push one version; collective; block until every replica has switched or failed to.
 
@@ -186,6 +187,7 @@ class PushExecutor:
             is_replaced: Function called at the sender once the push's turn has come; true if a
                 later push replaced it.
             parent: Traceparent of the enclosing span, if that is not this thread's.
+            cost: Cost of the copy that is sent, for the report.
 
         Raises:
             TransferAbortedError: ``REPLACED``.
@@ -216,6 +218,7 @@ class PushExecutor:
                         seconds=time.monotonic() - began,
                         source=plan.push.description,
                         backend=plan.backend,
+                        cost=cost,
                         remarks=(
                             *(f"begun again, for {error}" for error in failures),
                             *plan.remarks,

@@ -19,10 +19,16 @@ from trainer_side.params.names import (
     base_name_in_peft,
     unwrapped_name,
 )
-from trainer_side.params.params import Params, WholeParams, walk
+from trainer_side.params.params import (
+    ModelStamp,
+    Params,
+    TensorStates,
+    WholeParams,
+    model_changed,
+    walk,
+)
 from trainer_side.params.quantised import has_quantised_layers
 from trainer_side.params.snapshot import SnapshotMemory, gathered_names, snapshot
-from trainer_side.params.stamp import ModelStamp, TensorStates, model_changed
 from trainer_side.pushes.rank_push import FollowedPush, RankPush, RankPushFactory
 from trainer_side.ranks.ranks import SENDER, Ranks
 from trainer_side.sources.adapter_source import (
@@ -647,10 +653,8 @@ def _trained_base(opened: OpenedModel) -> AdapterBase:
         if (name := base_name_in_peft(raw)) is not None
     }
     is_whole = type(opened.params) is WholeParams
-    form = CheckpointForm.of(own)
-    return AdapterBase.of(
-        own, TensorStates.of(tensors), BaseContent(form, tensors) if is_whole else None
-    )
+    content = BaseContent(own, tensors) if is_whole else None
+    return AdapterBase.of(own, TensorStates.of(tensors), content)
 
 
 def base_content(

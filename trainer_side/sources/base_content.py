@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_side.params.names import CheckpointForm
 from trainer_side.params.params import WholeParams
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, torch_dtypes
@@ -15,21 +14,17 @@ from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.tensors import DataType
-from weft_rl.transport.digests.wsum64 import content_digest, tensor_digest
+from weft_rl.transport.digests.wsum64 import content_digest, digests_of
 
 
+@dataclass(frozen=True)
 class BaseContent:
-    """Content of a base that lies whole in this process, digested when it is asked for.
+    """Content of a base that lies whole in this process, digested when it is asked for."""
 
-    Args:
-        form: Form of the base's checkpoint.
-        tensors: Its parameters and buffers by its own names; referenced.
-    """
-
-    def __init__(self, form: CheckpointForm, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._form = form
-        #: Parameters and buffers by the base's own names.
-        self.tensors = tensors
+    module: torch.nn.Module
+    """Base model, which knows the names of its checkpoint."""
+    tensors: Mapping[str, torch.Tensor]
+    """Its parameters and buffers by its own names; by reference."""
 
     def digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
         """Digest all tensors by their checkpoint names; empty where they cannot be sent. Reads each
@@ -40,9 +35,9 @@ class BaseContent:
         """
         try:
             params = WholeParams(self.tensors, "base")
-            own = ModuleSource(self._form, params, CastRule(enabled=False))
+            own = ModuleSource(self.module, params, CastRule(enabled=False))
             rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
-            source = ModuleSource(self._form, params, CastRule(exceptions=rule))
+            source = ModuleSource(self.module, params, CastRule(exceptions=rule))
         except WeftError:  # on the meta device, of a dtype that cannot travel
             return {}
         devices = {tensor.device for tensor in self.tensors.values()}
@@ -55,7 +50,7 @@ class BaseContent:
             if held is None or held.dtype != dtype or not held.is_contiguous():
                 held = torch.empty(meta.shape, dtype=dtype, device=device)
                 source.read(index, 1, [held])
-            digest = tensor_digest(held.reshape(-1).view(torch.uint8))
+            (digest,) = digests_of([held])
             name = meta.dtype.safetensors_name
             found[meta.name] = StoredTensor(meta.name, name, meta.shape, digest)
         source.end_reading()

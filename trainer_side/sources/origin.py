@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer_side.params.stamp import TensorStates
+from trainer_side.params.params import TensorStates
 from trainer_side.sources.base_content import BaseContent, PushedContent
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.files import local_model_dir, weight_files

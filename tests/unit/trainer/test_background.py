@@ -36,7 +36,7 @@ class Trainer:
         self.turn = PublisherLock()
         self.background = BackgroundPusher(self, ranks or OneRank())
 
-    def push(self, request, *, began, is_replaced, parent):
+    def push(self, request, *, began, is_replaced, parent, cost):
         if is_replaced():
             raise TransferAbortedError("replaced", reason="REPLACED")
         self.begun.release()

@@ -11,11 +11,11 @@ import torch
 
 from tests.doubles.linked_ranks import linked_ranks
 from tests.doubles.shards import sharded
+from trainer_side.params import names
 from trainer_side.params.names import cached_conversions
 from trainer_side.params.params import WholeParams
 from trainer_side.params.sharded import Sharded, ShardedParams
 from trainer_side.ranks.torch_ranks import TorchRanks
-from trainer_side.sources import module_source as module
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import CastRule
@@ -35,7 +35,7 @@ def _revert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _transposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reverter", lambda model: _revert)
+    monkeypatch.setattr(names, "reverter", lambda model: _revert)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_group_is_computed_once_and_is_gone_after_the_last_tensor() -> None:
 
     params = WholeParams({"w": torch.arange(12.0).view(3, 4)}, "test")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "reverter", lambda model: halves)
+        patch.setattr(names, "reverter", lambda model: halves)
         source = ModuleSource(torch.nn.Module(), params, CastRule())
     calls.clear()
     outs = [torch.empty(meta.shape) for meta in source.metas]

@@ -13,11 +13,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trainer_side.params.params import TensorStates
+from trainer_side.sources.base_content import BaseContent, PushedContent
 from trainer_side.sources.file_source import base_of_dir
 from trainer_side.sources.origin import AdapterBase, KnownBases, TrainingBase
 from weft_rl.checkpoints import reader
 from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.checkpoints.reader import read_checkpoint
+from weft_rl.contract.layout.manifest import plan_buckets
+from weft_rl.contract.tensors import DataType, TensorMeta
+from weft_rl.transport.digests.wsum64 import content_digest, digests_of
 
 
 @pytest.fixture
@@ -39,22 +44,110 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
+def based(module: torch.nn.Module, loaded_from: str = "", *, is_whole: bool = True) -> AdapterBase:
+    """A base as an adapter's push hands it over: as it is now."""
+    tensors = dict(module.named_parameters())
+    content = BaseContent(module, tensors) if is_whole else None
+    return AdapterBase(module, loaded_from, None, TensorStates.of(tensors), content)
+
+
+class One(torch.nn.Module):
+    """A model of one weight, called as that of ``save``."""
+
+    def __init__(self, value: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((3,), value, dtype=dtype))
+
+
+def push(origins: KnownBases, module: torch.nn.Module, version: int, *, by: bool = True) -> None:
+    """Note a push of a module; of what it holds alone, unless ``by``."""
+    metas = tuple(
+        TensorMeta(name, DataType.FLOAT32, tuple(p.shape)) for name, p in module.named_parameters()
+    )
+    digest = content_digest(digests_of([p.detach().float() for p in module.parameters()]))
+    content = PushedContent(plan_buckets(metas, 2**20), digest)
+    origins.pushed(based(module) if by else AdapterBase(), version, content)
+
+
 def test_what_the_user_says_comes_first(origins: KnownBases) -> None:
-    module = torch.nn.Linear(1, 1)
-    origins.pushed(AdapterBase(module), 3)
-    found = origins.of(AdapterBase(module), 7, b"", soon())
-    assert found == TrainingBase(7)
+    module = One()
+    push(origins, module, 3)
+    assert origins.of(based(module), 7, b"", soon()) == TrainingBase(7)
 
 
-def test_then_what_was_pushed_from_the_same_module(origins: KnownBases, tmp_path: Path) -> None:
-    module, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    digest = save(tmp_path)
-    base = AdapterBase(module, str(tmp_path))
-    assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(0)
-    origins.pushed(AdapterBase(module), 3)
-    origins.pushed(AdapterBase(), 4)  # of a directory: no module
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_then_what_was_pushed_from_the_same_module(
+    origins: KnownBases, tmp_path: Path, is_whole: bool
+) -> None:
+    module, digest = One(2.0), save(tmp_path)
+    push(origins, module, 3)
+    push(origins, One(5.0), 4)
+    base = based(module, str(tmp_path), is_whole=is_whole)
     assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(3)
-    assert origins.of(AdapterBase(other), None, digest, soon()).version is None
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("by_data", [True, False])
+def test_a_module_that_was_changed_since_is_that_version_no_more(
+    origins: KnownBases, is_whole: bool, by_data: bool
+) -> None:
+    module = One()
+    push(origins, module, 3)
+    with torch.no_grad():
+        (module.w.data if by_data else module.w).add_(1)
+    found = origins.of(based(module, is_whole=is_whole), None, b"1" * 32, soon())
+    assert found.version is None
+    assert "changed since it was base@3" in found.why
+    if is_whole:
+        with torch.no_grad():
+            module.w.sub_(1)
+        assert origins.of(based(module), None, b"1" * 32, soon()) == TrainingBase(3)
+
+
+def test_what_counts_is_the_content_whichever_module_it_was_pushed_from(
+    origins: KnownBases,
+) -> None:
+    push(origins, One(2.0), 3, by=False)
+    push(origins, One(4.0), 4, by=False)
+    assert origins.of(based(One(2.0)), None, b"", soon()) == TrainingBase(3)
+    assert origins.of(based(One(4.0, torch.bfloat16)), None, b"", soon()) == TrainingBase(4)
+    assert origins.of(based(One(3.0)), None, b"", soon()).version is None
+
+
+def test_base_0_is_known_by_its_content_alone(origins: KnownBases, tmp_path: Path) -> None:
+    digest = save(tmp_path)
+    assert origins.of(based(One()), None, digest, soon()) == TrainingBase(0)
+    assert origins.of(based(One(2.0)), None, digest, soon()).version is None
+
+
+def test_a_model_that_was_changed_after_it_was_loaded_is_not_its_checkpoint(
+    origins: KnownBases, tmp_path: Path
+) -> None:
+    digest, module = save(tmp_path), One()
+    base = based(module, str(tmp_path))
+    assert origins.of(base, None, digest, soon(), must_know=True) == TrainingBase(0)
+    module.load_state_dict({"w": torch.zeros(3)})
+    found = origins.of(based(module, str(tmp_path)), None, digest, soon(), must_know=True)
+    assert found.version is None
+    assert "changed since" in found.why
+    wider = One(1.0, torch.float64)  # by which it is loaded changes nothing
+    found = origins.of(based(wider, str(tmp_path)), None, digest, soon(), must_know=True)
+    assert found == TrainingBase(0)
+    with torch.no_grad():
+        wider.w.add_(1)
+    found = origins.of(based(wider, str(tmp_path)), None, digest, soon(), must_know=True)
+    assert found.version is None
+
+
+def test_a_base_is_read_once_while_it_stays_as_it_is(
+    origins: KnownBases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, module, reads = save(tmp_path), One(), []
+    read = BaseContent.digests
+    monkeypatch.setattr(BaseContent, "digests", lambda *given: reads.append(1) or read(*given))
+    for _ in range(3):
+        assert origins.of(based(module), None, digest, soon()) == TrainingBase(0)
+    assert len(reads) == 1
 
 
 def test_then_the_checkpoint_that_it_was_loaded_from(origins: KnownBases, tmp_path: Path) -> None:

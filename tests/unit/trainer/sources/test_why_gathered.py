@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.doubles.shards import OneOfSeveral, sharded
+from trainer_side.params import names
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.sharded import GatheredParam, Sharded, ShardedParams
-from trainer_side.sources import module_source as module
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
 from trainer_side.sources.source import CastRule, ParamsSource
@@ -64,7 +64,7 @@ def test_of_a_checkpoint_that_is_computed(monkeypatch: pytest.MonkeyPatch) -> No
     def revert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: t.t().contiguous() if name == "t" else t[:2] for name, t in tensors.items()}
 
-    monkeypatch.setattr(module, "reverter", lambda model: revert)
+    monkeypatch.setattr(names, "reverter", lambda model: revert)
     whole = {"t": torch.zeros(4, 6), "s": torch.zeros(4, 6)}
     placed = {**sharded({"t": whole["t"]}, 0, 0, 2).placed, "s": _gathered(whole["s"], "summed")}
     params = ShardedParams(placed, "test", OneOfSeveral(0, 2))
