@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainer_side.params.names import unwrapped_name
-from trainer_side.params.params import Params, WholeParams, is_quantised, is_zero3, walk
+from trainer_side.params.params import (
+    Params,
+    TensorLook,
+    WholeParams,
+    is_quantised,
+    is_zero3,
+    walk,
+)
 from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams, of_zero3
 from trainer_side.ranks.ranks import SENDER, Ranks
@@ -44,19 +51,33 @@ class OpenedModel:
     """Sources made of these parameters, kept for later pushes while the parameters stay the
     same."""
 
-    def held(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors with this rank's elements of parameters and buffers, by reference.
+    looks: dict[str, TensorLook] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Looks at some of these parameters, by what they are of."""
+
+    def look(self, of: str, names: Callable[[], Mapping[str, str]] | None = None) -> TensorLook:
+        """Return the look at parameters and buffers, or at some of them; kept for later pushes.
 
         Args:
-            names: Names of those to return; None for all.
+            of: Name of the look.
+            names: Returns the parameters to look at, with what they are called there.
         """
+        found = self.looks.get(of)
+        if found is None:
+            held = self.held()
+            if names is not None:
+                held = {called: held[own] for own, called in names().items() if own in held}
+            found = self.looks[of] = TensorLook(held)
+        return found
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Return the tensors with this rank's elements of parameters and buffers, by reference."""
         if isinstance(self.params, ShardedParams):
-            found = dict(self.params.local())
-        else:
-            walked = walk(self.module)
-            held = chain(walked.named.items(), walked.buffers.items())
-            found = {unwrapped_name(name): tensor for name, tensor in held}
-        return found if names is None else {n: t for n, t in found.items() if n in names}
+            return dict(self.params.local())
+        walked = walk(self.module)
+        held = chain(walked.named.items(), walked.buffers.items())
+        return {unwrapped_name(name): tensor for name, tensor in held}
 
 
 def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> OpenedModel:

@@ -216,7 +216,10 @@ class MergedParams:
         with torch.no_grad():
             for i in group:
                 merge, weight = self._merges[names[i]], tensors[self._raw[names[i]]]
-                _FORMS[merge.form](merge, weight, tensors, outs[i])
+                # Where it is packed, if that is an accelerator: copies lie on the host.
+                device = weight.device if outs[i].device.type == "cpu" else outs[i].device
+                factors = {name: tensors[name].to(device) for name in merge.needs}
+                _FORMS[merge.form](merge, weight.to(device), factors, outs[i])
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -81,7 +81,7 @@ class LoraFactors:
         self._elements, self._ranks = elements, ranks
         self._metas = {name: metas[name] for name in elements}
         self._whole: dict[str, torch.Tensor] = {}
-        self._exact: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._exact: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
         #: What each rank gives, in the order of its message: factors of one dtype end to end.
         self._places: list[list[tuple[str, HeldRun]]] = [[] for _ in range(ranks.size)]
         for name, each in elements.items():
@@ -99,7 +99,7 @@ class LoraFactors:
 
     def exact(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return a whole factor in the dtype and on the device that sums are formed in."""
-        key = name, dtype
+        key = name, device, dtype
         if key not in self._exact:  # a weight may come in several runs
             # A rank that holds no part of any factor does not know where they belong.
             self._exact[key] = self._whole[name].to(device, dtype)
@@ -238,6 +238,8 @@ class MergedElements:
     def fill(self, number: int, out: torch.Tensor) -> None:
         """See ``Elements``; extra memory is that of a chunk of the sums."""
         run, weight, delta = self._own[number], self._base.held(number), self._delta
+        if out.device.type != "cpu":  # a copy lies on the host
+            weight = weight.to(out.device)
         dtype = torch.float32
         for tensor in (weight, delta.factors[delta.a], delta.factors[delta.b]):
             dtype = torch.promote_types(dtype, tensor.dtype)

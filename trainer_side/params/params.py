@@ -245,62 +245,121 @@ Settings = Mapping[str, object]
 class TensorStates:
     """States of tensors at one moment, as values; they keep no tensor alive."""
 
-    places: Mapping[str, tuple[object, ...]]
+    names: tuple[str, ...]
+    places: list[tuple[object, ...]]
     """Object, address, shape, dtype and device of each tensor."""
-    versions: Mapping[str, int]
-    """Number of in-place changes that torch has counted."""
-    elements: Mapping[str, bytes]
-    """Some elements of each; none of a tensor that does not lie in a row."""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorStates:
-        """Look at tensors by the names of their parameters; waits for an accelerator."""
-        held: dict[str, torch.Tensor] = {}
-        places: dict[str, tuple[object, ...]] = {}
-        for name, param in tensors.items():
-            for own, tensor in ((name, param), *_parts(name, param)):
-                held[own] = tensor
-                address = 0 if tensor.is_meta else tensor.data_ptr()
-                places[own] = (id(param), address, tensor.shape, tensor.dtype, tensor.device)
-        versions = {n: -1 if t.is_inference() else t._version for n, t in held.items()}
-        return cls(places, versions, _elements(held))
+    versions: list[int]
+    """Number of in-place changes of each that torch has counted."""
+    elements: list[bytes]
+    """Some elements of all tensors, end to end for each dtype and device."""
+    spans: Mapping[str, tuple[int, int, int]]
+    """Entry of ``elements``, first byte, and the one behind the last, of each tensor that lies in
+    a row."""
 
     def moved(self, now: TensorStates) -> dict[str, str]:
         """Map the names of tensors that changed since to what became of them."""
-        found: dict[str, str] = {}
-        for name, place in self.places.items():
-            other = now.places.get(name)
-            if other is None:
+        if self == now:
+            return {}
+        index, found = {name: i for i, name in enumerate(now.names)}, dict[str, str]()
+        for own, name in enumerate(self.names):
+            if (other := index.get(name)) is None:
                 found[name] = "is gone"
-            elif other != place:
+            elif now.places[other] != self.places[own]:
                 found[name] = "was replaced"
-            elif (now.versions[name], now.elements.get(name)) != (
-                self.versions[name],
-                self.elements.get(name),
-            ):
+            elif now.versions[other] != self.versions[own] or now._of(name) != self._of(name):
                 found[name] = "was changed in place"
         return found
+
+    def has_elements_of(self, other: TensorStates) -> bool:
+        """Return whether the tensors of both have the same elements, wherever they lie."""
+        names = self.spans.keys() & other.spans.keys()
+        return all(self._of(name) == other._of(name) for name in names)
+
+    def _of(self, name: str) -> bytes:
+        entry, begin, end = self.spans.get(name, (0, 0, 0))
+        return self.elements[entry][begin:end] if self.elements else b""
+
+
+class TensorLook:
+    """Look at the states of tensors, again and again; kept with the model that they are of.
+
+    Args:
+        tensors: Tensors by the names of their parameters; referenced.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._held: list[tuple[torch.Tensor, bool]] = []
+        self._places: list[tuple[object, ...]] = []
+
+    def states(self) -> TensorStates:
+        """Return the states now; waits for an accelerator."""
+        if not self._held or self._now() != self._places:
+            self._lay_out()
+        versions = [-1 if t.is_inference() else t._version for t, _ in self._held]
+        elements = [
+            torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in self._parts
+        ]
+        return TensorStates(self._names, self._places, versions, elements, self._spans)
+
+    def _now(self) -> list[tuple[object, ...]]:
+        """Return the places now."""
+        return [
+            (id(t), t.data_ptr() if has_address else 0, t.shape, t.dtype, t.device)
+            for t, has_address in self._held
+        ]
+
+    def _lay_out(self) -> None:
+        """Find where the elements lie that are kept."""
+        found = {
+            own: tensor
+            for name, param in self.tensors.items()
+            for own, tensor in ((name, param), *_packed_parts(name, param))
+        }
+        self._names = tuple(found)
+        self._held = [(tensor, _is_plain(tensor)) for tensor in found.values()]
+        self._places = self._now()
+        self._spans: dict[str, tuple[int, int, int]] = {}
+        ends: dict[object, int] = {}
+        parts: dict[object, list[torch.Tensor]] = {}
+        for name, tensor in found.items():
+            if not (_is_plain(tensor) and tensor.numel() and tensor.is_contiguous()):
+                continue
+            flat = tensor.detach().view(-1)
+            begin = max(0, flat.numel() // 2 - _NUM_ELEMENTS // 2)
+            part = flat[begin : begin + _NUM_ELEMENTS]
+            key = tensor.dtype, tensor.device
+            at = ends.setdefault(key, 0)
+            ends[key] = at + part.numel() * part.element_size()
+            parts.setdefault(key, []).append(part)
+            self._spans[name] = [*parts].index(key), at, ends[key]
+        self._parts = [*parts.values()]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are in memory of its own; other libraries' need not be."""
+    kind = type(tensor)
+    is_known = kind is torch.nn.Parameter or kind is torch.Tensor or is_quantised(tensor)
+    return is_known and not tensor.is_meta
 
 
 class ModelStamp:
     """Stamp of those tensors and settings of a model that a push reads in place.
 
     Args:
-        tensors: Tensors that are read, then and later; referenced. Whatever takes their place in
-            the model is not read.
+        look: Look at the tensors that are read, then and later. Whatever takes their place in the
+            model is not read.
         settings: Function that returns the settings, then and later.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], settings: Callable[[], Settings] = dict
-    ) -> None:
-        self._tensors, self._read_settings = dict(tensors), settings
+    def __init__(self, look: TensorLook, settings: Callable[[], Settings] = dict) -> None:
+        self._look, self._read_settings = look, settings
         self._settings = dict(settings())
-        self.states = TensorStates.of(self._tensors)
+        self.states = look.states()
 
     def moved(self) -> list[str]:
         """Return a phrase for each tensor and setting that changed since; empty if none did."""
-        moved = self.states.moved(TensorStates.of(self._tensors))
+        moved = self.states.moved(self._look.states())
         found = [f"{name!r} {how}" for name, how in moved.items()]
         now = self._read_settings()
         return found + [
@@ -335,7 +394,7 @@ def model_changed(moved: Collection[str]) -> ModelChangedError:
     )
 
 
-def _parts(name: str, param: Any) -> list[tuple[str, torch.Tensor]]:
+def _packed_parts(name: str, param: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that a packed parameter's values are computed with, besides its own."""
     if not is_quantised(param):
         return []
@@ -348,25 +407,4 @@ def _parts(name: str, param: Any) -> list[tuple[str, torch.Tensor]]:
         elif value is not None:
             waiting += [(key, getattr(value, own, None)) for own in ("absmax", "code", "offset")]
             waiting.append((f"{key}2", getattr(value, "state2", None)))
-    return found
-
-
-def _elements(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return some elements of each tensor, with one copy for each dtype and device."""
-    groups: dict[tuple[torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta or not tensor.numel() or not tensor.is_contiguous():
-            continue
-        flat = tensor.detach().view(-1)
-        begin = max(0, flat.numel() // 2 - _NUM_ELEMENTS // 2)
-        part = flat[begin : begin + _NUM_ELEMENTS]
-        groups.setdefault((tensor.dtype, tensor.device), {})[name] = part
-    found: dict[str, bytes] = {}
-    for parts in groups.values():
-        joined = torch.cat(list(parts.values())).view(torch.uint8).cpu().numpy().tobytes()
-        at = 0
-        for name, part in parts.items():
-            end = at + part.numel() * part.element_size()
-            found[name] = joined[at:end]
-            at = end
     return found

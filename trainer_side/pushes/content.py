@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainer_side.params.names import (
 from trainer_side.params.params import (
     ModelStamp,
     Params,
-    TensorStates,
+    TensorLook,
     WholeParams,
     model_changed,
     walk,
@@ -258,10 +258,13 @@ class ModelBase(PushContent):
             raise InvalidRequestError("push_merged needs a PEFT model: push_base sends this one")
         found = cls(opened, cast, merged)
         if merged is None:
-            stamp = ModelStamp(opened.held())
+            stamp = ModelStamp(opened.look("all"))
             return replace(found, base=AdapterBase.of(opened.module, stamp.states), stamp=stamp)
         settings = partial(merge_settings, opened.module, merged)
-        stamp = ModelStamp(opened.held(_inputs(found.weights().params)), settings)
+        look = opened.look(
+            f"merged with {merged}", lambda: _as_they_are(_inputs(found.weights().params))
+        )
+        stamp = ModelStamp(look, settings)
         return replace(found, notes=active_remarks(opened.module, merged), stamp=stamp)
 
     def weights(self) -> BaseWeights:
@@ -315,7 +318,10 @@ class ModelBase(PushContent):
         remarks = self.remarks
         if why:
             remarks += (f"its frozen weights were read in place, not copied: {why}",)
-        stamp = ModelStamp(self.opened.held(rest)) if why else None
+        stamp = None
+        if why:
+            held = self.opened.held()
+            stamp = ModelStamp(TensorLook({name: held[name] for name in rest & held.keys()}))
         self.check_unchanged()
         return KeptBase(weights, self.cast, remarks, self.base, stamp)
 
@@ -335,6 +341,10 @@ class ModelBase(PushContent):
     def remarks(self) -> tuple[str, ...]:
         """See ``Content.remarks``."""
         return (*self.weights().remarks, *self.notes)
+
+
+def _as_they_are(names: Iterable[str]) -> dict[str, str]:
+    return {name: name for name in names}
 
 
 def _inputs(params: Params) -> set[str]:
@@ -404,8 +414,10 @@ class ModelAdapter(PushContent):
     ) -> ModelAdapter:
         """Open a model for a push of its adapter; see ``open_model``."""
         opened = open_model(model, ranks, kind)
-        held = opened.held(adapter_parameters(opened.params, adapter_name))
-        stamp = ModelStamp(held, partial(adapter_settings, opened.module, adapter_name))
+        look = opened.look(
+            f"adapter {adapter_name}", lambda: adapter_parameters(opened.params, adapter_name)
+        )
+        stamp = ModelStamp(look, partial(adapter_settings, opened.module, adapter_name))
         notes = active_remarks(opened.module, adapter_name)
         is_compared = check_base and ranks.rank == SENDER
         base = _trained_base(opened) if is_compared else AdapterBase()
@@ -639,7 +651,7 @@ def stamp_of_named(given: object) -> ModelStamp | None:
     else:
         return None
     tensors = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
-    return ModelStamp(tensors)
+    return ModelStamp(TensorLook(tensors))
 
 
 def _trained_base(opened: OpenedModel) -> AdapterBase:
@@ -647,14 +659,15 @@ def _trained_base(opened: OpenedModel) -> AdapterBase:
     module: Any = opened.module
     is_peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
     own = module.get_base_model() if is_peft else module
-    tensors = {
-        name: tensor
-        for raw, tensor in opened.held().items()
-        if (name := base_name_in_peft(raw)) is not None
-    }
-    is_whole = type(opened.params) is WholeParams
-    content = BaseContent(own, tensors) if is_whole else None
-    return AdapterBase.of(own, TensorStates.of(tensors), content)
+    look = opened.look("base", lambda: _base_names(opened))
+    content = BaseContent(own, look) if type(opened.params) is WholeParams else None
+    return AdapterBase.of(own, look.states(), content)
+
+
+def _base_names(opened: OpenedModel) -> dict[str, str]:
+    """Map the parameters and buffers of a model's own base to their names there."""
+    found = {raw: base_name_in_peft(raw) for raw in opened.params.metas}
+    return {raw: name for raw, name in found.items() if name is not None}
 
 
 def base_content(

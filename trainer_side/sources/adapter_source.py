@@ -102,8 +102,9 @@ def adapter_settings(model: Any, adapter_name: str) -> dict[str, object]:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or adapter_name not in configs:
         return {f"having an adapter {adapter_name!r}": False}
-    config = json.loads(config_to_json(configs[adapter_name]))
-    return {f"{key} in the config of {adapter_name!r}": value for key, value in config.items()}
+    return {
+        f"its config's {key}": repr(value) for key, value in vars(configs[adapter_name]).items()
+    }
 
 
 def active_remarks(model: torch.nn.Module, adapter_name: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_side.params.params import WholeParams
+from trainer_side.params.params import TensorLook, WholeParams
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, torch_dtypes
 from weft_rl.contract.checkpoint import StoredTensor
@@ -23,8 +23,8 @@ class BaseContent:
 
     module: torch.nn.Module
     """Base model, which knows the names of its checkpoint."""
-    tensors: Mapping[str, torch.Tensor]
-    """Its parameters and buffers by its own names; by reference."""
+    look: TensorLook
+    """Look at its parameters and buffers, by its own names."""
 
     def digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
         """Digest all tensors by their checkpoint names; empty where they cannot be sent. Reads each
@@ -34,13 +34,13 @@ class BaseContent:
             dtypes: Dtypes to cast floats to, by checkpoint name; the others stay as they are.
         """
         try:
-            params = WholeParams(self.tensors, "base")
+            params = WholeParams(self.look.tensors, "base")
             own = ModuleSource(self.module, params, CastRule(enabled=False))
             rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
             source = ModuleSource(self.module, params, CastRule(exceptions=rule))
         except WeftError:  # on the meta device, of a dtype that cannot travel
             return {}
-        devices = {tensor.device for tensor in self.tensors.values()}
+        devices = {tensor.device for tensor in self.look.tensors.values()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         found: dict[str, StoredTensor] = {}
         for index, (meta, dtype) in enumerate(
