@@ -195,6 +195,43 @@ def test_merged_weights_are_pushed_as_they_were_while_training_goes_on(engine, t
     assert not is_merged(engine, torch.load(tmp_path / "later.pt"))
 
 
+@pytest.mark.parametrize("what", ["base", "merged"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "zero1", "zero3"])
+def test_what_changes_behind_an_async_push_is_not_sent(kind, what, engine, trainer, tmp_path):
+    peft = None if what == "base" else {"seed": 1, "use_rslora": True}
+    trainer.do("make", kind=kind, peft=peft)
+    trainer.do("train", steps=1)
+    trainer.do("save", path=str(tmp_path / "whole.pt"))
+    whole = torch.load(tmp_path / "whole.pt")
+    answers = trainer.do("push_changed", what=what)
+    if what == "base":
+        assert same(engine.base, {name: tensor.float() for name, tensor in whole.items()})
+    else:
+        assert is_merged(engine, whole)
+    copied = [answer["copied"] for answer in answers]
+    assert copied[0] > 0
+    assert (copied[1] == 0) == (kind in ("ddp", "zero1"))  # rank 0 sends all that is whole there
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("kind", "max_senders"), [("fsdp2", None), ("zero3", 1)])
+def test_a_rank_whose_weights_change_while_they_are_read_ends_the_push_for_all(
+    kind, max_senders, rank, engine, trainer
+):
+    trainer.do("make", kind=kind)
+    trainer.do("close")
+    trainer.do("open", max_senders=max_senders)
+    try:
+        served = {name: tensor.clone() for name, tensor in engine.base.items()}
+        trainer.do("change_at_end", rank=rank)
+        found = {answer["error"] for answer in trainer.do("push", what="base")}
+        assert found == {"MODEL_CHANGED"}
+        assert same(engine.base, served)
+        assert not any("error" in answer for answer in trainer.do("push", what="base"))
+    finally:
+        trainer.do("close")
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fsdp1_flat"])
 def test_every_kind_of_trainer_pushes_its_base_with_the_adapter_merged(
     kind, engine, trainer, tmp_path

@@ -337,6 +337,43 @@ class Rank:
         was_done = future.done()
         return {"version": future.result(60).version.version, "was_done": was_done}
 
+    def change(self) -> None:
+        """Whatever this rank holds is something else, without a step of the framework's."""
+        assert self._trainer is not None
+        model: Any = self._trainer.model
+        with torch.no_grad():
+            for param in model.parameters():
+                held = getattr(param, "ds_tensor", param)
+                getattr(held, "_local_tensor", held).data.mul_(3)
+
+    def push_changed(self, what: str, **arguments: Any) -> dict[str, Any]:
+        """Push asynchronously, and change the weights before they can be sent."""
+        assert self._trainer is not None
+        if self._publisher is None:
+            self.open()
+        assert self._publisher is not None
+        lock = self._publisher._pushing.turn._lock
+        with lock:
+            method = getattr(self._publisher, f"push_{what}_async")
+            future = method(self._trainer.model, **arguments)
+            self.change()
+        result = future.result(60)
+        return {"version": result.version.version, "copied": result.report.copied_bytes}
+
+    def change_at_end(self, rank: int) -> None:
+        """The weights of one rank change once it has read them all."""
+        from trainer_side.pushes.rank_push import RankPush
+
+        original = RankPush.end_packing
+
+        def end_packing(push: RankPush) -> None:
+            RankPush.end_packing = original  # type: ignore[method-assign]
+            if dist.get_rank() == rank:
+                self.change()
+            original(push)
+
+        RankPush.end_packing = end_packing  # type: ignore[method-assign]
+
     def push_async(self, what: str, timeout: float = 60.0, **arguments: Any) -> dict[str, Any]:
         """``push_<what>_async``; for how long the call blocked. See ``outcomes``."""
         assert self._trainer is not None
