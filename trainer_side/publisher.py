@@ -208,14 +208,14 @@ class Publisher:
         """Push a LoRA adapter; block until the replicas serve it (see ``require``). Collective.
 
         Args:
-            model: A PEFT model, wrapped or not, read in place (its base is not read), or
-                a directory that PEFT saved. Nothing of it is kept after the call.
+            model: A PEFT model, wrapped or not, read in place, or a directory that PEFT saved.
+                Nothing of it is kept after the call. Its base is not sent, but digested once.
             policy: The adapter's name in the pool.
             base: Base model that the adapter is for.
 
-                - "auto": the one that it was trained on, as far as that can be found out: what
-                  this publisher pushed last from the same base model, or base@0 if the checkpoint
-                  that this was loaded from is what the replicas were started with. Where the pool
+                - "auto": the one that it was trained on, as far as that can be found out: the
+                  version that holds what its own base holds now, of those that this publisher
+                  pushed last and of base@0, what the replicas were started with. Where the pool
                   serves another base, or it is not known (base@?), ``report.remarks`` says so.
                 - "base@3", or a ``PolicyVersion``: it was trained on base@3; else as "auto".
                 - "same", or "only base@3": the same, but the push is refused with
@@ -236,6 +236,7 @@ class Publisher:
             InvalidAdapterError: The replicas cannot serve it; nothing changed.
             BaseMismatchError: It belongs to another base; nothing changed.
             NotFiniteError: A tensor holds NaN or infinity; nothing that is served changed.
+            ModelChangedError: What is pushed was changed while it was read; nothing was committed.
             PeerUnavailableError: A rank or the coordinator is gone, or no replica is left, until
                 the deadline; or with ``require="all"`` a replica; nothing changed.
             TransferTimeoutError: The deadline passed; find out what happened before pushing again.
@@ -370,10 +371,13 @@ class Publisher:
         options: PushOptions | None = None,
         when_busy: WhenBusy = "queue",
     ) -> Future[PushResult]:
-        """Copy an adapter's weights as they are now and push the copy; return once they are copied.
+        """Copy an adapter as it is now and push the copy; return once it is copied.
 
         The ranks wait for each other; then each copies what it holds to host memory that is
-        used again, and training may continue at once. At most two pushes of a policy wait,
+        used again, and looks at all else that the push reads: settings, structure, the base.
+        Training may continue at once, and the model may become anything. What the host has no
+        room for is read later, and refused with ``ModelChangedError`` if it changed by then.
+        The report says what the copy cost. At most two pushes of a policy wait,
         each with such a copy: a further call blocks, alike on every rank and before it
         copies, until one of them has begun. If none does within this push's
         ``timeout_seconds``, it ends on every rank with ``TransferTimeoutError``, and nothing
@@ -404,7 +408,8 @@ class Publisher:
         options: PushOptions | None = None,
         when_busy: WhenBusy = "queue",
     ) -> Future[PushResult]:
-        """Copy the base's weights as they are now and push the copy; see ``push_adapter_async``."""
+        """Copy the base as it is now and push the copy; see ``push_adapter_async``. Checkpoints in
+        files are not copied, but refused if they are written before they are sent."""
         request = self._settings.base(model, require, timeout_seconds, options, draft=draft)
         return self._background.submit(request, when_busy)
 

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save as serialize
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
@@ -13,7 +15,11 @@ from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher
 from trainer_side.packing.packer import Packer
 from trainer_side.params import snapshot
-from weft_rl.contract.errors import ModelChangedError
+from trainer_side.params.snapshot import HostMemory
+from trainer_side.pool.client import PoolClient
+from trainer_side.pushes.content import base_content
+from trainer_side.ranks.ranks import OneRank
+from weft_rl.contract.errors import ModelChangedError, PeerUnavailableError
 from weft_rl.contract.names import PolicyVersion
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -280,3 +286,100 @@ def test_a_push_that_blocks_looks_again_before_anything_is_committed(
     assert same(engine.base, before)
     if what == "adapter":
         assert engine.store.adapter(PolicyVersion("looked", 1)) is None
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Has the first attempt of the next push end for a reason that passes; calls what is set."""
+    original, between = PoolClient.carry_out, []
+
+    def carry_out(client, *rest):
+        if between:
+            between.pop()()
+            client.end(error := PeerUnavailableError("the last replica is lost"))
+            raise error
+        return original(client, *rest)
+
+    monkeypatch.setattr(PoolClient, "carry_out", carry_out)
+    return between
+
+
+def test_a_further_attempt_sends_what_the_first_one_would_have(
+    engine, publisher, gate, interrupted
+):
+    gate.set()
+    model = peft_of(Model(3))
+    interrupted.append(lambda: [model.merge_adapter(), _add(model)])
+    result = publisher.push_merged_async(model).result(20)
+    expected = weights(peft_of(Model(3)).merge_and_unload())
+    assert all(torch.allclose(engine.base[n], t, atol=1e-6) for n, t in expected.items())
+    assert any("begun again" in remark for remark in result.report.remarks)
+
+
+def test_a_further_attempt_of_a_push_that_blocks_is_of_the_same_model(
+    engine, publisher, gate, interrupted
+):
+    gate.set()
+    model = Model(3)
+    interrupted.append(lambda: _add(model))
+    with pytest.raises(ModelChangedError, match=r"'embed\.weight' was changed in place"):
+        publisher.push_base(model)
+    interrupted.append(lambda: None)
+    publisher.push_base(model)
+    assert same(engine.base, weights(model))
+
+
+def test_the_files_of_an_adapter_are_read_within_the_call(engine, publisher, gate, tmp_path):
+    model = peft_of(Model(3))
+    expected = lora(model)
+    model.save_pretrained(tmp_path)
+    future = publisher.push_adapter_async(tmp_path, "files")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    weights_file = tmp_path / "adapter_model.safetensors"
+    written = {name: torch.zeros_like(tensor) for name, tensor in load_file(weights_file).items()}
+    with weights_file.open("r+b") as file:  # in place: what maps the file sees it
+        file.write(serialize(written))
+    (tmp_path / "adapter_config.json").unlink()
+    gate.set()
+    served = engine.adapter(str(future.result(20).version))
+    assert all(torch.equal(served[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_files_of_a_base_are_refused_if_they_were_written_meanwhile(
+    is_async, engine, publisher, gate, tmp_path
+):
+    file = tmp_path / "model.safetensors"
+    save_file(weights(Model(3)), file)
+    before = {name: tensor.clone() for name, tensor in engine.base.items()}
+    with ThreadPoolExecutor(1) as beside:
+        push = publisher.push_base_async if is_async else publisher.push_base
+        pushed = push(tmp_path) if is_async else beside.submit(push, tmp_path)
+        assert gate.packing.wait(20)
+        save_file(weights(Model(4)), file)
+        gate.set()
+        with pytest.raises(ModelChangedError, match=r"model\.safetensors"):
+            pushed.result(20)
+    assert same(engine.base, before)
+
+
+@pytest.mark.parametrize("make", [dict, lambda tensors: list(tensors.items())])
+def test_named_tensors_of_a_collection_are_looked_at_again(make, engine, publisher, gate):
+    model = Model(3)
+    with ThreadPoolExecutor(1) as beside:
+        pushed = beside.submit(publisher.push_tensors, make(dict(model.named_parameters())))
+        assert gate.packing.wait(20)
+        _add(model)
+        gate.set()
+        with pytest.raises(ModelChangedError, match="changed in place"):
+            pushed.result(20)
+
+
+def test_a_copied_draft_is_that_of_the_call_too(engine, publisher, gate):
+    model, draft = Model(3), torch.nn.Linear(2, 2)
+    kept = base_content(model, OneRank(), True, draft=draft).kept(HostMemory(OneRank()).lend(0))
+    _add(draft)
+    assert not torch.equal(kept.draft.weights.params.whole("weight"), draft.weight)
+    kept.check_unchanged()

@@ -317,7 +317,8 @@ class ModelBase(PushContent):
         weights = self._weights(copied, CheckpointForm.frozen(self._own_base))
         remarks = self.remarks
         if why:
-            remarks += (f"its frozen weights were read in place, not copied: {why}",)
+            what = "weights" if self.merged is None else "frozen weights"
+            remarks += (f"its {what} were read in place, not copied: {why}",)
         stamp = None
         if why:
             held = self.opened.held()
