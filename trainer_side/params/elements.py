@@ -46,7 +46,9 @@ class HeldElements:
         local: torch.Tensor | None,
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        self.runs, self._rank = runs, rank
+        self.runs = runs
+        #: Number of this rank.
+        self.rank = rank
         self._local, self._spans = local, spans
         self._views = [] if local is None or not local.is_contiguous() else self._views_of(local)
 
@@ -75,16 +77,16 @@ class HeldElements:
         ends = [end for _, end in blocks]
         own = iter(self._spans)
         for run in self.runs:
-            first = next(own)[0] if run.rank == self._rank else 0
+            first = next(own)[0] if run.rank == self.rank else 0
             for index in range(bisect_right(ends, run.begin), len(blocks)):
                 if blocks[index][0] >= run.end:
                     break
                 for part, at in _within(run, *blocks[index]):
                     runs[index].append(part)
-                    if run.rank == self._rank:
+                    if run.rank == self.rank:
                         spans[index].append((first + at, first + at + part.size))
         return [
-            HeldElements(each, self._rank, self._local, of)
+            HeldElements(each, self.rank, self._local, of)
             for each, of in zip(runs, spans, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 _MAX_CACHED = 2**17
 # Components that wrappers insert (DDP, FSDP1, activation checkpointing, compile).
 _WRAPPERS = frozenset({"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+_INSERTED = _WRAPPERS - {"module"}
+#: Beginning of the names in PEFT's own models, and in the files that it saves.
+IN_PEFT = "base_model.model."
 
 #: Modules that PEFT keeps a LoRA pair in, by adapter.
 LORA = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
@@ -65,9 +68,22 @@ def unwrapped_name(name: str) -> str:
     A leading ``module`` is DDP's; a ``module`` further in belongs to the model.
     """
     parts = name.split(".")
-    while parts and parts[0] == "module":
+    while len(parts) > 1 and parts[0] in _WRAPPERS:
         parts = parts[1:]
-    return ".".join(part for part in parts if part not in _WRAPPERS - {"module"})
+    return ".".join(part for part in parts if part not in _INSERTED)
+
+
+def saved_names(names: Collection[str]) -> dict[str, str]:
+    """Map names in the files of a checkpoint to those without the components of the wrappers that
+    the model was saved in: compile, DDP, FSDP1. A ``module`` that only some begin with is the
+    model's own.
+    """
+    found = {name: ".".join(p for p in name.split(".") if p not in _INSERTED) for name in names}
+    for head in (IN_PEFT, ""):
+        of_ddp = f"{head}module."
+        if found and all(new.startswith(of_ddp) for new in found.values()):
+            return {name: head + new.removeprefix(of_ddp) for name, new in found.items()}
+    return found
 
 
 @lru_cache(_MAX_CACHED)

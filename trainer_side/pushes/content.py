@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from weft_rl.checkpoints.digest_cache import FileState
 from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
 from weft_rl.contract.errors import InvalidRequestError, UnsupportedError
-from weft_rl.contract.tensors import Reference, base_fingerprint
+from weft_rl.contract.tensors import Reference, TensorMeta, base_fingerprint
 from weft_rl.rpc.codec import dtype_from_proto
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -159,6 +159,8 @@ class BaseWeights:
     form: CheckpointForm
     buffers: frozenset[str] = frozenset()
     """Names of the buffers among them; the pool's checkpoint may hold them."""
+    are_read: bool = True
+    """False at ranks that neither copied nor send any of them."""
     sources: LruMapping[object, ModuleSource] = field(
         init=False, repr=False, compare=False, default_factory=lambda: LruMapping(_MAX_SOURCES)
     )
@@ -166,24 +168,33 @@ class BaseWeights:
 
     def source(self, target: pb.DescribeTargetResponse, cast: bool) -> ModuleSource:
         """Return the source of what the pool's base consists of: parameters, and persistent buffers
-        where its checkpoint holds them."""
+        where its checkpoint holds them.
+
+        Raises:
+            WeftError: The weights cannot be pushed; says why.
+        """
         rule, left_out = _base_rule(target, cast), self._left_out(target)
-        served = target.base_fingerprint if self.buffers else ""
-        key = rule.key, served, left_out, _draft_names(target)
+        key = rule.key, target.base_fingerprint, left_out, _draft_names(target)
+        return self._source(key, lambda: self._expected(rule, target, left_out))
+
+    def _source(self, key: object, make: Callable[[], ModuleSource]) -> ModuleSource:
         source = self.sources.get(key)
         if source is None:
-            source = self._expected(rule, target, left_out)
+            source = make()
             self.sources.put(key, source)
+        if self.are_read:
+            source.check_heads()
         return source
 
     def _expected(
         self, rule: CastRule, target: pb.DescribeTargetResponse, left_out: frozenset[str]
     ) -> ModuleSource:
-        drafts = _draft_names(target)
-        source = ModuleSource(self.form, self.params, rule, self.buffers | left_out, drafts)
-        if self.buffers and not _is_base(source, target):
-            whole = ModuleSource(self.form, self.params, rule, left_out, drafts)
-            if _is_base(whole, target):
+        drafts, is_base = _draft_names(target), partial(_is_base, target)
+        without = self.buffers | left_out
+        source = ModuleSource(self.form, self.params, rule, without, drafts, is_base)
+        if self.buffers and not is_base(source.metas):
+            whole = ModuleSource(self.form, self.params, rule, left_out, drafts, is_base)
+            if is_base(whole.metas):
                 source = whole
         if left_out:
             source.description += f", without {len(left_out)} of layers for drafts"
@@ -203,12 +214,10 @@ class BaseWeights:
         Raises:
             WeftError: The weights cannot be pushed; says why.
         """
-        rule = _draft_rule(target, cast)
-        source = self.sources.get(("draft", rule.key))
-        if source is None:
-            source = ModuleSource(self.form, self.params, rule)
-            self.sources.put(("draft", rule.key), source)
-        return source
+        rule, is_base = _draft_rule(target, cast), partial(_is_draft_model, target)
+        return self._source(
+            ("draft", rule.key), lambda: ModuleSource(self.form, self.params, rule, is_base=is_base)
+        )
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -314,7 +323,10 @@ class ModelBase(PushContent):
         rest = names - trained
         why = memory.whole.why_no_room(params.metas[name] for name in rest)
         copied = snapshot(params, trained & names if why else names, memory)
-        weights = self._weights(copied, CheckpointForm.frozen(self._own_base))
+        weights = replace(
+            self._weights(copied, CheckpointForm.frozen(self._own_base)),
+            are_read=params.is_collective or memory.whole.ranks.rank == SENDER,
+        )
         remarks = self.remarks
         if why:
             what = "weights" if self.merged is None else "frozen weights"
@@ -377,10 +389,18 @@ class KeptBase(PushContent):
         return self
 
 
-def _is_base(source: Source, target: pb.DescribeTargetResponse) -> bool:
+def _is_base(target: pb.DescribeTargetResponse, metas: Sequence[TensorMeta]) -> bool:
+    """Return whether these are all tensors of the pool's base; those for drafts do not count."""
     drafts = _draft_names(target)
-    metas = [meta for meta in source.metas if meta.name not in drafts]
-    return base_fingerprint(target.architecture, metas) == target.base_fingerprint
+    own = [meta for meta in metas if meta.name not in drafts]
+    return base_fingerprint(target.architecture, own) == target.base_fingerprint
+
+
+def _is_draft_model(target: pb.DescribeTargetResponse, metas: Sequence[TensorMeta]) -> bool:
+    """Return whether these, by their own names, are all tensors of the model that drafts tokens."""
+    wanted = _draft_names(target)
+    own = {meta.name for meta in metas}
+    return {DRAFT_MODEL + name if DRAFT_MODEL + name in wanted else name for name in own} == wanted
 
 
 def _draft_names(target: pb.DescribeTargetResponse) -> frozenset[str]:
@@ -490,13 +510,13 @@ class FileBase(PushContent):
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``PushContent.source``."""
-        rule = _base_rule(target, self.cast)
-        return CheckpointSource(self.path, rule, _draft_names(target)), None
+        rule, drafts = _base_rule(target, self.cast), _draft_names(target)
+        return CheckpointSource(self.path, rule, drafts, partial(_is_base, target)), None
 
     def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
         """Return the source of a model that drafts tokens, by its own names."""
-        rule = _draft_rule(target, self.cast)
-        return CheckpointSource(self.path, rule, rule.exceptions)
+        rule, is_draft_model = _draft_rule(target, self.cast), partial(_is_draft_model, target)
+        return CheckpointSource(self.path, rule, rule.exceptions, is_draft_model)
 
     def kept(self, memory: SnapshotMemory) -> FileBase:
         """See ``Content.kept``: files are not copied, but looked at again."""

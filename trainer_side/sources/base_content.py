@@ -35,7 +35,7 @@ class BaseContent:
         """
         try:
             params = WholeParams(self.look.tensors, "base")
-            own = ModuleSource(self.module, params, CastRule(enabled=False))
+            own = ModuleSource(self.module, params, CastRule())
             rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
             source = ModuleSource(self.module, params, CastRule(exceptions=rule))
         except WeftError:  # on the meta device, of a dtype that cannot travel

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer_side.params.names import saved_names
 from trainer_side.params.params import copy_into
 from trainer_side.sources.adapter_source import Adapter, config_in_names
 from trainer_side.sources.origin import AdapterBase
 from trainer_side.sources.source import CastRule, make_metas, tensor_source
+from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 from weft_rl.checkpoints.digest_cache import FileState
-from weft_rl.checkpoints.files import read_json, read_text
+from weft_rl.checkpoints.files import model_files, read_json, read_text
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES, check_settings, parse_config
 from weft_rl.contract.draft_layers import draft_prefixes, is_draft, num_layers_of
 from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
-from weft_rl.contract.tensors import DataType
+from weft_rl.contract.tensors import DataType, TensorMeta
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -27,13 +30,13 @@ _BASE_ENDS = (".base_layer.weight", ".base_layer.bias", ".weight", ".bias")
 
 def is_adapter_dir(path: Path) -> bool:
     """Return whether PEFT's save_pretrained wrote a directory."""
-    return (path / _ADAPTER_CONFIG).is_file()
+    return os.path.isfile(path / _ADAPTER_CONFIG)  # False of a name that no file system takes
 
 
 def file_states(path: Path) -> dict[str, FileState | None]:
     """Return the states of a checkpoint's files: those in its directory, or itself."""
-    files = [*path.glob("*.safetensors"), *path.glob("*.json")] if path.is_dir() else [path]
-    return {file.name: FileState.of(file) for file in sorted(files) if file.is_file()}
+    files = [*path.glob("*.safetensors"), *path.glob("*.json")] if os.path.isdir(path) else [path]
+    return {file.name: FileState.of(file) for file in sorted(files) if os.path.isfile(file)}
 
 
 def adapter_of_dir(
@@ -52,14 +55,16 @@ def adapter_of_dir(
         InvalidAdapterError: The config cannot be read.
     """
     weights = path / _ADAPTER_WEIGHTS
-    if not is_adapter_dir(path) or not weights.is_file():
+    if not is_adapter_dir(path) or not os.path.isfile(weights):
         raise InvalidRequestError(
-            f"{path} is not a PEFT adapter: it needs {_ADAPTER_CONFIG} and {_ADAPTER_WEIGHTS} "
-            "(save_pretrained with safe_serialization=True writes both)"
+            f"{str(path)[:200]} is not a PEFT adapter: it needs {_ADAPTER_CONFIG} and "
+            f"{_ADAPTER_WEIGHTS} (save_pretrained with safe_serialization=True writes both)"
         )
     config_json = read_text(path / _ADAPTER_CONFIG, MAX_CONFIG_BYTES)
     check_settings(parse_config(config_json))
-    tensors = {n: copy(t) for n, t in _without_targeted_bases(_load(weights)).items()}
+    loaded = _load(weights)
+    named = _without_targeted_bases({own: loaded[n] for n, own in saved_names(loaded).items()})
+    tensors = {name: copy(tensor) for name, tensor in named.items()}
     source = tensor_source(tensors, cast, f"PEFT directory {path}")
     return Adapter(source, config_in_names(config_json, tensors, None), None)
 
@@ -125,45 +130,75 @@ class CheckpointSource:
         path: Directory or file.
         cast: Rule for the dtype that each tensor travels in.
         drafts: Names to keep among the layers for drafts, which are left out otherwise.
+        is_base: Function that tells whether these are all tensors of the pool's base; None where
+            that is not known. See ``copied_heads``.
 
     Raises:
-        InvalidRequestError: There is no safetensors file.
-        InvalidManifestError: Two files hold a tensor of one name.
+        InvalidRequestError: There is no safetensors file, or one that the index names is missing.
+        InvalidManifestError: See ``WeightFiles.place``; or an output layer that the pool does not
+            have is no copy of the embedding.
     """
 
     is_collective = False
 
-    def __init__(self, path: Path, cast: CastRule, drafts: Collection[str] = ()) -> None:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files or not all(f.is_file() for f in files):
-            raise InvalidRequestError(f"{path} holds no .safetensors file")
-        self._files = [_opened(file) for file in files]
-        by_name: dict[str, Any] = {}
-        tied, num_layers = _tied_head(path), _num_layers(path)
-        for file in self._files:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                if name in by_name:
-                    raise InvalidManifestError(f"two files of {path} hold a tensor {name!r}")
-                if name != tied:
-                    by_name[name] = file
-        prefixes = draft_prefixes(by_name, num_layers)
-        left_out = [name for name in by_name if is_draft(name, prefixes) and name not in drafts]
-        for name in left_out:  # the engine has no place for them
-            del by_name[name]
-        more = f", without {len(left_out)} of layers for drafts" if left_out else ""
-        self.description = f"checkpoint {path}, {len(by_name)} tensors{more}"
-        self._by_name = by_name
-        self._names = sorted(by_name, key=lambda name: (name in drafts, _natural_key(name)))
-        # Slices tell shape and dtype without reading; meta tensors carry both.
-        self.metas = make_metas(
-            [(name, _meta(by_name[name].get_slice(name))) for name in self._names], cast
+    def __init__(
+        self,
+        path: Path,
+        cast: CastRule,
+        drafts: Collection[str] = (),
+        is_base: IsBase | None = None,
+    ) -> None:
+        found = model_files(path)
+        if is_adapter_dir(path) and all(file.name == _ADAPTER_WEIGHTS for file in found.files):
+            raise InvalidRequestError(
+                f"{path} is a PEFT adapter, not a whole model: push it by push_adapter, or the "
+                "model with it merged in (merge_and_unload)"
+            )
+        opened = {file: _opened(file) for file in found.files}
+        places = found.place((file, each.keys()) for file, each in opened.items())
+        #: Names in the files, and the open file of each, by names without wrappers.
+        self._by_name: dict[str, tuple[str, Any]] = {}
+        for name, own in saved_names(places).items():
+            if own in self._by_name:
+                raise InvalidManifestError(f"{path} holds {own!r} twice: as {name!r}, too")
+            self._by_name[own] = name, opened[places[name]]
+        prefixes = draft_prefixes(self._by_name, _num_layers(path))
+        left_out = {n for n in self._by_name if is_draft(n, prefixes) and n not in drafts}
+        names = sorted(
+            self._by_name.keys() - left_out,  # the engine has no place for them
+            key=lambda name: (name in drafts, _natural_key(name)),
         )
+        # Slices tell shape and dtype without reading; meta tensors carry both.
+        metas = make_metas([(name, _meta(self._slice(name))) for name in names], cast)
+        heads = copied_heads(metas, is_base, is_said=_ties_head(path))
+        self.metas = tuple(meta for meta in metas if meta.name not in heads)
+        self._names = [meta.name for meta in self.metas]
+        more = f", without {len(left_out)} of layers for drafts" if left_out else ""
+        self.description = f"checkpoint {path}, {len(self._names)} tensors{more}"
+        for meta in metas:
+            if meta.name in heads:
+                self._check_head(meta)
+
+    def _slice(self, name: str) -> Any:
+        own, file = self._by_name[name]
+        return file.get_slice(own)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        own, file = self._by_name[name]
+        tensor: torch.Tensor = file.get_tensor(own)
+        return tensor
+
+    def _check_head(self, head: TensorMeta) -> None:
+        """Refuse an output layer that is left out and is no copy of the embedding."""
+        of = [meta.name for meta in self.metas if meta.shape == head.shape]
+        if not any(are_equal(self._tensor(head.name), self._tensor(name)) for name in of):
+            raise no_copy(head.name, of)
 
     def read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         """See ``Source.read``."""
         assert views is not None
         for name, view in zip(self._names[first:], views, strict=False):
-            copy_into([view], [self._by_name[name].get_tensor(name)])
+            copy_into([view], [self._tensor(name)])
 
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
         """See ``Source.by_reference``: they lie in files."""
@@ -186,14 +221,11 @@ def _natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
 
 
-def _tied_head(path: Path) -> str | None:
-    """Return the output head's name where the config ties it to the embedding; else None."""
+def _ties_head(path: Path) -> bool:
+    """Return whether the config says that the output layer is the embedding."""
     config = path / "config.json"
-    if path.is_dir() and config.is_file():
-        settings = read_json(config)
-        if settings.get("tie_word_embeddings"):
-            return "lm_head.weight"
-    return None
+    is_told = path.is_dir() and config.is_file()
+    return is_told and bool(read_json(config).get("tie_word_embeddings"))
 
 
 def _num_layers(path: Path) -> int:

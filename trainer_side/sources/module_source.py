@@ -21,6 +21,7 @@ from trainer_side.params.merged_elements import MergedElements
 from trainer_side.params.names import CheckpointForm, Conversion, Revert
 from trainer_side.params.params import Params, copy_into, resident_param, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
+from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
 from weft_rl.contract.errors import InvalidManifestError
 
 
@@ -34,6 +35,8 @@ class ModuleSource:
         without: Names among ``params`` to leave out.
         drafts: Checkpoint names of tensors for drafts, which come last: a replica that loads in
             place would hold them until the model is complete.
+        is_base: Function that tells whether these are all tensors of the pool's base; None where
+            that is not known. See ``copied_heads``.
 
     Parameters that transformers holds in another form are converted one group at a
     time: extra memory at the sender is that of the largest such group.
@@ -49,6 +52,7 @@ class ModuleSource:
         cast: CastRule,
         without: Collection[str] = (),
         drafts: Collection[str] = (),
+        is_base: IsBase | None = None,
     ) -> None:
         for name, tensor in params.local():
             if tensor.is_meta:
@@ -68,15 +72,51 @@ class ModuleSource:
         )
         self.description = f"{params.kind} {form.kind}, {len(own)} parameters"
         self.is_collective = params.is_collective
-        self.metas = make_metas(
+        metas = make_metas(
             [(name, outputs[name]) for group in self._groups for name in group.targets], cast
         )
+        heads = copied_heads(metas, is_base)
+        # What the pool has under the embedding's name alone; not sent.
+        self._heads = [g for g in self._groups if g.is_identity and g.targets[0] in heads]
+        self._groups = [g for g in self._groups if g not in self._heads]
+        sent = {name for group in self._groups for name in group.targets}
+        self.metas = tuple(meta for meta in metas if meta.name in sent)
         self._dtypes = torch_dtypes(self.metas)
         self._index = [
             (group, position) for group in self._groups for position in range(len(group.targets))
         ]
         self._cut: tuple[Conversion, list[Elements | None]] | None = None
         self._converted: tuple[Conversion, list[torch.Tensor] | None] | None = None
+
+    def check_heads(self) -> None:
+        """Refuse an output layer that is left out and does not equal the embedding now. Reads both,
+        where they lie; not collective.
+
+        Raises:
+            InvalidManifestError: Names it.
+        """
+        for head in self._heads:
+            of = [
+                group
+                for group in self._groups
+                if group.is_identity
+                and self._params.metas[group.sources[0]].shape
+                == self._params.metas[head.sources[0]].shape
+            ]
+            if not any(self._are_equal(head.sources[0], group.sources[0]) for group in of):
+                raise no_copy(head.targets[0], [group.targets[0] for group in of])
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Return whether two parameters are equal, as far as this rank holds them."""
+        if not self.is_collective:
+            return are_equal(self._params.whole(name), self._params.whole(other))
+        one, two = self._held(name), self._held(other)
+        if not (isinstance(one, HeldElements) and isinstance(two, HeldElements)):
+            return False
+        own = [run for run in one.runs if run.rank == one.rank]
+        return one.runs == two.runs and all(
+            torch.equal(one.held(number), two.held(number)) for number in range(len(own))
+        )
 
     def elements(self, index: int) -> Elements | None:
         """See ``HeldSource``; return elements for a whole parameter, or a contiguous part of one.

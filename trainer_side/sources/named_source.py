@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from trainer_side.params.names import unwrapped_name
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.contract.errors import (
@@ -163,6 +164,40 @@ def _pair(item: object) -> tuple[str, torch.Tensor]:
     return name, tensor.detach()
 
 
+def _described(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """Yield the names of ``metadata``, each with what has its shape and dtype.
+
+    Raises:
+        InvalidRequestError: It is something else.
+    """
+    is_many = isinstance(metadata, Iterable) and not isinstance(metadata, str | bytes)
+    items: Iterable[Any] = _begin(metadata) if is_many else (metadata,)
+    for item in items:
+        if not _is_described(item):
+            raise InvalidRequestError(
+                "metadata= takes pairs of a name and something that has its shape and a torch "
+                f"dtype, or a mapping of them; this is {type(item).__name__}"
+            )
+        yield item
+
+
+def _is_described(item: Any) -> bool:
+    if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+        return False
+    shape = getattr(item[1], "shape", None)
+    is_shape = isinstance(shape, Sequence) and all(type(n) is int and n >= 0 for n in shape)
+    return is_shape and isinstance(getattr(item[1], "dtype", None), torch.dtype)
+
+
+def _known_name(name: str, known: Collection[str]) -> str:
+    """Return a tensor's name without the components of the wrappers that the model was in when it
+    was named, where the served model has the tensor so."""
+    if name in known:
+        return name
+    unwrapped = unwrapped_name(name)
+    return unwrapped if unwrapped in known else name
+
+
 def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> None:
     """Refuse a tensor that does not match a layout's tensor of its name.
 
@@ -178,12 +213,10 @@ def check_tensor(name: str, tensor: Any, want: TensorMeta, *, cast: bool) -> Non
             f"{name!r} has shape ({shape_text(tuple(tensor.shape))}), the served model has "
             f"({shape_text(want.shape)})"
         )
-    own = CastRule(enabled=False).wire_dtype(name, tensor.dtype)
-    is_cast = own.is_float and want.dtype.is_float
-    if own is not want.dtype and not (cast and is_cast):
+    own = CastRule(cast, want.dtype).wire_dtype(name, tensor.dtype)
+    if own is not want.dtype:
         raise InvalidManifestError(
             f"{name!r} is {own.torch_name}, the served model takes {want.dtype.torch_name}"
-            + (": push with cast=True" if is_cast else "")
         )
 
 
@@ -366,7 +399,7 @@ class RunSource:
     def _next(self) -> tuple[int, TensorSlot, torch.Tensor] | None:
         """Return the next tensor of the reference, with index and slot; None after the last."""
         while (pair := self._steps.advance()) is not None:
-            name, tensor = pair
+            name, tensor = _known_name(pair[0], self._slots), pair[1]
             found = self._slots.get(name)
             if found is None:
                 if not _is_for_drafts(name, self._reference):
@@ -420,10 +453,10 @@ class OrderedSource:
     ) -> None:
         _check_draft(reference, draft)
         self._steps, self._cast = steps, cast
-        pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata)
         self._reference = reference
-        known, by_shape = reference.by_name, TiedTensors(reference.tensors)
-        known = {**known, **reference.draft_by_name}
+        by_shape = TiedTensors(reference.tensors)
+        self._known = known = {**reference.by_name, **reference.draft_by_name}
+        pairs = [(_known_name(name, known), said) for name, said in _described(metadata)]
         metas: list[TensorMeta] = []
         tied_to: set[str] = set()
         for name, said in pairs:
@@ -436,7 +469,7 @@ class OrderedSource:
                 check_tensor(name, said, want, cast=cast)
                 metas.append(want)
             elif not candidates:
-                metas += make_metas([(name, said)], CastRule(enabled=False))  # refused below
+                metas += make_metas([(name, said)], CastRule())  # refused below
         check_base(metas, reference)
         if draft and not reference.brings_draft(metas):
             raise InvalidManifestError(
@@ -474,7 +507,7 @@ class OrderedSource:
         """Return the tensor of a name, after dropping duplicates before it. Where ``wanted`` is
         None, return None once all tensors have come."""
         while (pair := self._steps.advance()) is not None:
-            name, tensor = pair
+            name, tensor = _known_name(pair[0], self._known), pair[1]
             index = self._steps.num_tensors - 1
             said = self._order[index] if index < len(self._order) else "no more"
             if name != said:

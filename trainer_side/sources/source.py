@@ -61,8 +61,11 @@ class CastRule:
     """Rule for the dtype that a tensor travels in: floats in the served one, others as they are."""
 
     enabled: bool = True
-    served: DataType = DataType.FLOAT32
+    """True if a float of another dtype is cast; False refuses it."""
+    served: DataType | None = None
+    """Dtype that floats are served in; None keeps every tensor as it is."""
     exceptions: Mapping[str, DataType] = field(default_factory=dict)
+    """Dtypes of the floats that are served in another one, by name."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -73,14 +76,31 @@ class CastRule:
         """Return the wire dtype of tensor ``name``.
 
         Raises:
-            InvalidManifestError: The dtype cannot travel.
+            InvalidManifestError: The dtype cannot travel, or is a float's that is not cast to the
+                served one.
         """
-        own = _DTYPES.get(dtype)
-        if own is None:
-            raise InvalidManifestError(f"tensor {name!r} is {dtype}, which cannot be sent")
-        if not self.enabled or not own.is_float:
+        own = own_dtype(name, dtype)
+        served = self.exceptions.get(name, self.served)
+        if served is None or not (own.is_float and served.is_float):
             return own
-        return self.exceptions.get(name, self.served)
+        if own is not served and not self.enabled:
+            raise InvalidManifestError(
+                f"{name!r} is {own.torch_name}, the pool takes {served.torch_name}: push with "
+                "cast=True, or cast it before the push"
+            )
+        return served
+
+
+def own_dtype(name: str, dtype: torch.dtype) -> DataType:
+    """Return the dtype of a tensor as it is.
+
+    Raises:
+        InvalidManifestError: It cannot travel.
+    """
+    own = _DTYPES.get(dtype)
+    if own is None:
+        raise InvalidManifestError(f"tensor {name!r} is {dtype}, which cannot be sent")
+    return own
 
 
 def make_metas(

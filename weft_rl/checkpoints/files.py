@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.errors import InvalidManifestError, InvalidRequestError
 
 _INDEX = "model.safetensors.index.json"
 _OTHER = ("adapter_model", "consolidated", "training_args")
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 
 
 #: Longest config or index that is read; those of the largest models have a tenth.
@@ -56,22 +59,100 @@ def read_text(path: Path, most_bytes: int = MAX_JSON_BYTES) -> str:
         raise InvalidRequestError(f"{path} is not UTF-8 text") from None
 
 
+@dataclass(frozen=True)
+class WeightFiles:
+    """Safetensors files of one model, as its loader takes them."""
+
+    files: Sequence[Path]
+    """Files in the order of their names; each is a regular file."""
+    index: Path | None = None
+    """Index of the files; None where there is none."""
+    places: Mapping[str, Path] = field(default_factory=dict)
+    """File of each tensor, as the index says."""
+
+    def place(self, held: Iterable[tuple[Path, Iterable[str]]]) -> dict[str, Path]:
+        """Return the file of each tensor.
+
+        Args:
+            held: Files, each with the names of the tensors that it holds.
+
+        Raises:
+            InvalidManifestError: Two files hold a tensor, and no index says which one counts; or
+                the index names a tensor that its file lacks.
+        """
+        found: dict[str, Path] = {}
+        for path, names in held:
+            for name in names:
+                said = self.places.get(name)
+                if said is not None and said != path:
+                    continue  # a left-over beside the one that counts
+                if name in found:
+                    raise InvalidManifestError(
+                        f"two files hold a tensor {name!r}, {found[name]} and {path.name}, and no "
+                        "index says which one counts: remove the one that is no part of the model"
+                    )
+                found[name] = path
+        for name, path in self.places.items():
+            if name not in found:
+                raise InvalidManifestError(
+                    f"{self.index} says that {name!r} is in {path.name}, which holds no such tensor"
+                )
+        return found
+
+
 def weight_files(model_dir: Path) -> list[Path]:
-    """List the safetensors files that a loader takes: those in the index, else all of the model's.
-    Empty where there are none.
+    """List the safetensors files of a model's directory; see ``model_files``. Empty where there are
+    none.
 
     Raises:
-        InvalidRequestError: The index cannot be read, or names no files of the directory.
+        InvalidRequestError: The index cannot be read, or names a file that is not there.
     """
+    return [*_files_in(model_dir).files]
+
+
+def model_files(path: Path) -> WeightFiles:
+    """Return the safetensors files that a loader takes: those in the directory's index, else all of
+    the model's; or the one file that ``path`` is.
+
+    Raises:
+        InvalidRequestError: There are none, with what to do; the index cannot be read, or names a
+            file that is not there.
+    """
+    try:
+        if not path.exists():
+            raise InvalidRequestError(f"{path} does not exist")
+        found = _files_in(path) if path.is_dir() else WeightFiles([path])
+        others = [] if found.files else sorted(each.name for each in path.iterdir())
+    except (OSError, ValueError) as error:  # a name that no file system takes, say
+        raise InvalidRequestError(f"{str(path)[:200]} cannot be read: {error}"[:500]) from None
+    if found.files:
+        return found
+    other = next((name for name in others if name.endswith(_OTHER_FORMATS)), "")
+    held = f", but {other}: save the model with safe_serialization=True" if other else ""
+    raise InvalidRequestError(f"{path} holds no *.safetensors: no .safetensors file{held}")
+
+
+def _files_in(model_dir: Path) -> WeightFiles:
     index = model_dir / _INDEX
-    if index.is_file():
-        named = read_json(index).get("weight_map")
-        names = set(map(str, named.values())) if isinstance(named, dict) else set()
-        if not names or any(Path(name).name != name for name in names):
-            raise InvalidRequestError(f"{index} names no files that lie beside it")
-        return [model_dir / name for name in sorted(names)]
-    files = sorted(model_dir.glob("*.safetensors"))
-    return [path for path in files if not path.name.startswith(_OTHER)] or files
+    if not index.is_file():
+        distinct = {
+            path.resolve(): path  # once, where another one is a link to it
+            for path in sorted(model_dir.glob("*.safetensors"), reverse=True)
+            if not path.name.startswith(".")
+        }
+        listed = sorted(distinct.values())
+        own = [path for path in listed if not path.name.startswith(_OTHER)]
+        return WeightFiles(own or listed)
+    named = read_json(index).get("weight_map")
+    named = named if isinstance(named, dict) else {}
+    if not named or not all(isinstance(n, str) and Path(n).name == n for n in named.values()):
+        raise InvalidRequestError(f"{index} names no files that lie beside it")
+    places = {name: model_dir / file for name, file in named.items()}
+    files = sorted(set(places.values()))
+    for path in files:
+        if not path.is_file():
+            raise InvalidRequestError(f"{index} names {path.name}, which is not there")
+    return WeightFiles(files, index, places)
 
 
 def local_model_dir(

@@ -356,8 +356,14 @@ def _check_quantised(given: Collection[str], reference: Reference) -> None:
             )
 
 
+def output_layers(names: Iterable[str]) -> list[str]:
+    """Return the names that are weights of output layers; see ``is_output_layer``."""
+    return [n for n in names if n.endswith(_WEIGHT) and is_output_layer(n.removesuffix(_WEIGHT))]
+
+
 def _why_unknown(name: str, reference: Reference) -> str:
-    if is_output_layer(name.removesuffix(".weight")):
+    within = name.removesuffix("lm_head.weight")
+    if output_layers([name]) and any(known.startswith(within) for known in reference.by_name):
         return f"is tied to the embedding in the served {reference.architecture}: leave it out"
     if name.startswith(DRAFT_MODEL):
         return "is not a tensor of the model that drafts tokens here"

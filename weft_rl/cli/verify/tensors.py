@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 
+from trainer_side.params.names import saved_names
 from trainer_side.sources.adapter_source import config_in_names
 from trainer_side.sources.file_source import base_of_dir, is_adapter_dir
 from weft_rl.checkpoints.digest_cache import DigestCache
-from weft_rl.checkpoints.files import local_model_dir, read_json, read_text, weight_files
+from weft_rl.checkpoints.files import (
+    WeightFiles,
+    local_model_dir,
+    model_files,
+    read_json,
+    read_text,
+)
 from weft_rl.checkpoints.reader import read_tensors
 from weft_rl.contract.adapter_config import MAX_CONFIG_BYTES
 from weft_rl.contract.checkpoint import StoredTensor
@@ -40,12 +47,13 @@ class LocalTensors:
     path: Path
     tensors: tuple[StoredTensor, ...]
     tied: frozenset[str] = frozenset()
-    """Name of the output head, if the config ties it to the embedding."""
+    """Name of the output head, if it is a copy of the embedding, or the config says so."""
     num_layers: int = 0
     """Layers that the config says that the model has; 0 where that is not known."""
     config: dict[str, Any] = field(default_factory=dict)
     """PEFT's config of an adapter, its patterns replaced by module names."""
-    _files: dict[str, Path] = field(default_factory=dict)
+    _files: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    """File of each tensor, and its name there."""
 
     def optional(self, served: Iterable[StoredTensor]) -> frozenset[str]:
         """Return the names that one side may lack: a head that is a copy, and layers for drafts."""
@@ -58,8 +66,9 @@ class LocalTensors:
         """Digest a tensor after the cast that a push would do."""
         from safetensors import safe_open
 
-        with safe_open(self._files[name], "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        path, own = self._files[name]
+        with safe_open(path, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(own)
         cast = tensor.to(getattr(torch, dtype.torch_name)).contiguous()
         return tensor_digest(cast.view(-1).view(torch.uint8))
 
@@ -74,9 +83,16 @@ def read_checkpoint(path: Path, progress: ShownProgress) -> LocalTensors:
         raise InvalidRequestError(f"{path} is a PEFT adapter: give its name as --policy")
     config = path / "config.json"
     settings = read_json(config) if path.is_dir() and config.is_file() else {}
-    tied = frozenset({_HEAD} if settings.get("tie_word_embeddings") else ())
-    read = _read(path, weight_files(path) if path.is_dir() else [path], progress)
+    read = _read(path, model_files(path), progress)
+    head = next((tensor for tensor in read.tensors if tensor.name == _HEAD), None)
+    is_copy = head is not None and _is_copy(head, read)
+    tied = frozenset({_HEAD} if is_copy or settings.get("tie_word_embeddings") else ())
     return replace(read, tied=tied, num_layers=num_layers_of(settings))
+
+
+def _is_copy(head: StoredTensor, of: LocalTensors) -> bool:
+    """Return whether a tensor equals another one of the same files."""
+    return any(replace(tensor, name=head.name) == head for tensor in of.tensors if tensor != head)
 
 
 def read_adapter(path: Path, progress: ShownProgress) -> LocalTensors:
@@ -90,7 +106,9 @@ def read_adapter(path: Path, progress: ShownProgress) -> LocalTensors:
             f"{path} is not a PEFT adapter, which has an adapter_config.json; for a checkpoint of "
             "the whole model say --policy base"
         )
-    return _read(path, [path / _ADAPTER_WEIGHTS], progress)
+    if not (path / _ADAPTER_WEIGHTS).is_file():
+        raise InvalidRequestError(f"{path} holds no {_ADAPTER_WEIGHTS}")
+    return _read(path, model_files(path / _ADAPTER_WEIGHTS), progress)
 
 
 def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
@@ -102,12 +120,8 @@ def base_dir_of(adapter: Path) -> tuple[Path | None, str]:
     )
 
 
-def _read(path: Path, files: list[Path], progress: ShownProgress) -> LocalTensors:
-    if not files or not all(file.is_file() for file in files):
-        missing = next((file.name for file in files if not file.is_file()), "*.safetensors")
-        raise InvalidRequestError(f"{path} holds no {missing}")
-    tensors: dict[str, StoredTensor] = {}
-    places: dict[str, Path] = {}
+def _read(path: Path, weights: WeightFiles, progress: ShownProgress) -> LocalTensors:
+    held: dict[Path, dict[str, StoredTensor]] = {}
     known_bytes = read_bytes = 0
 
     def on_read(num_bytes: int) -> None:
@@ -116,19 +130,23 @@ def _read(path: Path, files: list[Path], progress: ShownProgress) -> LocalTensor
         progress.done(known_bytes + read_bytes)
 
     try:
-        progress.step(f"reading {path.name}", sum(file.stat().st_size for file in files))
-        for file, found in read_tensors(files, DigestCache.of_user(), on_read=on_read):
+        sizes = (file.stat().st_size for file in weights.files)
+        progress.step(f"reading {path.name}", sum(sizes))
+        for file, found in read_tensors(weights.files, DigestCache.of_user(), on_read=on_read):
             known_bytes, read_bytes = known_bytes + file.stat().st_size, 0
             progress.done(known_bytes)
-            tensors |= {tensor.name: tensor for tensor in found}
-            places |= {tensor.name: file for tensor in found}
+            held[file] = {tensor.name: tensor for tensor in found}
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}") from error
+    places = weights.place(held.items())
+    names = saved_names(places)
+    tensors = {own: replace(held[places[name]][name], name=own) for name, own in names.items()}
     config: dict[str, Any] = {}
     if is_adapter_dir(path):
         text = read_text(path / "adapter_config.json", MAX_CONFIG_BYTES)
         config = json.loads(config_in_names(text, tensors, None))
-    return LocalTensors(path, tuple(tensors.values()), config=config, _files=places)
+    files = {own: (places[name], name) for name, own in names.items()}
+    return LocalTensors(path, tuple(tensors.values()), config=config, _files=files)
 
 
 def differing_settings(served_json: str, local: LocalTensors) -> list[str]:
