@@ -448,7 +448,13 @@ class PushExecutor:
         digest = plan.target.base_checkpoint_digest
         must_know = request.base.is_required
         origin = self._origins.of(
-            plan.what.base, request.base.version, digest, deadline, must_know=must_know
+            plan.what.base,
+            request.base.version,
+            digest,
+            deadline,
+            must_know=must_know,
+            may_wait=request.base.is_compared,
+            on_reading=self._client.reporter.reads,
         )
         if origin.version is None and must_know:
             raise BaseMismatchError(

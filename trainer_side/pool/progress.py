@@ -23,6 +23,9 @@ class PushReporter:
     def waits_for(self, what: str) -> None:
         """Report what the push waits for now."""
 
+    def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
+        """Report how far the files of a checkpoint are read."""
+
     def sends(self, version: str, total_bytes: int) -> Progress | None:
         """Report that ``version`` was begun; return the function that its sender tells which part
         of its buckets is released, if anybody wants to know."""
@@ -55,6 +58,10 @@ class _StreamReporter(PushReporter):
 
     def waits_for(self, what: str) -> None:
         self._progress.step(f"waiting for {what}")
+
+    def reads(self, name: str, read_bytes: int, total_bytes: int) -> None:
+        self._progress.step(f"reading {name}, to know its base by (once)", total_bytes)
+        self._progress.done(read_bytes)
 
     def sends(self, version: str, total_bytes: int) -> Progress:
         progress = self._progress

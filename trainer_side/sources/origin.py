@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,15 @@ from weft_rl.contract.tensors import DataType
 _MAX_CHECKPOINTS = 4
 # Contents of versions that were pushed here, which an adapter's base may hold.
 _MAX_CONTENTS = 8
-# A small checkpoint, or one that is remembered, is known within this: the first push of
-# a publisher waits so long for it, none after it.
-_GRACE_SECONDS = 0.25
+# So often a push that waits for a checkpoint says how far its reading is.
+_REPORT_SECONDS = 0.2
+
+#: Function that is told what is read, the bytes that are, and the bytes in all.
+OnReading = Callable[[str, int, int], None]
+
+
+def _ignore(name: str, read_bytes: int, total_bytes: int) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -205,10 +211,14 @@ class KnownBases:
         deadline: float,
         *,
         must_know: bool = False,
+        may_wait: bool = True,
+        on_reading: OnReading = _ignore,
     ) -> TrainingBase:
         """Return the version that an adapter on this base was trained on.
 
-        Blocks with ``must_know`` until its checkpoint is read; otherwise for a moment at most.
+        Blocks until its checkpoint is read, where the pool has told what it is to be compared with:
+        with ``must_know`` until the deadline, otherwise for half of the time until then, since a
+        push follows. What was read is kept for later pushes, and on disk for later processes.
 
         Args:
             base: Base of the adapter.
@@ -216,6 +226,8 @@ class KnownBases:
             base_checkpoint: Digest of the pool's base@0; empty where that is not known.
             deadline: ``time.monotonic()`` of the push.
             must_know: True if the push is refused unless the version is known.
+            may_wait: False if nobody compares the version: then nothing is waited for.
+            on_reading: Called now and then while it blocks.
         """
         if said is not None:
             return TrainingBase(said)
@@ -235,13 +247,15 @@ class KnownBases:
                 None, "its base does not say what it was loaded from: say base='base@N'"
             )
         key = (base.loaded_from, base.revision)
-        seconds = deadline - time.monotonic() if must_know else 0.0
         reader = self._readers.get(key)
         if reader is None:
-            seconds = max(seconds, min(_GRACE_SECONDS, deadline - time.monotonic()))
             reader = CheckpointReader(lambda: _files(*key), self.cache)
             self._readers.put(key, reader)
-        found = _compare(base.loaded_from, reader.wait(seconds), base_checkpoint)
+        seconds = (deadline - time.monotonic()) / (1 if must_know else 2)
+        if not must_know and not (may_wait and base_checkpoint):
+            seconds = 0.0
+        own = _read(reader, base.loaded_from, time.monotonic() + seconds, on_reading)
+        found = _compare(base.loaded_from, own, base_checkpoint)
         if found.version is None or known is None or base.content is None:
             return found
         if differing := _differing(base, known, reader.tensors):
@@ -257,6 +271,19 @@ class KnownBases:
         """Stop reading; block for the reads that are under way."""
         while self._readers:
             self._readers.drop_oldest()
+
+
+def _read(
+    reader: CheckpointReader, name: str, deadline: float, on_reading: OnReading
+) -> Checkpoint:
+    """Return a checkpoint once it is known, or as far as it is at the deadline; blocks."""
+    while (own := reader.checkpoint).state is CheckpointState.READING:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        reader.wait(min(left, _REPORT_SECONDS))
+        on_reading(name, reader.read_bytes, reader.total_bytes)
+    return own
 
 
 def _differing(base: AdapterBase, known: _KnownBase, stored: Iterable[StoredTensor]) -> str:

@@ -237,6 +237,8 @@ class CheckpointReader:
         self._stop, self._done = _StopEvent(), threading.Event()
         self._checkpoint = READING
         self._tensors: tuple[StoredTensor, ...] = ()
+        #: Bytes of its files, and how many of them are read; 0 as long as nobody knows.
+        self.total_bytes = self.read_bytes = 0
         self._thread = threading.Thread(target=self._run, name="weft-checkpoint", daemon=True)
         self._thread.start()
 
@@ -261,6 +263,9 @@ class CheckpointReader:
         self._done.wait(max(0.0, timeout_seconds))
         return self.checkpoint
 
+    def _count(self, num_bytes: int) -> None:
+        self.read_bytes += num_bytes
+
     def close(self) -> None:
         """Stop reading; blocks for the read that is under way."""
         self._stop.set()
@@ -272,15 +277,15 @@ class CheckpointReader:
         began = time.monotonic()
         try:
             files = self._find()
-            tensors = dict(read_tensors(files, self._cache, self._stop))
+            self.total_bytes = sum(path.stat().st_size for path in files)
+            tensors = dict(read_tensors(files, self._cache, self._stop, self._count))
             self._tensors = tuple(chain.from_iterable(tensors.values()))
             found = _checkpoint_of(tensors)
-            num_bytes = sum(path.stat().st_size for path in files)
             _log.info(
                 "checkpoint %s of %d files, %d bytes, known in %.3f s",
                 found.digest.hex()[:12],
                 len(files),
-                num_bytes,
+                self.total_bytes,
                 time.monotonic() - began,
             )
         except LookupError as why:

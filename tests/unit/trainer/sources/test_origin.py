@@ -170,7 +170,31 @@ def test_else_nobody_knows(origins: KnownBases, name: str, words: str) -> None:
     assert words in found.why
 
 
-def test_a_push_does_not_wait_for_the_disk_unless_it_must(
+def test_the_first_push_waits_until_the_checkpoint_is_read_and_says_how_far_it_is(
+    origins: KnownBases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, digest = AdapterBase(None, str(tmp_path)), save(tmp_path)
+    said: list[tuple[str, int, int]] = []
+    gate, read = threading.Event(), reader.digest_file
+
+    def slowly(*given: Any) -> Any:
+        assert gate.wait(20)
+        return read(*given)
+
+    def on_reading(*given: Any) -> None:
+        said.append(given)
+        gate.set()
+
+    monkeypatch.setattr(reader, "digest_file", slowly)
+    found = origins.of(base, None, digest, soon(), on_reading=on_reading)
+    assert found == TrainingBase(0)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert said[0] == (str(tmp_path), 0, size)
+    monkeypatch.setattr(reader, "digest_file", lambda *_: pytest.fail("it was read again"))
+    assert origins.of(base, None, digest, soon()) == TrainingBase(0)
+
+
+def test_a_push_leaves_time_for_itself_and_does_not_wait_without_need(
     origins: KnownBases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, digest, gate = AdapterBase(None, str(tmp_path)), save(tmp_path), threading.Event()
@@ -181,7 +205,10 @@ def test_a_push_does_not_wait_for_the_disk_unless_it_must(
         return read(*given)
 
     monkeypatch.setattr(reader, "digest_file", slowly)
-    assert "still being read" in origins.of(base, None, digest, soon()).why
+    assert "still being read" in origins.of(base, None, b"", soon()).why
+    deadline = time.monotonic() + 0.5
+    assert "still being read" in origins.of(base, None, digest, deadline).why
+    assert time.monotonic() < deadline
     hurried = origins.of(base, None, digest, time.monotonic(), must_know=True)
     assert "still being read" in hurried.why
     gate.set()
