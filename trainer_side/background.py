@@ -20,6 +20,7 @@ from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult
 from trainer_side.pushes.content import Content
 from trainer_side.pushing import PushExecutor, under_way
 from trainer_side.ranks.ranks import Ranks
+from trainer_side.sources.source import reading
 from weft_rl import tracing
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
 from weft_rl.contract.options import check_choice
@@ -195,7 +196,8 @@ class BackgroundPusher:
         ranks made their copies and must learn of the error in step."""
         began, lent = time.monotonic(), self._memory.lend(waiting.number)
         try:
-            kept = waiting.request.content().kept(lent)
+            with reading("the model"):
+                kept = waiting.request.content().kept(lent)
         except BaseException as error:
             self._fill(waiting, partial(_fail, error))
             if not isinstance(error, Exception):

@@ -49,8 +49,9 @@ from weft_rl.contract.options import (
     check_choice,
     check_count,
     check_seconds,
+    shown_value,
 )
-from weft_rl.rpc.channel import check_target
+from weft_rl.rpc.channel import check_target, is_host
 from weft_rl.rpc.security.credentials import Tls, credentials_of
 from weft_rl.transport.digests.wsum64 import warm
 
@@ -157,7 +158,8 @@ class Publisher:
         check_count("bucket_bytes", bucket_bytes)
         check_count("max_senders", max_senders, MAX_SENDERS)
         _check_callable("on_publish_again", on_publish_again)
-        if progress != "auto":
+        check_choice("takeover", takeover, Literal[True, False])
+        if not (isinstance(progress, str) and progress == "auto"):
             _check_callable("progress", progress)
         send_from = _check_device(device)
         check_seconds("connect_seconds", connect_seconds)
@@ -352,8 +354,8 @@ class Publisher:
             WeftError: See ``push_base``.
         """
         return self._push(
-            self._settings.base(
-                model, require, timeout_seconds, options, merged=adapter_name, draft=draft
+            self._settings.merged(
+                model, adapter_name, require, timeout_seconds, options, draft=draft
             )
         )
 
@@ -426,8 +428,8 @@ class Publisher:
     ) -> Future[PushResult]:
         """Copy base and adapter as they are now and push them merged; see
         ``push_adapter_async``."""
-        request = self._settings.base(
-            model, require, timeout_seconds, options, merged=adapter_name, draft=draft
+        request = self._settings.merged(
+            model, adapter_name, require, timeout_seconds, options, draft=draft
         )
         return self._background.submit(request, when_busy)
 
@@ -549,10 +551,11 @@ def _check_data_host(host: object) -> None:
     """
     if host is None:
         return
-    is_text = isinstance(host, str) and host.strip() == host != ""
+    is_text = isinstance(host, str) and host != "" and is_host(host)
     if not is_text or "/" in str(host) or str(host).count(":") == 1:
         raise InvalidRequestError(
-            f"data_host={host!r}: give a name or address of this machine, without scheme or port"
+            f"data_host={shown_value(host)}: give a name or address of this machine, without "
+            "scheme or port"
         )
 
 
@@ -563,7 +566,7 @@ def _check_callable(name: str, value: object) -> None:
         InvalidRequestError: It is not.
     """
     if value is not None and not callable(value):
-        raise InvalidRequestError(f"{name}={value!r}: give a function, or None")
+        raise InvalidRequestError(f"{name}={shown_value(value)}: give a function, or None")
 
 
 def _check_ranks(ranks: object) -> None:
@@ -576,7 +579,7 @@ def _check_ranks(ranks: object) -> None:
         return
     if not (dist.is_available() and isinstance(ranks, dist.ProcessGroup)):
         raise InvalidRequestError(
-            f"ranks={ranks!r}: use 'all', 'this' or a torch.distributed process group"
+            f"ranks={shown_value(ranks)}: use 'all', 'this' or a torch.distributed process group"
         )
 
 
@@ -590,8 +593,9 @@ def _check_device(device: object) -> torch.device | None:
         return None
     try:
         found: torch.device = torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as error:
-        raise InvalidRequestError(f"device={device!r}: {error}".splitlines()[0]) from None
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        text = f"device={shown_value(device)}: {error}"
+        raise InvalidRequestError(text.splitlines()[0]) from None
     if found.type != "cuda":
         raise InvalidRequestError(
             f"device={str(found)!r} is no CUDA device: to send from host memory, leave it out or "

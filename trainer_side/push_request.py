@@ -25,7 +25,13 @@ from trainer_side.sources.adapter_source import Adapter
 from trainer_side.sources.named_source import Metadata, NamedSteps, NamedTensors, check_named
 from weft_rl.contract.errors import InvalidNameError, InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_adapter_name
-from weft_rl.contract.options import DEFAULT_BASE, Require, check_choice, check_seconds
+from weft_rl.contract.options import (
+    DEFAULT_BASE,
+    Require,
+    check_choice,
+    check_seconds,
+    shown_value,
+)
 from weft_rl.contract.tensors import Reference
 from weft_rl.v1 import publish_pb2 as pb
 
@@ -84,13 +90,15 @@ class RequestedBase:
             version = None
         if version is None or version.policy != BASE_POLICY:
             raise InvalidRequestError(
-                f"base={base!r:.80}: give 'auto', 'same', 'any', 'base@N' of the base that the "
-                "adapter was trained on, or 'only base@N'"
+                f"base={shown_value(base)}: give 'auto', 'same', 'any', 'base@N' of the base that "
+                "the adapter was trained on, or 'only base@N'"
             )
         return cls(version=version.version, is_required=name != text)
 
 
 _ONLY = "only "
+#: No pool has as many.
+_MOST_REPLICAS = 2**20
 _BASES = {
     DEFAULT_BASE: RequestedBase(),
     "same": RequestedBase(is_required=True),
@@ -153,6 +161,7 @@ class PushSettings:
         """Make the request to push an adapter; see ``Publisher.push_adapter``."""
         check_adapter_name(policy)
         check_model(model, "push_adapter")
+        _check_adapter(adapter_name)
         wanted, how = RequestedBase.parse(base), self._options(options)
 
         @cache  # an attempt after the first one sends what the first one looked at
@@ -174,7 +183,7 @@ class PushSettings:
         draft: Model | None = None,
     ) -> PushRequest:
         """Make the request to push a base, with the adapter ``merged`` in it if one is named; see
-        ``Publisher.push_base`` and ``push_merged``."""
+        ``Publisher.push_base``, and ``merged``."""
         method = "push_base" if merged is None else "push_merged"
         check_model(model, method, directories=merged is None)
         if draft is not None:
@@ -186,6 +195,21 @@ class PushSettings:
             return base_content(model, self.ranks, how.cast, merged, how.kind, draft)
 
         return self._request(BASE_POLICY, content, require, timeout_seconds, how)
+
+    def merged(
+        self,
+        model: torch.nn.Module,
+        adapter_name: str,
+        require: Require | None = None,
+        timeout_seconds: float | None = None,
+        options: PushOptions | None = None,
+        *,
+        draft: Model | None = None,
+    ) -> PushRequest:
+        """Make the request to push a base with an adapter merged in; see
+        ``Publisher.push_merged``."""
+        _check_adapter(adapter_name)
+        return self.base(model, require, timeout_seconds, options, merged=adapter_name, draft=draft)
 
     def tensors(
         self,
@@ -306,7 +330,9 @@ def check_options(options: object) -> PushOptions:
         InvalidRequestError: Something else.
     """
     if not isinstance(options, PushOptions):
-        raise InvalidRequestError(f"options={options!r:.80}: give trainer_side.PushOptions(...)")
+        raise InvalidRequestError(
+            f"options={shown_value(options)}: give trainer_side.PushOptions(...)"
+        )
     return options
 
 
@@ -314,15 +340,29 @@ def check_replicas(require: object) -> int:
     """Return the number of replicas that ``require`` asks for; 0 is all in contact.
 
     Raises:
-        InvalidRequestError: Neither "all" nor a positive whole number.
+        InvalidRequestError: Neither "all" nor a positive whole number that a pool could have.
     """
-    if require == "all":
+    if isinstance(require, str) and require == "all":
         return 0
-    if isinstance(require, int) and not isinstance(require, bool) and require >= 1:
-        return require
+    is_number = isinstance(require, int) and not isinstance(require, bool)
+    if is_number and 1 <= require <= _MOST_REPLICAS:  # type: ignore[operator]
+        return require  # type: ignore[return-value]
     raise InvalidRequestError(
-        f"require={require!r}: use a number of replicas, at least 1, or 'all'"
+        f"require={shown_value(require)}: use a number of replicas, at least 1 and at most "
+        f"{_MOST_REPLICAS}, or 'all'"
     )
+
+
+def _check_adapter(name: object) -> None:
+    """Refuse a value that cannot name an adapter in a PEFT model.
+
+    Raises:
+        InvalidRequestError: It is no string.
+    """
+    if not isinstance(name, str):
+        raise InvalidRequestError(
+            f"adapter_name={shown_value(name)}: give the adapter's name in the PEFT model, a string"
+        )
 
 
 def check_model(model: object, method: str, *, directories: bool = True) -> None:
@@ -334,7 +374,9 @@ def check_model(model: object, method: str, *, directories: bool = True) -> None
     Raises:
         InvalidRequestError: It is not; says what to give.
     """
-    if isinstance(model, torch.nn.Module) or (directories and isinstance(model, str | Path)):
+    if isinstance(model, torch.nn.Module) or (
+        directories and isinstance(model, str | Path) and model != ""
+    ):
         return
     wanted = "a torch module" + (" or a directory" if directories else "")
     if isinstance(model, Mapping):
@@ -342,5 +384,6 @@ def check_model(model: object, method: str, *, directories: bool = True) -> None
             f"{method} takes {wanted}, not a state_dict: give the model that it was taken from"
             + (", or the directory that it was saved in" if directories else "")
         )
-    hint = ": push_tensors takes named tensors" if isinstance(model, Iterable) else ""
+    are_tensors = isinstance(model, Iterable) and not isinstance(model, str | bytes)
+    hint = ": push_tensors takes named tensors" if are_tensors else ""
     raise InvalidRequestError(f"{method} takes {wanted}, not {type(model).__name__}{hint}")

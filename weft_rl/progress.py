@@ -171,13 +171,25 @@ def shown(title: str, stream: TextIO | None = None) -> Iterator[ShownProgress]:
         stream: Standard error by default. A terminal gets a line that changes, if rich is
             installed; anything else a plain line every 10 s, without control codes.
     """
-    stream = sys.stderr if stream is None else stream
-    view: _View = _LineView(lambda text: print(text, file=stream, flush=True))
-    can_draw = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    if can_draw and importlib.util.find_spec("rich") is not None:
-        view = _TerminalView(stream)
-    with _drawn(ShownProgress(title), view) as progress:
+    with _drawn(
+        ShownProgress(title), _view_on(sys.stderr if stream is None else stream)
+    ) as progress:
         yield progress
+
+
+def _view_on(stream: TextIO | None) -> _View:
+    """Return the way to show progress on a stream; there is none where a program has no standard
+    error, or has put an object of its own in its place that can only be written to."""
+    if stream is None:
+        return _LineView(lambda text: None)
+    try:
+        is_terminal = stream.isatty()
+    except Exception:  # noqa: BLE001 (closed, or an object without that method)
+        is_terminal = False
+    can_draw = is_terminal and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    if can_draw and importlib.util.find_spec("rich") is not None:
+        return _TerminalView(stream)
+    return _LineView(lambda text: print(text, file=stream, flush=True))
 
 
 @contextlib.contextmanager
@@ -199,7 +211,8 @@ def _drawn(progress: ShownProgress, view: _View) -> Iterator[ShownProgress]:
     finally:
         stop.set()
         thread.join()
-        view.end()
+        with contextlib.suppress(Exception):  # as in ``_draw_on``
+            view.end()
 
 
 def _draw_on(progress: weakref.ref[ShownProgress], view: _View, stop: threading.Event) -> None:
@@ -207,6 +220,8 @@ def _draw_on(progress: weakref.ref[ShownProgress], view: _View, stop: threading.
     seconds = view.first_seconds
     while not stop.wait(seconds) and (found := progress()) is not None:
         seconds = view.every_seconds
-        with contextlib.suppress(OSError, ValueError):  # of a stream that is closed
+        # A stream that is closed, or an object of the program's that lacks what files have: what
+        # is shown must not fail because of that.
+        with contextlib.suppress(Exception):
             view.draw(found)
         del found

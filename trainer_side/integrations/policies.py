@@ -49,6 +49,6 @@ def push_policy(publisher: Publisher, model: torch.nn.Module, policy: str) -> Pu
     if policy != BASE_POLICY:
         return publisher.push_adapter(model, policy)
     module, _ = unwrap(model)
-    if hasattr(module, "peft_config"):
+    if isinstance(getattr(module, "peft_config", None), dict):
         return publisher.push_merged(model)
     return publisher.push_base(model)

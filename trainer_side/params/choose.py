@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import (
     Params,
     TensorLook,
     WholeParams,
+    is_pefts,
     is_quantised,
     is_zero3,
     walk,
+    wrapper_of,
 )
 from trainer_side.params.quantised import DequantisedParams
 from trainer_side.params.sharded import GatheredParam, HeldRun, Sharded, ShardedParams, of_zero3
@@ -43,7 +44,7 @@ class OpenedModel:
     module: torch.nn.Module
     """The user's own module: a PreTrainedModel, a PEFT model, any other."""
     params: Params
-    """Parameters by ``unwrapped_name``, tied ones once, and persistent buffers."""
+    """Parameters by their names without wrappers, tied ones once, and persistent buffers."""
     buffers: frozenset[str] = frozenset()
     """Names of the buffers among them; a checkpoint may hold them."""
     sources: LruMapping[object, Any] = field(init=False, repr=False, compare=False,
@@ -55,6 +56,16 @@ class OpenedModel:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """Looks at some of these parameters, by what they are of."""
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if the module has adapters of PEFT's."""
+        return is_adapted(self.module)
+
+    @property
+    def base(self) -> torch.nn.Module:
+        """Module that the adapters are on; the module itself if it has none."""
+        return base_model(self.module)
 
     def look(self, of: str, names: Callable[[], Mapping[str, str]] | None = None) -> TensorLook:
         """Return the look at parameters and buffers, or at some of them; kept for later pushes.
@@ -76,8 +87,7 @@ class OpenedModel:
         if isinstance(self.params, ShardedParams):
             return dict(self.params.local())
         walked = walk(self.module)
-        held = chain(walked.named.items(), walked.buffers.items())
-        return {unwrapped_name(name): tensor for name, tensor in held}
+        return {**walked.named, **walked.buffers}
 
 
 def open_model(model: torch.nn.Module, ranks: Ranks, kind: Kind = "auto") -> OpenedModel:
@@ -103,7 +113,7 @@ def _open(model: torch.nn.Module, ranks: Ranks) -> OpenedModel:
     module, wrapper = unwrap(model)
     rank_of = _rank_of(ranks)
     found = walk(module)
-    buffers = frozenset(map(unwrapped_name, found.buffers))
+    buffers = frozenset(found.buffers)
     if wrapper == "FSDP1" or _has_fsdp1(found.modules):
         placed = _fsdp1(model, found.buffers, rank_of)
         return OpenedModel(module, ShardedParams(placed, _SHARDED["fsdp1"], ranks), buffers)
@@ -164,7 +174,7 @@ def _opened(
     wrapper: str,
     rank_of: Mapping[int, int],
 ) -> OpenedModel:
-    named = {unwrapped_name(name): param for name, param in parameters.items()}
+    named = dict(parameters)
     places = _ParamPlaces(rank_of)
     kinds = {places.kind(param) for param in named.values()} - {""}
     if not kinds and any(map(is_quantised, named.values())):
@@ -258,7 +268,7 @@ def _fsdp1(
         if name not in placed and not isinstance(param, FlatParameter):
             placed[name] = _ParamPlaces(rank_of).of(param)
     for raw, buffer in buffers.items():  # which FSDP does not shard
-        placed[unwrapped_name(raw)] = _ParamPlaces(rank_of).of(buffer)
+        placed[raw] = _ParamPlaces(rank_of).of(buffer)
     return placed
 
 
@@ -266,27 +276,41 @@ def unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     """Return the user's own module, and the name of its outermost wrapper."""
     wrapper = ""
     while True:
-        kind, attribute = _wrapper(model)
-        if not kind:
+        kind, child = wrapper_of(model)
+        inner = model._modules.get(child) if child else _tuned(model)
+        if inner is None:
             return model, wrapper
         wrapper = wrapper or kind
-        model = getattr(model, attribute)
+        model = inner
 
 
-def _wrapper(model: torch.nn.Module) -> tuple[str, str]:
-    """Return a wrapper's name and the attribute of its inner module; empty if it wraps none."""
-    if isinstance(model, DistributedDataParallel):
-        return "DDP", "module"
-    if isinstance(model, DataParallel):
-        return "DataParallel", "module"
-    classes = {c.__name__ for c in type(model).__mro__}
-    if "FullyShardedDataParallel" in classes:
-        return "FSDP1", "module"
-    if "DeepSpeedEngine" in classes:
-        return "DeepSpeed", "module"
-    if hasattr(model, "_orig_mod"):
-        return "compiled", "_orig_mod"
-    return "", ""
+def is_peft_model(module: torch.nn.Module) -> bool:
+    """Return whether a module is PEFT's own around a base, as ``get_peft_model`` makes it."""
+    kind: Any = type(module)
+    return is_pefts(kind, "PeftModel", "PeftMixedModel")
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Return whether a module has adapters of PEFT's: it is a model of PEFT's, or they were put
+    into its own layers (``add_adapter``, ``inject_adapter_in_model``)."""
+    if is_peft_model(module):
+        return True
+    if not isinstance(getattr(module, "peft_config", None), dict):
+        return False
+    kinds: set[Any] = {*map(type, module.modules())}
+    return any(is_pefts(kind, "BaseTunerLayer", "AuxiliaryTrainingWrapper") for kind in kinds)
+
+
+def base_model(module: Any) -> torch.nn.Module:
+    """Return the base of a model with adapters of PEFT's, without wrappers; another module, and one
+    whose own layers have them, is its own base."""
+    return unwrap(module.base_model)[0] if is_peft_model(module) else module
+
+
+def _tuned(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the model inside a tuner of PEFT's (``LoraModel``), which lies in a PEFT model."""
+    kind: Any = type(model)
+    return model._modules.get("model") if is_pefts(kind, "BaseTuner") else None
 
 
 def _rank_of(ranks: Ranks) -> dict[int, int]:

@@ -36,7 +36,7 @@ from trainer_side.params.merged_elements import (
     product,
 )
 from trainer_side.params.names import LORA, adapter_tensor_name, base_name_in_peft
-from trainer_side.params.params import ModelWalk, Params, walk, whole_tensors
+from trainer_side.params.params import ModelWalk, Params, own_class, walk, whole_tensors
 from trainer_side.params.sharded import ShardedParams
 from weft_rl.contract.adapter_config import MERGE_A_COPY
 from weft_rl.contract.errors import InvalidAdapterError, UnsupportedError
@@ -204,6 +204,12 @@ class MergedParams:
         """See ``Params.local``: yield the inputs of the sums."""
         return self._params.local()
 
+    def check(self, names: Iterable[str]) -> None:
+        """See ``Params.check``."""
+        for name in names:
+            more = self._merges[name].needs if name in self._merges else ()
+            self._params.check((self._raw[name], *more))
+
     def _merge(
         self, group: Sequence[int], names: Sequence[str], outs: Sequence[torch.Tensor] | None
     ) -> None:
@@ -264,7 +270,7 @@ def _merges(
         )
     tied = _tied_names(model)
     for path in _lora_paths(metas, adapter):
-        layer = model.get_submodule(path)
+        layer: Any = walk(model).at(path)
         if layer.merged_adapters:
             raise InvalidAdapterError(
                 f"{path} has {', '.join(layer.merged_adapters)} merged into its base already: "
@@ -288,7 +294,7 @@ def _merges(
 
 def _lora_paths(metas: Iterable[str], adapter: str) -> list[str]:
     """Return the paths of an adapter's LoRA layers, told by its parameters. Walking all modules of
-    a model costs more than merging small ones. Wrappers hand attributes through."""
+    a model costs more than merging small ones."""
     paths: dict[str, None] = {}
     for name in metas:
         if adapter_tensor_name(name, adapter) is not None:
@@ -300,7 +306,7 @@ def _lora_paths(metas: Iterable[str], adapter: str) -> list[str]:
 def _merges_of(
     layer: Any, path: str, adapter: str, metas: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, _ParamAddition]]:
-    kind, scaling = type(layer).__name__, float(layer.scaling[adapter])
+    kind, scaling = own_class(layer).__name__, float(layer.scaling[adapter])
     variant = type(layer.lora_variant.get(adapter)).__name__
     is_dora = variant.startswith("Dora")
     if variant != "NoneType" and not is_dora:

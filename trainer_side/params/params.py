@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -10,8 +10,13 @@ from operator import is_
 from typing import Any, Protocol, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from weft_rl.contract.errors import ModelChangedError
+from trainer_side.params.names import unwrapped_name
+from weft_rl.contract.errors import InvalidManifestError, ModelChangedError
+from weft_rl.contract.tensors import DataType, is_output_layer
+
+_DTYPES = {getattr(torch, dtype.torch_name): dtype for dtype in DataType}
 
 
 class Params(Protocol):
@@ -49,6 +54,72 @@ class Params(Protocol):
 
     def local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and elements of what this rank holds, in whatever shape; not collective."""
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse parameters whose elements cannot be read as they are; not collective.
+
+        Raises:
+            InvalidManifestError: See ``check_readable``.
+        """
+
+
+def own_dtype(name: str, dtype: torch.dtype) -> DataType:
+    """Return the dtype of a tensor as it is.
+
+    Raises:
+        InvalidManifestError: It cannot travel.
+    """
+    own = _DTYPES.get(dtype)
+    if own is None:
+        raise InvalidManifestError(f"tensor {name!r} is {dtype}, which cannot be sent")
+    return own
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor, real or meta, whose elements do not lie in rows.
+
+    Raises:
+        InvalidManifestError: It is sparse, or in a library's own layout.
+    """
+    if getattr(tensor, "layout", torch.strided) is not torch.strided:
+        raise InvalidManifestError(
+            f"tensor {name!r} is {tensor.layout}, which cannot be sent: make it dense "
+            "(to_dense()) before the push"
+        )
+
+
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements are not in its memory as torch's own are.
+
+    Raises:
+        InvalidManifestError: They are elsewhere (meta, lazy), made up (FakeTensor), of a dtype that
+            cannot travel, or held by a class that computes them (torchao's, say).
+    """
+    kind = type(tensor)
+    if is_lazy(tensor):
+        raise InvalidManifestError(f"{name!r} has no elements yet: call its lazy module once first")
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested:
+        held = "a nested tensor" if tensor.is_nested else f"of the class {kind.__name__}"
+        raise InvalidManifestError(
+            f"{name!r} is {held}, whose elements cannot be sent as they are: push the plain "
+            "tensors that it stands for by push_tensors (dequantised, unwrapped), or train on such"
+        )
+    if tensor.is_meta:
+        raise InvalidManifestError(
+            f"parameter {name!r} is on the meta device: its values are elsewhere "
+            "(offloaded?); load it first"
+        )
+    check_layout(name, tensor)
+    own_dtype(name, tensor.dtype)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether ``check_readable`` lets a tensor pass."""
+    try:
+        check_readable("", tensor)
+    except InvalidManifestError:
+        return False
+    return True
 
 
 def is_quantised(param: torch.Tensor) -> bool:
@@ -129,11 +200,68 @@ class WholeParams:
         """See ``Params.local``."""
         return ((name, tensor.detach()) for name, tensor in self._tensors.items())
 
+    def check(self, names: Iterable[str]) -> None:
+        """See ``Params.check``."""
+        for name in names:
+            check_readable(name, self._tensors[name])
+
 
 def resident_param(params: Params, name: str) -> torch.Tensor | None:
     """Return a parameter that lies whole in this process, by reference. Return None where it is put
     together or computed."""
     return params.whole(name) if type(params) is WholeParams else None
+
+
+# -- what a model consists of ----------------------------------------------------
+#
+# Wrappers are told by their classes. A user's module may be called ``module``, too, and wrappers
+# hand attributes of what they wrap through.
+
+# Package and class of each wrapper: what it is called in messages, and its inner module's name.
+_WRAPPERS = {
+    ("torch", "DistributedDataParallel"): ("DDP", "module"),
+    ("torch", "DataParallel"): ("DataParallel", "module"),
+    ("torch", "FullyShardedDataParallel"): ("FSDP1", "_fsdp_wrapped_module"),
+    ("torch", "OptimizedModule"): ("compiled", "_orig_mod"),
+    ("torch", "ActivationWrapper"): ("checkpointed", "_checkpoint_wrapped_module"),
+    ("torch", "AveragedModel"): ("averaged", "module"),
+    ("deepspeed", "DeepSpeedEngine"): ("DeepSpeed", "module"),
+    ("megatron", "DistributedDataParallel"): ("DDP", "module"),
+    ("megatron", "Float16Module"): ("Float16Module", "module"),
+}
+
+
+def wrapper_of(module: torch.nn.Module) -> tuple[str, str]:
+    """Return a wrapper's name in messages, and that of its inner module; empty for others."""
+    kind: Any = type(module)
+    return _wrapper_of_class(kind)
+
+
+@lru_cache(maxsize=4096)
+def _wrapper_of_class(kind: Any) -> tuple[str, str]:
+    known = (_WRAPPERS.get((_package(c), c.__name__)) for c in kind.__mro__)
+    return next((found for found in known if found is not None), ("", ""))
+
+
+def own_class(module: torch.nn.Module) -> type:
+    """Return the class of a module without those that torch derives from it to change the module in
+    its place: ``FSDPLinear`` of FSDP2, say."""
+    kind = type(module)
+    while len(kind.__bases__) == 2 and _package(kind.__bases__[0]) == "torch":
+        inner = kind.__bases__[1]
+        if kind.__name__ not in (f"FSDP{inner.__name__}", f"DDP{inner.__name__}"):
+            break
+        kind = inner
+    return kind
+
+
+@lru_cache(maxsize=4096)
+def is_pefts(kind: Any, *names: str) -> bool:
+    return any(c.__name__ in names and _package(c) == "peft" for c in kind.__mro__)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 Table = dict[str, object]
@@ -145,12 +273,15 @@ class ModelWalk:
     live as long. A copy or a pickle of the model is without them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        #: By path; a module that has several paths, by one of them.
-        self.by_path, self.named, self.buffers, self._tables = _walk(module)
-        self.modules = list(self.by_path.values())
+        #: By path; of a wrapper and what it wraps, the latter.
+        self.by_path, self.modules, self.named, self.buffers, self._tables = _walk(module)
         self._sizes, self._keys, self._entries = _state(self._tables)
         #: What was found out about these parameters, by whoever did.
         self.kept: object = None
+
+    def at(self, path: str) -> torch.nn.Module:
+        """Return the module of a path without the names of wrappers, itself without wrappers."""
+        return self.by_path[f"{path}." if path else ""]
 
     def is_true(self) -> bool:
         """Return whether every module still has the same children and parameters, by the same
@@ -164,8 +295,9 @@ class ModelWalk:
 
 
 def walk(module: torch.nn.Module) -> ModelWalk:
-    """Return all modules, each once; all parameters as ``named_parameters`` names and orders them;
-    and the buffers that a checkpoint holds.
+    """Return all modules, each once and by its path; all parameters as ``named_parameters`` names
+    and orders them, without the names of wrappers, and by the embedding's name where an output
+    layer is tied to it; and the buffers that a checkpoint holds.
 
     A PEFT model has thousands of modules: to walk it takes longer than to send its adapter; to
     check that it is unchanged takes a fifth of that.
@@ -177,39 +309,58 @@ def walk(module: torch.nn.Module) -> ModelWalk:
     if type(module).named_parameters is torch.nn.Module.named_parameters:
         module.__dict__[_KEPT] = found
     else:
-        found.named = dict(module.named_parameters())  # the user's own word counts
+        own = module.named_parameters()  # the user's own word counts
+        found.named = {unwrapped_name(name): param for name, param in own}
     return found
 
 
 def _walk(
     module: torch.nn.Module,
 ) -> tuple[
-    dict[str, torch.nn.Module], dict[str, torch.nn.Parameter], dict[str, torch.Tensor], list[Table]
+    dict[str, torch.nn.Module],
+    list[torch.nn.Module],
+    dict[str, torch.nn.Parameter],
+    dict[str, torch.Tensor],
+    list[Table],
 ]:
     """Walk a module in one pass; torch's own generators would walk it thrice."""
-    modules: dict[str, torch.nn.Module] = {}
+    by_path: dict[str, torch.nn.Module] = {}
+    modules: list[torch.nn.Module] = []
     named: dict[str, torch.nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     tables: list[Table] = []
     seen: set[int] = set()
+    heads: dict[int, str] = {}
     waiting = [("", module)]
     while waiting:
         prefix, part = waiting.pop()
         if id(part) in seen:
             continue
         seen.add(id(part))
-        modules[prefix] = part
+        modules.append(part)
+        by_path[prefix] = part
         tables += [cast(Table, part._parameters), cast(Table, part._modules)]
         for name, param in part._parameters.items():
-            if param is not None and id(param) not in seen:
+            if param is None:
+                continue
+            if id(param) not in seen:
                 seen.add(id(param))
                 named[prefix + name] = param
+                if is_output_layer(prefix[:-1]):
+                    heads[id(param)] = prefix + name
+            elif head := heads.pop(id(param), None):  # checkpoints have the embedding's name
+                named[prefix + name] = named.pop(head)
         if held := _persistent(part):
             tables.append(cast(Table, part._buffers))
             buffers.update({prefix + name: buffer for name, buffer in held.items()})
-        children = [(f"{prefix}{name}.", c) for name, c in part._modules.items() if c is not None]
+        wrapped = wrapper_of(part)[1]
+        children = [
+            (prefix if name == wrapped else f"{prefix}{name}.", child)
+            for name, child in part._modules.items()
+            if child is not None
+        ]
         waiting.extend(reversed(children))
-    return modules, named, buffers, tables
+    return by_path, modules, named, buffers, tables
 
 
 def _persistent(part: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -305,8 +456,8 @@ class TensorLook:
     def _now(self) -> list[tuple[object, ...]]:
         """Return the places now."""
         return [
-            (id(t), t.data_ptr() if has_address else 0, t.shape, t.dtype, t.device)
-            for t, has_address in self._held
+            (id(t), t.data_ptr() if has_elements else 0, t.shape, t.dtype, t.device)
+            for t, has_elements in self._held
         ]
 
     def _lay_out(self) -> None:
@@ -317,13 +468,13 @@ class TensorLook:
             for own, tensor in ((name, param), *_packed_parts(name, param))
         }
         self._names = tuple(found)
-        self._held = [(tensor, _is_plain(tensor)) for tensor in found.values()]
+        self._held = [(tensor, is_readable(tensor)) for tensor in found.values()]
         self._places = self._now()
         self._spans: dict[str, tuple[int, int, int]] = {}
         ends: dict[object, int] = {}
         parts: dict[object, list[torch.Tensor]] = {}
-        for name, tensor in found.items():
-            if not (_is_plain(tensor) and tensor.numel() and tensor.is_contiguous()):
+        for name, (tensor, has_elements) in zip(found, self._held, strict=True):
+            if not (has_elements and tensor.numel() and tensor.is_contiguous()):
                 continue
             flat = tensor.detach().view(-1)
             begin = max(0, flat.numel() // 2 - _NUM_ELEMENTS // 2)
@@ -334,13 +485,6 @@ class TensorLook:
             parts.setdefault(key, []).append(part)
             self._spans[name] = [*parts].index(key), at, ends[key]
         self._parts = [*parts.values()]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are in memory of its own; other libraries' need not be."""
-    kind = type(tensor)
-    is_known = kind is torch.nn.Parameter or kind is torch.Tensor or is_quantised(tensor)
-    return is_known and not tensor.is_meta
 
 
 class ModelStamp:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trainer_side.params.params import as_meta, copy_into, is_quantised
+from trainer_side.params.params import as_meta, check_readable, copy_into, is_quantised, own_class
 
 
 def has_quantised_layers(module: torch.nn.Module) -> bool:
     """Return whether a model has bitsandbytes' linears, however their weights lie."""
-    return any(type(part).__name__ in ("Linear4bit", "Linear8bitLt") for part in module.modules())
+    kinds = {own_class(part).__name__ for part in module.modules()}
+    return not kinds.isdisjoint(("Linear4bit", "Linear8bitLt"))
 
 
 class DequantisedParams:
@@ -71,6 +72,11 @@ class DequantisedParams:
         for name, param in self._tensors.items():
             if not is_quantised(param):
                 yield name, param.detach()
+
+    def check(self, names: Iterable[str]) -> None:
+        """See ``Params.check``."""
+        for name in names:
+            check_readable(name, self._tensors[name])
 
 
 def _bits(param: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_side.params.params import copy_into, meta_tensor
+from trainer_side.params.params import check_readable, copy_into, meta_tensor
 from trainer_side.ranks.ranks import SENDER, Ranks
 from weft_rl.contract.errors import UnsupportedError
 
@@ -150,6 +150,13 @@ class ShardedParams:
         for name, param in self.placed.items():
             if param.local is not None:
                 yield name, param.local.detach()
+
+    def check(self, names: Iterable[str]) -> None:
+        """See ``Params.check``."""
+        for name in names:
+            local = self.placed[name].local
+            if local is not None:
+                check_readable(name, getattr(local, "_local_tensor", local))
 
     def _bring(self, pieces: Sequence[_RunPiece]) -> None:
         """Bring pieces to the sender, with one message from each rank that holds some."""

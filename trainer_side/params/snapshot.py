@@ -132,6 +132,10 @@ class _OverlaidParams:
         yield from self._copies.local()
         yield from ((n, t) for n, t in self._params.local() if n not in self._copies.metas)
 
+    def check(self, names: Iterable[str]) -> None:
+        """See ``Params.check``."""
+        self._params.check(name for name in names if name not in self._copies.metas)
+
 
 def gathered_names(params: Params) -> set[str]:
     """Return names of parameters that only their framework can put together. Nobody can read them
@@ -149,7 +153,11 @@ def snapshot(params: Params, names: Collection[str], memory: SnapshotMemory) -> 
 
     Collective only where the framework alone can gather a parameter of ``names``: it is then
     gathered now, on the calling thread, and kept whole at the sender.
+
+    Raises:
+        InvalidManifestError: See ``Params.check``.
     """
+    params.check(name for name in params.metas if name in names)
     if not isinstance(params, ShardedParams):
         if memory.whole.ranks.rank != SENDER:
             return params

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -17,13 +17,13 @@ from trainer_side.params.names import (
     CheckpointForm,
     adapter_tensor_name,
     base_name_in_peft,
-    unwrapped_name,
 )
 from trainer_side.params.params import (
     ModelStamp,
     Params,
     TensorLook,
     WholeParams,
+    is_readable,
     model_changed,
     walk,
 )
@@ -49,7 +49,7 @@ from trainer_side.sources.file_source import (
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.named_source import Metadata, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.origin import AdapterBase
-from trainer_side.sources.source import CastRule, Source
+from trainer_side.sources.source import CastRule, Source, reading
 from weft_rl.checkpoints.digest_cache import FileState
 from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.draft_layers import DRAFT_MODEL, is_draft
@@ -144,7 +144,8 @@ class PushContent(ABC):
         reference: Callable[[], Reference],
     ) -> tuple[RankPush, Adapter | None]:
         """See ``Content.rank_push``."""
-        source, adapter = self.source(target)
+        with reading("the model"):
+            source, adapter = self.source(target)
         push = packings.weights_push(source, target.backends[0])
         push.look_again = self.check_unchanged
         return push, adapter
@@ -257,7 +258,7 @@ class ModelBase(PushContent):
             InvalidRequestError: A PEFT model without ``merged``, or ``merged`` for another model.
         """
         opened = open_model(model, ranks, kind)
-        is_peft = hasattr(opened.module, "peft_config")
+        is_peft = opened.is_adapted
         if is_peft and merged is None:
             raise InvalidRequestError(
                 "this is a PEFT model: push_adapter sends its adapter, push_merged its base with "
@@ -282,19 +283,14 @@ class ModelBase(PushContent):
         Raises:
             WeftError: They cannot be pushed; says why.
         """
-        module: Any = self.opened.module
-        settings = None if self.merged is None else merge_settings(module, self.merged)
-        key = self.merged, None if settings is None else tuple(settings.items())
+        module, merged = self.opened.module, self.merged
+        settings = None if merged is None else tuple(merge_settings(module, merged).items())
+        key = merged, settings
         found: BaseWeights | None = self.opened.sources.get(key)
         if found is None:
-            found = self._weights(self.opened.params, CheckpointForm.of(self._own_base))
+            found = self._weights(self.opened.params, CheckpointForm.of(self.opened.base))
             self.opened.sources.put(key, found)
         return found
-
-    @property
-    def _own_base(self) -> torch.nn.Module:
-        module: Any = self.opened.module
-        return module if self.merged is None else module.get_base_model()  # type: ignore[no-any-return]
 
     def _weights(self, params: Params, form: CheckpointForm) -> BaseWeights:
         module, buffers = self.opened.module, self.opened.buffers
@@ -324,7 +320,7 @@ class ModelBase(PushContent):
         why = memory.whole.why_no_room(params.metas[name] for name in rest)
         copied = snapshot(params, trained & names if why else names, memory)
         weights = replace(
-            self._weights(copied, CheckpointForm.frozen(self._own_base)),
+            self._weights(copied, CheckpointForm.frozen(self.opened.base)),
             are_read=params.is_collective or memory.whole.ranks.rank == SENDER,
         )
         remarks = self.remarks
@@ -345,7 +341,7 @@ class ModelBase(PushContent):
         if self.merged is None:
             return found
         return found | {
-            unwrapped_name(name)
+            name
             for name, param in walk(self.opened.module).named.items()
             if param.requires_grad or adapter_tensor_name(name, self.merged) is not None
         }
@@ -668,21 +664,19 @@ def stamp_of_named(given: object) -> ModelStamp | None:
     if isinstance(given, dict):
         found = given
     elif isinstance(given, list | tuple):
-        found = {pair[0]: pair[1] for pair in given if isinstance(pair, tuple) and len(pair) == 2}
+        pairs = [each for each in given if isinstance(each, tuple) and len(each) == 2]
+        found = {name: tensor for name, tensor in pairs if isinstance(name, str)}
     else:
         return None
-    tensors = {n: t for n, t in found.items() if type(t) in (torch.Tensor, torch.nn.Parameter)}
+    tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and is_readable(t)}
     return ModelStamp(TensorLook(tensors))
 
 
 def _trained_base(opened: OpenedModel) -> AdapterBase:
     """Return the base inside a PEFT model, as it is now."""
-    module: Any = opened.module
-    is_peft = hasattr(module, "peft_config") and hasattr(module, "get_base_model")
-    own = module.get_base_model() if is_peft else module
     look = opened.look("base", lambda: _base_names(opened))
-    content = BaseContent(own, look) if type(opened.params) is WholeParams else None
-    return AdapterBase.of(own, look.states(), content)
+    content = BaseContent(opened.base, look) if type(opened.params) is WholeParams else None
+    return AdapterBase.of(opened.base, look.states(), content)
 
 
 def _base_names(opened: OpenedModel) -> dict[str, str]:
@@ -700,10 +694,11 @@ def base_content(
     draft: Model | None = None,
 ) -> Content:
     """Return the content of a call of ``push_base`` or ``push_merged``."""
-    base = _base_of_model(model, ranks, cast, merged, kind)
-    if draft is None:
-        return base
-    return DraftedBase(base, _base_of_model(draft, ranks, cast, None, "auto"))
+    with reading("the model"):
+        base = _base_of_model(model, ranks, cast, merged, kind)
+        if draft is None:
+            return base
+        return DraftedBase(base, _base_of_model(draft, ranks, cast, None, "auto"))
 
 
 def _base_of_model(
@@ -725,7 +720,8 @@ def adapter_content(
     """Return the content of a call of ``push_adapter``."""
     if isinstance(model, str | Path):
         return FileAdapter(Path(model), cast)
-    return ModelAdapter.of(model, ranks, cast, adapter_name, check_base, kind)
+    with reading("the model"):
+        return ModelAdapter.of(model, ranks, cast, adapter_name, check_base, kind)
 
 
 def _base_rule(target: pb.DescribeTargetResponse, cast: bool) -> CastRule:

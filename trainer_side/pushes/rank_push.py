@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,7 @@ from trainer_side.sharding.hand_over import GivingRanks, hand_over
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS, ShardPlan, ShardPlans
 from trainer_side.sources.named_source import DESCRIPTION, NamedSteps, OrderedSource, RunSource
 from trainer_side.sources.shard_source import ShardSource, shard_source
-from trainer_side.sources.source import Source, torch_dtypes
+from trainer_side.sources.source import Source, reading, torch_dtypes
 from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.capabilities import NCCL, ONE_SIDED
 from weft_rl.contract.errors import WeftError
@@ -160,7 +161,8 @@ class GatheredPush(RankPush):
         """See ``Reader``."""
         if self._source.is_collective:
             return super().by_reference(runs)
-        return self._source.by_reference(runs[0].tensor, len(runs))
+        with self._reading():
+            return self._source.by_reference(runs[0].tensor, len(runs))
 
     def end_sending(self) -> None:
         """See ``RankPush``."""
@@ -168,14 +170,20 @@ class GatheredPush(RankPush):
 
     def _read(self, first: int, count: int, views: Sequence[torch.Tensor] | None) -> None:
         if not self._source.is_collective:
-            self._source.read(first, count, views)
+            with self._reading():
+                self._source.read(first, count, views)
             return
         self._ranks.agree()
         try:
-            self._source.read(first, count, views)
+            with self._reading():
+                self._source.read(first, count, views)
         except BaseException as error:
             self._ranks.abandon(error)  # others may wait for us inside a gather
             raise
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        is_users = isinstance(self._source, OrderedSource)  # whose iterator's errors are its own
+        return contextlib.nullcontext() if is_users else reading(self.description)
 
 
 class NamedPush(RankPush):
@@ -263,7 +271,8 @@ class ShardedPush(RankPush):
             # collectives. What LoRA's factors are brought by notices it itself.
             self._ranks.agree()
         try:
-            self.source.gather()
+            with reading(self.description):
+                self.source.gather()
         except BaseException as error:
             # Others may wait for us inside it: over our own link they are told, and raise the
             # same. Inside a collective of the framework's nobody can tell them: they learn of it
@@ -277,11 +286,13 @@ class ShardedPush(RankPush):
 
     def fill(self, runs: Sequence[Run], views: Sequence[torch.Tensor]) -> None:
         """See ``Reader``; elements that other ranks hand over are included."""
-        self._givers.fill(runs, views)
+        with reading(self.description):
+            self._givers.fill(runs, views)
 
     def by_reference(self, runs: Sequence[Run]) -> Sequence[torch.Tensor | None]:
         """See ``Reader``."""
-        return self._givers.by_reference(runs)
+        with reading(self.description):
+            return self._givers.by_reference(runs)
 
     def hand_over(self) -> None:
         """See ``RankPush``.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from trainer_side.rollouts.requests import (
     CheckedPrompt,
@@ -32,6 +32,7 @@ from weft_rl.contract.options import (
     check_choice,
     check_count,
     check_seconds,
+    shown_value,
 )
 from weft_rl.contract.sampling import Sampling
 from weft_rl.rpc.channel import check_target
@@ -105,11 +106,16 @@ class RolloutClient:
         check_seconds("timeout_seconds", timeout_seconds)
         check_seconds("connect_seconds", connect_seconds)
         check_seconds("stall_seconds", stall_seconds)
-        check_count("max_requests_per_replica", max_requests_per_replica)
-        if max_requests_per_replica > _MAX_REQUESTS:
+        check_choice("logprobs_truncated", logprobs_truncated, Literal[True, False, None])
+        if not (isinstance(logprobs_mode, str) and logprobs_mode):
             raise InvalidRequestError(
-                f"max_requests_per_replica={max_requests_per_replica}: a replica takes at most "
-                f"{_MAX_REQUESTS} of one caller"
+                f"logprobs_mode={shown_value(logprobs_mode)}: give one of vLLM's words, as in "
+                "'processed_logprobs'"
+            )
+        check_count("max_requests_per_replica", max_requests_per_replica, _MAX_REQUESTS)
+        if max_requests_per_replica is None:
+            raise InvalidRequestError(
+                f"max_requests_per_replica=None: give a number, at most {_MAX_REQUESTS}"
             )
         self._timeout_seconds = timeout_seconds
         self._sampler = Sampler(

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from trainer_side.params.choose import OpenedModel
-from trainer_side.params.names import adapter_tensor_name, base_name_in_peft
-from trainer_side.params.params import Params
+from trainer_side.params.names import IN_PEFT, adapter_tensor_name, base_name_in_peft
+from trainer_side.params.params import Params, own_class
 from trainer_side.sources.source import CastRule, ParamsSource
 from weft_rl.contract.adapter import TrainedBase
 from weft_rl.contract.adapter_config import (
@@ -56,12 +56,12 @@ def adapter_of_model(
             that cannot be served.
     """
     model = opened.module
-    configs: dict[str, Any] | None = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict) or not hasattr(model, "get_base_model"):
+    if not opened.is_adapted:
         raise InvalidAdapterError(
             f"{type(model).__name__} is not a PEFT model; give get_peft_model's result, or the "
             "directory that save_pretrained wrote"
         )
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
     if adapter_name not in configs:
         raise InvalidAdapterError(
             f"the model has no adapter {adapter_name!r}; it has {', '.join(sorted(configs))}"
@@ -78,20 +78,20 @@ def adapter_of_model(
 def _adapter(
     opened: OpenedModel, adapter_name: str, config_json: str, cast: CastRule, *, check_base: bool
 ) -> Adapter:
-    model, params = opened.module, opened.params
+    params = opened.params
     check_settings(parse_config(config_json))
     names = adapter_parameters(params, adapter_name)
     if not names:
         raise InvalidAdapterError(f"adapter {adapter_name!r} has no tensors")
     source = ParamsSource(params, names, cast, f"{params.kind} PEFT adapter {adapter_name!r}")
     config_json = config_in_names(config_json, names.values(), lambda: _matrices(params))
-    return Adapter(source, config_json, _trained_base(model, params) if check_base else None)
+    return Adapter(source, config_json, _trained_base(opened.base, params) if check_base else None)
 
 
 def adapter_parameters(params: Params, adapter_name: str) -> dict[str, str]:
     """Map an adapter's parameter names to those PEFT saves them by."""
     return {
-        own: name
+        own: name if name.startswith(IN_PEFT) else IN_PEFT + name  # put into the model's own layers
         for own in params.metas
         if (name := adapter_tensor_name(own, adapter_name)) is not None
     }
@@ -162,9 +162,8 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _trained_base(model: Any, params: Params) -> TrainedBase:
-    """Return the base inside a PEFT model, less the weights whose packed shapes say nothing."""
-    base = model.get_base_model()
+def _trained_base(base: torch.nn.Module, params: Params) -> TrainedBase:
+    """Return the base of a PEFT model, less the weights whose packed shapes say nothing."""
     architectures = getattr(getattr(base, "config", None), "architectures", None)
     suffix = ".weight"
     shapes = {
@@ -175,7 +174,7 @@ def _trained_base(model: Any, params: Params) -> TrainedBase:
         and (name := base_name_in_peft(raw)) is not None
         and name.endswith(suffix)
     }
-    return TrainedBase(architectures[0] if architectures else type(base).__name__, shapes)
+    return TrainedBase(architectures[0] if architectures else own_class(base).__name__, shapes)
 
 
 _ALL_LINEAR = "all-linear"

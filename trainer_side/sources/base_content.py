@@ -9,7 +9,7 @@ import torch
 
 from trainer_side.params.params import TensorLook, WholeParams
 from trainer_side.sources.module_source import ModuleSource
-from trainer_side.sources.source import CastRule, torch_dtypes
+from trainer_side.sources.source import CastRule, reading, torch_dtypes
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.layout.manifest import Manifest
@@ -34,12 +34,16 @@ class BaseContent:
             dtypes: Dtypes to cast floats to, by checkpoint name; the others stay as they are.
         """
         try:
-            params = WholeParams(self.look.tensors, "base")
-            own = ModuleSource(self.module, params, CastRule())
-            rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
-            source = ModuleSource(self.module, params, CastRule(exceptions=rule))
+            with reading("the base"):
+                return self._digests(dtypes)
         except WeftError:  # on the meta device, of a dtype that cannot travel
             return {}
+
+    def _digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
+        params = WholeParams(self.look.tensors, "base")
+        own = ModuleSource(self.module, params, CastRule())
+        rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
+        source = ModuleSource(self.module, params, CastRule(exceptions=rule))
         devices = {tensor.device for tensor in self.look.tensors.values()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         found: dict[str, StoredTensor] = {}

@@ -22,7 +22,6 @@ from trainer_side.params.names import CheckpointForm, Conversion, Revert
 from trainer_side.params.params import Params, copy_into, resident_param, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
-from weft_rl.contract.errors import InvalidManifestError
 
 
 class ModuleSource:
@@ -42,7 +41,7 @@ class ModuleSource:
     time: extra memory at the sender is that of the largest such group.
 
     Raises:
-        InvalidManifestError: A parameter's values are not here (offloaded, on meta).
+        InvalidManifestError: See ``Params.check``.
     """
 
     def __init__(
@@ -54,18 +53,13 @@ class ModuleSource:
         drafts: Collection[str] = (),
         is_base: IsBase | None = None,
     ) -> None:
-        for name, tensor in params.local():
-            if tensor.is_meta:
-                raise InvalidManifestError(
-                    f"parameter {name!r} is on the meta device: its values are elsewhere "
-                    "(offloaded?); load it first"
-                )
         self._params = params
         self.shards: Any = None
         if isinstance(form, torch.nn.Module):
             form = CheckpointForm.of(form)
         self._revert = form.revert
         own = {name: meta for name, meta in params.metas.items() if name not in without}
+        params.check(own)
         groups, outputs = form.conversions(own)
         self._groups = sorted(
             groups, key=lambda group: any(name in drafts for name in group.targets)

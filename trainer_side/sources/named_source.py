@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer_side.params.names import unwrapped_name
+from trainer_side.params.params import check_readable
 from trainer_side.ranks.ranks import Ranks
 from trainer_side.sources.source import CastRule, make_metas
 from weft_rl.contract.errors import (
@@ -161,6 +162,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor]:
             f"tensor {name!r} is not here whole ({type(tensor).__name__} on {tensor.device}, "
             f"{tensor.layout}): give the full tensor, gathered (full_tensor() of a DTensor)"
         )
+    check_readable(name, tensor)
     return name, tensor.detach()
 
 

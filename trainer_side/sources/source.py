@@ -7,19 +7,25 @@ inside ``read``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from trainer_side.params.elements import Elements, held_elements, why_not_held
-from trainer_side.params.params import Params, WholeParams, resident_param
-from weft_rl.contract.errors import InvalidManifestError
+from trainer_side.params.params import (
+    Params,
+    WholeParams,
+    check_layout,
+    own_dtype,
+    resident_param,
+)
+from weft_rl.contract.errors import InvalidManifestError, UnsupportedError, WeftError
 from weft_rl.contract.tensors import DataType, TensorMeta
 
-_DTYPES = {getattr(torch, dtype.torch_name): dtype for dtype in DataType}
-_TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}
+_TORCH_DTYPES = {dtype: getattr(torch, dtype.torch_name) for dtype in DataType}
 
 
 class Source(Protocol):
@@ -54,6 +60,24 @@ class Source(Protocol):
     def by_reference(self, first: int, count: int) -> Sequence[torch.Tensor | None]:
         """Return the tensors of a range that lie whole in this process's memory, in their own
         dtypes; None for the others. Not collective."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Give a type to the errors of the libraries that hold the weights, inside the ``with``: nobody
+    knows all that a tensor's class, or a wrapper, may raise.
+
+    Raises:
+        UnsupportedError: The error of another one, which is its cause.
+    """
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{what} cannot be read: {type(error).__name__}: {str(error)[:500]}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -91,18 +115,6 @@ class CastRule:
         return served
 
 
-def own_dtype(name: str, dtype: torch.dtype) -> DataType:
-    """Return the dtype of a tensor as it is.
-
-    Raises:
-        InvalidManifestError: It cannot travel.
-    """
-    own = _DTYPES.get(dtype)
-    if own is None:
-        raise InvalidManifestError(f"tensor {name!r} is {dtype}, which cannot be sent")
-    return own
-
-
 def make_metas(
     tensors: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]], cast: CastRule
 ) -> tuple[TensorMeta, ...]:
@@ -113,11 +125,7 @@ def make_metas(
     """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     for name, tensor in items:
-        if getattr(tensor, "layout", torch.strided) is not torch.strided:
-            raise InvalidManifestError(
-                f"tensor {name!r} is {tensor.layout}, which cannot be sent: make it dense "
-                "(to_dense()) before the push"
-            )
+        check_layout(name, tensor)
     return tuple(
         TensorMeta(name, cast.wire_dtype(name, t.dtype), tuple(t.shape)) for name, t in items
     )
@@ -131,6 +139,9 @@ class ParamsSource:
         names: Name in ``params`` to name on the wire, in the order of sending.
         cast: Rule for the dtype that each of them travels in.
         description: Description of what is read, for logs.
+
+    Raises:
+        InvalidManifestError: See ``Params.check``.
     """
 
     def __init__(
@@ -140,6 +151,7 @@ class ParamsSource:
         self.is_collective = params.is_collective
         self._params, self._names, self._travel_names = params, list(names), list(names.values())
         self.shards: Any = None
+        params.check(names)
         self.metas = make_metas([(name, params.metas[own]) for own, name in names.items()], cast)
         self._dtypes = torch_dtypes(self.metas)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -87,7 +88,7 @@ def push(
 ) -> None:
     """Publish an adapter or a checkpoint from disk."""
     for given in (path, draft):
-        if given is not None and not given.exists():
+        if given is not None and not os.path.exists(given):  # False of what no file system takes
             raise InvalidRequestError(f"{given} does not exist")
     if draft is not None and policy != BASE_POLICY:
         raise InvalidRequestError(
@@ -131,6 +132,6 @@ def parse_require(text: str) -> Require:
     """
     if text == "all":
         return "all"
-    if text.isdigit() and int(text) >= 1:
+    if text.isdecimal() and 1 <= len(text) <= 9 and int(text) >= 1:
         return int(text)
     raise InvalidRequestError(f"--require {text!r}: use a number of replicas, at least 1, or 'all'")

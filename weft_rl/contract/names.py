@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Final
 
 from weft_rl.contract.errors import InvalidNameError
+from weft_rl.contract.options import shown_value
 
 #: The policy whose bytes are the base model's weights.
 BASE_POLICY = "base"
@@ -28,7 +29,7 @@ def check_name(name: str, what: str) -> str:
             ``policy@version``.
     """
     if not isinstance(name, str):  # handed over by a user's program
-        raise InvalidNameError(f"{name!r:.80} cannot name a {what}: names are strings")
+        raise InvalidNameError(f"{shown_value(name)} cannot name a {what}: names are strings")
     if not _NAME.fullmatch(name) or ".." in name:
         shown = name if len(name) <= 80 else name[:77] + "..."
         raise InvalidNameError(
@@ -54,9 +55,10 @@ def check_adapter_name(policy: str) -> str:
     Raises:
         InvalidNameError: As ``check_name``, or it is ``base``.
     """
+    check_name(policy, "policy")
     if policy == BASE_POLICY:
         raise InvalidNameError("'base' names the base model's weights; choose another name")
-    return check_name(policy, "policy")
+    return policy
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -98,7 +100,9 @@ def version_of(given: str | PolicyVersion) -> PolicyVersion:
     if isinstance(given, PolicyVersion):
         return given
     if not isinstance(given, str):  # handed over by a user's program
-        raise InvalidNameError(f"{given!r:.80} is no version: give 'name@N' or a PolicyVersion")
+        raise InvalidNameError(
+            f"{shown_value(given)} is no version: give 'name@N' or a PolicyVersion"
+        )
     return PolicyVersion.parse(given)
 
 

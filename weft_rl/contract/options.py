@@ -12,6 +12,15 @@ from weft_rl.contract.errors import InvalidRequestError
 _LONGEST_SECONDS = 7 * 86_400.0
 
 
+def shown_value(value: object) -> str:
+    """Return a value as a message shows it: its ``repr``, cut; its type where it has none."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (a whole number of thousands of digits, or a user's class)
+        return f"(a value of type {type(value).__name__})"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def check_seconds(name: str, value: object) -> float:
     """Return ``value`` if it is a time to wait for.
 
@@ -19,9 +28,9 @@ def check_seconds(name: str, value: object) -> float:
         InvalidRequestError: Not a number, not positive, or longer than a week.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) <= _LONGEST_SECONDS:  # type: ignore[arg-type]
+    if not is_number or not 0 < value <= _LONGEST_SECONDS:  # type: ignore[operator]
         raise InvalidRequestError(
-            f"{name}={value!r}: give seconds, more than 0 and at most a week "
+            f"{name}={shown_value(value)}: give seconds, more than 0 and at most a week "
             f"({_LONGEST_SECONDS:.0f})"
         )
     return float(value)  # type: ignore[arg-type]
@@ -35,7 +44,9 @@ def check_count(name: str, value: object, most: int = 2**62) -> int | None:
     """
     if value is not None and (type(value) is not int or not 0 < value <= most):
         bound = f" and at most {most}" if most < 2**62 else ""
-        raise InvalidRequestError(f"{name}={value!r}: give a whole number, at least 1{bound}")
+        raise InvalidRequestError(
+            f"{name}={shown_value(value)}: give a whole number, at least 1{bound}"
+        )
     return value
 
 
@@ -46,8 +57,9 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         InvalidRequestError: It is not; names those that are.
     """
     known = get_args(choices)
-    if (type(value), value) not in [(type(each), each) for each in known]:  # True is not 1
-        raise InvalidRequestError(f"{name}={value!r}: use one of {', '.join(map(repr, known))}")
+    if not any(type(value) is type(each) and value == each for each in known):  # True is not 1
+        words = ", ".join(map(repr, known))
+        raise InvalidRequestError(f"{name}={shown_value(value)}: use one of {words}")
 
 
 # -- pushes ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any, Final
 import grpc
 
 from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.options import shown_value
 from weft_rl.interrupts import OwnThread, on_own_thread
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 from weft_rl.rpc.status import InvalidResponseError
@@ -367,13 +368,22 @@ def check_listen(listen: str) -> None:
         raise InvalidRequestError(f"listen is {listen!r}; it must be HOST:PORT")
 
 
+def is_host(host: str) -> bool:
+    """Return whether text may be the name or address of a machine; it is not looked up."""
+    try:
+        host.encode("idna")  # as a look-up does
+    except UnicodeError:
+        return False
+    return host.isprintable() and not any(map(str.isspace, host))
+
+
 def check_target(target: object, name: str = "coordinator") -> str:
     """Return ``target`` if it is HOST:PORT, as a user has written it under ``name``.
 
     Raises:
         InvalidRequestError: It has a scheme, lacks its port, or is no string.
     """
-    what = f"{name}={target!r}"
+    what = f"{name}={shown_value(target)}"
     if not isinstance(target, str):
         raise InvalidRequestError(f"{what}: give HOST:PORT as a string")
     if "//" in target or target.startswith("unix:"):
@@ -384,7 +394,7 @@ def check_target(target: object, name: str = "coordinator") -> str:
         raise InvalidRequestError(
             f"{what} names no port: give HOST:PORT, as in {target.strip(':') or 'weft'}:50051"
         ) from None
-    if not 0 < port < 65536 or any(character.isspace() for character in host):
+    if not 0 < port < 65536 or not is_host(host):
         raise InvalidRequestError(f"{what}: give a host, and a port from 1 to 65535")
     return target
 

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from weft_rl.contract.errors import InvalidRequestError
+from weft_rl.contract.options import shown_value
 
 _log = logging.getLogger(__name__)
 
@@ -341,12 +342,17 @@ def credentials_of(tls: Tls | None, token: str | None) -> Credentials:
         InvalidRequestError: They cannot be used.
     """
     if tls is not None and not isinstance(tls, Tls):  # handed over by a user's program
-        raise InvalidRequestError(f"tls={tls!r:.80}: give Tls(ca=..., cert=..., key=...)")
+        raise InvalidRequestError(f"tls={shown_value(tls)}: give Tls(ca=..., cert=..., key=...)")
     if token is not None and not (isinstance(token, str) and token):
         raise InvalidRequestError("token must be a string that is not empty")
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise InvalidRequestError("token must be of printable ASCII characters, as a header is")
     known = Credentials.from_environment()
     if tls is not None:
-        paths = (os.fspath(path) for path in (tls.ca, tls.cert, tls.key))
+        given = (tls.ca, tls.cert, tls.key)
+        if not all(isinstance(path, str | os.PathLike) for path in given):
+            raise InvalidRequestError(f"tls={shown_value(tls)}: ca, cert and key are paths")
+        paths = (os.fspath(path) for path in given)
         ca, cert, key = (str(path) for path in paths)
         known = Credentials(tls_ca=ca, tls_cert=cert, tls_key=key, token_file=known.token_file)
     if token is not None:

@@ -73,6 +73,13 @@ def test_what_has_changed_is_found_anew(change: Callable[[Tied], object]) -> Non
     assert list(_found(model).items()) == list(_expected(model).items())
 
 
+def test_a_tied_weight_has_the_embeddings_name_whichever_comes_first() -> None:
+    embedding, head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+    head.weight = embedding.weight
+    for parts in ({"lm_head": head, "embed": embedding}, {"embed": embedding, "lm_head": head}):
+        assert [*walk(nn.ModuleDict(parts)).named] == ["embed.weight"]
+
+
 def test_buffers_that_a_checkpoint_holds() -> None:
     model = Tied()
     model.first.register_buffer("bias_of_router", torch.zeros(2))
