@@ -3,14 +3,20 @@ same shapes stay out of service until a base is pushed."""
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from collections.abc import Callable
 
 import torch
+from safetensors.torch import save_file
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.pool import running_pool
+from tests.integration.models import Model, peft_of, weights
 from trainer_side import Publisher
+from weft_rl.checkpoints import reader
+from weft_rl.checkpoints.digest_cache import DigestCache
 from weft_rl.contract.checkpoint import READING, Checkpoint, CheckpointState, FileDigest
 
 WEIGHTS = {"layers.0.q_proj.weight": torch.ones(8, 8)}
@@ -48,3 +54,32 @@ def test_another_checkpoint_is_out_of_service_until_a_base_comes(tmp_path):
             )  # fmt: skip
             publisher.push_base(model)
         until(lambda: first.is_ready and second.is_ready)
+
+
+def test_the_first_push_of_an_adapter_waits_for_its_bases_checkpoint(tmp_path, monkeypatch, capsys):
+    """However long it takes to read: nobody is warned of a base that is known a moment later."""
+    model = Model()
+    save_file(weights(model), tmp_path / "model.safetensors")
+    tuned = peft_of(copy.deepcopy(model))
+    tuned.peft_config["default"].base_model_name_or_path = str(tmp_path)
+    tuned.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    files, read = [tmp_path / "model.safetensors"], reader.digest_file
+    engine = EngineDouble(weights(model))
+    engine.checkpoint = reader.read_checkpoint(files, DigestCache(None), threading.Event())
+    numbers = []
+
+    def slowly(*given):
+        numbers.append(time.sleep(1.0))
+        return read(*given)
+
+    monkeypatch.setattr(reader, "digest_file", slowly)
+    monkeypatch.setattr(reader.DigestCache, "of_user", lambda: DigestCache(None))
+    monkeypatch.setattr("weft_rl.progress._LineView.first_seconds", 0.3)
+    with running_pool(tmp_path / "weft.db") as pool:
+        pool.add_replica("replica-0", engine)
+        with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=30) as publisher:
+            for _ in range(2):
+                report = publisher.push_adapter(tmp_path / "adapter", "math").report
+                assert report.remarks == ()
+    assert len(numbers) == 1
+    assert f"push of math: reading {tmp_path}, to know its base by" in capsys.readouterr().err
