@@ -24,6 +24,7 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         output_dir="out",
         max_steps=3,
+        logging_steps=1,
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=32,
