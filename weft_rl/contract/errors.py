@@ -24,8 +24,9 @@ class WeftError(Exception):
     def __init__(
         self, message: str, *, reason: str | None = None, metadata: dict[str, str] | None = None
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        # A lone surrogate (of a path, of JSON) can be neither logged nor printed nor sent.
+        self.message = message.encode(errors="backslashreplace").decode()
+        super().__init__(self.message)
         self.reason = reason or self.default_reason
         self.metadata: dict[str, str] = dict(metadata or {})
 
