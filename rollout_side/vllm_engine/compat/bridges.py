@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_side.vllm_engine.compat.seams import OLDEST, TOO_NEW
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import (
@@ -31,9 +32,6 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.sampling import Sampling
 
-#: First release that works, and first that has not been tried.
-OLDEST = (0, 26)
-TOO_NEW = (0, 34)
 SUPPORTED_RANGE = ">=0.26,<0.34"
 
 #: Values of --load-format for which vLLM may map safetensors files.
@@ -44,8 +42,8 @@ _LAZY_FORMATS = frozenset({"auto", "hf", "safetensors", "mistral"})
 _VERSION = re.compile(r"v?(?:\d+!)?(?P<release>\d+(?:\.\d+)*)(?:[-_.]?[a-zA-Z+-].*)?")
 
 
-def check_version(version: str) -> None:
-    """Refuse a vLLM that Weft was not made for.
+def check_version(version: str) -> tuple[int, int]:
+    """Return the release of a vLLM, or refuse one that Weft was not made for.
 
     Pre-releases and local builds count as their release (``0.32.0+cpu`` as 0.32).
 
@@ -57,13 +55,15 @@ def check_version(version: str) -> None:
         raise UnsupportedError(
             f"vLLM's version {version!r} cannot be parsed; Weft needs vllm{SUPPORTED_RANGE}"
         )
-    release = (*map(int, match["release"].split(".")), 0)[:2]
+    major, minor = (*map(int, match["release"].split(".")), 0)[:2]
+    release = (major, minor)
     if not OLDEST <= release < TOO_NEW:
         raise UnsupportedError(
             f"vLLM {version} is installed, Weft needs vllm{SUPPORTED_RANGE}: "
             "its weight loading is patched in places that move between releases",
             metadata={"found": version, "supported": SUPPORTED_RANGE},
         )
+    return release
 
 
 def installed_version() -> str:
@@ -493,13 +493,14 @@ def rename_mapper(model: Any) -> Any:
 
 
 def validate_loaded(manager: Any, lora: Any) -> None:
-    """Run vLLM's checks of a loaded adapter, those that this version has.
+    """Run vLLM's checks of a loaded adapter, those that this version has; see ``seams``.
 
     Raises:
         ValueError: A check fails; in vLLM's words.
     """
     for name in (
         "_validate_moe_lora_format",
+        "_validate_classification_head_lora",  # 0.33
         "_validate_modules_to_save",
         "_validate_token_classification_lora",
     ):
