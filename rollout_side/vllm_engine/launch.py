@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from rollout_side.config import RolloutConfig, Staging
 from rollout_side.spill.folder import SpillFolder, SpillSettings
-from rollout_side.vllm_engine.compat import bridges, requests, seams
+from rollout_side.vllm_engine.compat import bridges, places, requests
 from rollout_side.vllm_engine.http.middleware import (
     App,
     RequestTracker,
@@ -111,7 +111,7 @@ async def open_engine(
     """
     refusals.refuse_environment(os.environ, allow=allow_unversioned_changes)
     version = bridges.installed_version()
-    seams.check(version, bridges.check_version(version))
+    places.check(version, bridges.check_version(version))
     # gRPC does not survive a fork, nor does a loop with threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     on_step("importing vLLM")

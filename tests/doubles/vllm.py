@@ -69,6 +69,7 @@ class FakeEngine:
             is_multimodal_model=sees, is_encoder_decoder=False, runner_type="generate"
         )
         self.vllm_config = SimpleNamespace(kv_transfer_config=object() if connector else None)
+        self.renderer = SimpleNamespace(mm_processor_cache=None)
         self.calls: list[str] = []
         self.answers: dict[str, Callable[[], list[RankResult]]] = {}
         self.hang: dict[str, asyncio.Event] = {}

@@ -7,6 +7,7 @@ vLLM is told so.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import re
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import httpx
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from rollout_side.engine import GenerateOrder, PromptImage
+from rollout_side.engine import AliasRefusals, GenerateOrder, PromptImage
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.e2e.generations import joined
 from tests.models import load_peft, make_adapter, rename_modules
@@ -119,14 +121,25 @@ def as_png(seed: int) -> bytes:
 
 def ask(case: Case, seed: int, model: str = "tiny") -> Answer:
     """Greedy tokens about an image, with their log-probabilities, over HTTP."""
+    response = post(case, seed, model)
+    assert response.status_code == 200, response.text
+    got = response.json()["choices"][0]["logprobs"]["content"]
+    return [int(e["token"].removeprefix("token_id:")) for e in got], [e["logprob"] for e in got]
+
+
+def post(
+    case: Case, seed: int, model: str = "tiny", timeout: float = 60.0, **settings: object
+) -> httpx.Response:
+    """Ask about an image over HTTP."""
     url = f"data:image/png;base64,{base64.b64encode(as_png(seed)).decode()}"
     content = [
         {"type": "text", "text": "w20 w21"},
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": f"w30{TAIL}"},
     ]
-    response = case.engine.http.post(
+    return case.engine.http.post(
         "/v1/chat/completions",
+        timeout=timeout,
         json={
             "model": model,
             "messages": [{"role": "user", "content": content}],
@@ -135,11 +148,9 @@ def ask(case: Case, seed: int, model: str = "tiny") -> Answer:
             "logprobs": True,
             "ignore_eos": True,
             "return_tokens_as_token_ids": True,
+            **settings,
         },
     )
-    assert response.status_code == 200, response.text
-    got = response.json()["choices"][0]["logprobs"]["content"]
-    return [int(e["token"].removeprefix("token_id:")) for e in got], [e["logprob"] for e in got]
 
 
 def ask_for_tokens(case: Case, seed: int, prompt: str | list[int], form: str) -> Answer:
@@ -181,6 +192,33 @@ def test_a_seen_image_is_seen_anew_by_each_base(case: Case) -> None:
         assert_sees(case, case.other)
         case.engine.call("apply_retained", STARTED_WITH)
         assert_sees(case, case.base)
+
+
+def test_an_image_of_a_request_that_ended_early_is_seen_in_the_next(case: Case) -> None:
+    """vLLM counts an image as sent once it is prepared, whatever becomes of its request."""
+    case.engine.call("refuse_aliases", AliasRefusals(every="the pool serves base@7"))
+    for model in ("tiny", "base"):
+        refused = post(case, 11, model)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert refused.headers["weft-reason"] == "REFUSING"
+    case.engine.call("refuse_aliases", AliasRefusals())
+    assert off(case, case.base, ask(case, 11), 11) <= BOUND
+    assert post(case, 12, "base@77").status_code == 404
+    assert off(case, case.base, ask(case, 12), 12) <= BOUND
+    # Refused by vLLM itself, behind the preparation of the image.
+    for seed, settings in enumerate(
+        ({"max_tokens": 10**6}, {"logit_bias": {"9999": 1.0}}, {"top_logprobs": 99}), start=13
+    ):
+        assert post(case, seed, **settings).status_code == 400, settings
+        assert off(case, case.base, ask(case, seed), seed) <= BOUND
+    for seed in (21, 22, 23):  # a client that has gone
+        with contextlib.suppress(httpx.TimeoutException):
+            post(case, seed, timeout=0.01)
+        assert off(case, case.base, ask(case, seed), seed) <= BOUND
+
+
+def test_the_trial_at_the_start_left_no_count(case: Case) -> None:
+    assert case.engine.facts["counted"] == []
 
 
 def test_a_prompt_of_token_ids_takes_pixels(case: Case) -> None:

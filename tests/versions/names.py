@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from rollout_side.vllm_engine.compat import seams
+from rollout_side.vllm_engine.compat import places
 from rollout_side.vllm_engine.compat.bridges import check_version
 
 FILE = Path(__file__).with_name("names.json")
@@ -26,16 +26,16 @@ def release_of(folder: Path) -> tuple[int, int]:
 
 if __name__ == "__main__":
     packages = sorted((release_of(folder), folder / "vllm") for folder in map(Path, sys.argv[1:]))
-    declared = sorted({name for seam in seams.SEAMS for name in seam.names})
+    declared = sorted({name for place in places.PLACES for name in place.names})
     listed = {
         name: [
             f"{major}.{minor}"
             for (major, minor), package in packages
-            if seams.has_name(package, name)
+            if places.has_name(package, name)
         ]
         for name in declared
     }
     lines = [f" {json.dumps(name)}: {json.dumps(' '.join(of))}" for name, of in listed.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for release, package in packages:
-        print(release, [seam.names for seam in seams.missing(package, release)] or "has all")
+        print(release, [place.names for place in places.missing(package, release)] or "has all")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_side.vllm_engine.compat.seams import OLDEST, TOO_NEW
+from rollout_side.vllm_engine.compat.places import OLDEST, TOO_NEW
 from weft_rl.checkpoints.files import local_model_dir, weight_files
 from weft_rl.contract.draft_layers import DRAFT_MODEL
 from weft_rl.contract.errors import (
@@ -493,7 +493,7 @@ def rename_mapper(model: Any) -> Any:
 
 
 def validate_loaded(manager: Any, lora: Any) -> None:
-    """Run vLLM's checks of a loaded adapter, those that this version has; see ``seams``.
+    """Run vLLM's checks of a loaded adapter, those that this version has; see ``places``.
 
     Raises:
         ValueError: A check fails; in vLLM's words.

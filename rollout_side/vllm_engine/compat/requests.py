@@ -6,6 +6,7 @@ import asyncio
 import copy
 import importlib
 import time
+import weakref
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -148,6 +149,65 @@ def salt_requests(engine: Any, salt: Callable[[str | None], str]) -> None:
         await send(request)
 
     core.add_request_async = send_salted
+
+
+#: Caches of prepared images and sounds that send an item's data to the engine once, 0.26 and 0.32.
+_SENDER_CACHES = {"MultiModalProcessorSenderCache", "LruKeyReplicatedSenderCache"}
+
+
+def send_items_until_taken(engine: Any) -> None:
+    """Have an image or a sound sent with each request, until the engine has taken one of them.
+
+    vLLM's cache here counts an item as sent once it is prepared, and sends its hash alone from
+    then on. A request that ends in between (refused, cut off, or found wrong later) never brings
+    it: the engine would know nothing of the hash, and vLLM answers the next request with it by 500.
+    """
+    cache = engine.renderer.mm_processor_cache
+    if type(cache).__name__ not in _SENDER_CACHES:
+        return  # no items, or always sent, or in memory that both can read
+    unsent = _UnsentCache(cache)
+    core = engine.engine_core
+    send = core.add_request_async
+
+    async def send_taken(request: Any) -> None:
+        await send(request)
+        for feature in request.mm_features or ():
+            if feature.data is not None:
+                unsent.forget(feature.mm_hash or feature.identifier)
+
+    core.add_request_async = send_taken
+
+
+class _UnsentCache:
+    """Items of vLLM's cache that no request has brought to the engine; replaces two of its methods.
+
+    The cache is used on vLLM's thread for items, and ``forget`` on the event loop.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        #: What the cache keeps of each, by hash: an item that it evicts is gone from here, too.
+        self._unsent: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._is_cached, self._get = cache.is_cached_item, cache.get_and_update_item
+        cache.is_cached_item, cache.get_and_update_item = self.is_cached_item, self.get_and_update
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        """Return whether an item's hash alone may be sent."""
+        return mm_hash not in self._unsent and bool(self._is_cached(mm_hash))
+
+    def get_and_update(self, mm_item: Any, mm_hash: str) -> Any:
+        """Return what is sent of an item: its data, or None for it, and vLLM's changes of the
+        prompt."""
+        found = self._get(mm_item, mm_hash)
+        if found[0] is None and mm_item is not None and mm_hash in self._unsent:
+            return mm_item
+        if found[0] is not None and self._is_cached(mm_hash):  # else it was too large
+            self._unsent[mm_hash] = self._cache._cache[mm_hash]
+        return found
+
+    def forget(self, mm_hash: str) -> None:
+        """Note that the engine has an item."""
+        self._unsent.pop(mm_hash, None)
 
 
 async def keep_requests(engine: Any) -> None:

@@ -13,7 +13,8 @@ names. vLLM looks the model up by the name in a request's body, in one place, wh
 result are noted: reading the body here would parse each request twice.
 
 vLLM's 404 for an unknown model names only the base model. Its text is replaced, its form stays. An
-alias that is refused, since the pool serves a version of it that is not here, gets a 503.
+alias that is refused, since the pool serves a version of it that is not here, gets a 503. It is
+refused where the name is looked up, and again at its admission.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class RequestNotes:
     adapters: list[str] = field(default_factory=list)
     reason: str = ""
     refusal: Refusal | None = None
-    """Refusal of the request after its admission began; None if it is answered."""
+    """Refusal of the request since its model was looked up; None if it is answered."""
     has_begun: bool = False
     """True if it has tokens."""
 
@@ -180,7 +181,14 @@ _notes: ContextVar[RequestNotes] = ContextVar("notes")
 
 
 class NotedAdapters(dict[str, Any]):
-    """``OpenAIServingModels.lora_requests`` that notes each look-up at the current request."""
+    """``OpenAIServingModels.lora_requests`` that notes each look-up at the current request.
+
+    To a request that may not have it now, a name is unknown: so it is refused before its prompt is
+    rendered.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and _is_admitted(str(name))
 
     def __getitem__(self, name: str) -> Any:
         request = super().__getitem__(name)
@@ -201,9 +209,18 @@ def set_reason(reason: str) -> None:
         notes.reason = reason
 
 
-def _note_base(name: str) -> None:
+def _is_admitted(name: str) -> bool:
+    """Return whether the current request may have a model; note its refusal if it may not."""
+    if (notes := _notes.get(None)) is not None and notes.models is not None:
+        notes.refusal = notes.models.refusal(name)
+        return notes.refusal is None
+    return True
+
+
+def _note_base(name: str) -> bool:
     if (notes := _notes.get(None)) is not None:
         notes.asked = name
+    return _is_admitted(name)
 
 
 def name_versions(app: App, models: ServedModels, *, kept: bool = False) -> App:

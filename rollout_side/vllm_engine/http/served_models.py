@@ -116,21 +116,19 @@ class ServedModels:
                 paths.append(path)
 
     def replace_lookup(
-        self, make: Callable[[dict[str, Any]], dict[str, Any]], found: Callable[[str], None]
+        self, make: Callable[[dict[str, Any]], dict[str, Any]], found: Callable[[str], bool]
     ) -> None:
         """Replace the mapping in which vLLM looks adapters up.
 
         Args:
             make: Makes the new mapping from the present one.
-            found: Called with a name of the base model that vLLM has looked up.
+            found: Called with a name of the base model that vLLM looks up; returns whether it is
+                to find it.
         """
         is_base = self._serving.is_base_model
 
         def is_base_model(name: str) -> bool:
-            if not is_base(name):
-                return False
-            found(name)
-            return True
+            return is_base(name) and found(name)
 
         self._serving.lora_requests = make(self._serving.lora_requests)
         self._serving.is_base_model = is_base_model
@@ -199,7 +197,7 @@ class ServedModels:
         return names
 
     def _is_own_base(self, name: str) -> bool:
-        return name in self.own_names and name not in self._serving.lora_requests
+        return name in self.own_names and self._serving.lora_requests.get(name) is None
 
     def next_id(self) -> int:
         """Return an integer id that no adapter had.

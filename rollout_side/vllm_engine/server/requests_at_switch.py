@@ -100,9 +100,9 @@ class _RequestCall:
 class RequestsAtSwitch:
     """Requests of one engine, and their handling at a switch; used on its event loop.
 
-    vLLM's server looks a request's model up before the engine admits it. The weights may change
-    before its admission, and before its first token. So its name is resolved again at its
-    admission, and at each switch until it has tokens.
+    vLLM's server looks a request's model up, renders its prompt, and has the engine admit it. The
+    weights may change before its admission, and before its first token. So its name is resolved
+    again at its admission, and at each switch until it has tokens.
 
     To keep requests, each gets a salt of the KV cache, made of its base and of the number of
     switches so far. A base that is served again, after a rollback or a repair, must not find what
@@ -123,6 +123,7 @@ class RequestsAtSwitch:
         #: vLLM's own ``generate``.
         self.generate = engine.generate
         self._calls: dict[str, list[_RequestCall]] = {}
+        requests.send_items_until_taken(engine)
         requests.on_request_sent(engine, self._mark_sent)
         if choice == "keep" or self.caches.has_connector:
             requests.salt_requests(engine, self._salt)

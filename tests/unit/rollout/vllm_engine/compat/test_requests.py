@@ -118,3 +118,102 @@ def test_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     monkeypatch.setitem(sys.modules, requests._FAILURES[-1][0], None)  # as if it were not there
     assert isinstance(requests.failure("again", 503), RuntimeError)
+
+
+class _Item:
+    """What the cache keeps of an item."""
+
+
+class LruKeyReplicatedSenderCache:
+    """As vLLM's, with room for two items: an item is a pair of data and changes of the prompt."""
+
+    def __init__(self) -> None:
+        self._cache: dict[str, _Item] = {}
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        return mm_hash in self._cache
+
+    def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
+        if mm_hash in self._cache:
+            return None, "changes"
+        assert mm_item is not None
+        self._cache[mm_hash] = _Item()
+        while len(self._cache) > 2:
+            del self._cache[next(iter(self._cache))]
+        return mm_item
+
+
+class _ItemEngine:
+    """An engine whose process knows the items that requests have brought."""
+
+    def __init__(self, cache: Any) -> None:
+        self.renderer = SimpleNamespace(mm_processor_cache=cache)
+        self.engine_core = self
+        self.known: set[str] = set()
+        self.is_cut_off = False
+
+    async def add_request_async(self, request: Any) -> None:
+        if self.is_cut_off:
+            raise ConnectionError
+        for feature in request.mm_features or ():
+            if feature.data is not None:
+                self.known.add(feature.identifier)
+            assert feature.identifier in self.known, "vLLM answers 500"
+
+    def render(self, mm_hash: str) -> Any:
+        """Prepare a prompt with an item, as vLLM does: what seems cached is not computed."""
+        cache = self.renderer.mm_processor_cache
+        item = None if cache.is_cached_item(mm_hash) else ("data", "changes")
+        data, changes = cache.get_and_update_item(item, mm_hash)
+        assert changes == "changes"
+        feature = SimpleNamespace(data=data, mm_hash=None, identifier=mm_hash)
+        return SimpleNamespace(mm_features=[feature])
+
+
+@pytest.fixture
+def items() -> _ItemEngine:
+    engine = _ItemEngine(LruKeyReplicatedSenderCache())
+    requests.send_items_until_taken(engine)
+    return engine
+
+
+async def test_an_item_whose_request_never_came_is_sent_with_the_next(items: _ItemEngine) -> None:
+    """Refused at its admission, found wrong after it was rendered, or its client has gone."""
+    items.render("image")
+    await items.engine_core.add_request_async(items.render("image"))
+    later = items.render("image")
+    assert later.mm_features[0].data is None  # its hash alone, as vLLM would
+    await items.engine_core.add_request_async(later)
+
+
+async def test_an_item_is_sent_by_all_that_were_rendered_before_it_was_taken(
+    items: _ItemEngine,
+) -> None:
+    first, second = items.render("image"), items.render("image")
+    await items.engine_core.add_request_async(second)  # the first one's client has gone
+    await items.engine_core.add_request_async(items.render("image"))
+    await items.engine_core.add_request_async(first)
+
+
+async def test_an_item_that_could_not_be_sent_is_sent_again(items: _ItemEngine) -> None:
+    items.is_cut_off = True
+    with pytest.raises(ConnectionError):
+        await items.engine_core.add_request_async(items.render("image"))
+    items.is_cut_off = False
+    await items.engine_core.add_request_async(items.render("image"))
+
+
+async def test_evicted_items_are_not_kept_track_of(items: _ItemEngine) -> None:
+    cache = items.renderer.mm_processor_cache
+    for number in range(9):  # none of which is ever sent
+        items.render(f"image {number}")
+    unsent = cache.is_cached_item.__self__._unsent
+    assert set(unsent) == set(cache._cache) == {"image 7", "image 8"}
+    await items.engine_core.add_request_async(SimpleNamespace(mm_features=None))
+
+
+@pytest.mark.parametrize("cache", [None, SimpleNamespace()], ids=["no items", "always sent"])
+async def test_other_caches_stay_as_they_are(cache: Any) -> None:
+    engine = _ItemEngine(cache)
+    requests.send_items_until_taken(engine)
+    assert "add_request_async" not in vars(engine)

@@ -32,10 +32,15 @@ class _Server:
         #: Between a request's lookup and its admission.
         self.rendered = asyncio.Event()
         self.rendered.set()
+        self.num_rendered = 0
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        if not self.models._serving.is_base_model(scope["model"]):
-            assert self.models._serving.lora_requests[scope["model"]]
+        serving, model = self.models._serving, scope["model"]
+        if not serving.is_base_model(model) and model not in serving.lora_requests:
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b"The model does not exist."})
+            return
+        self.num_rendered += 1
         await self.rendered.wait()
         if scope["stream"]:
             await self._stream(scope, send)
@@ -269,12 +274,29 @@ async def test_a_refused_alias_is_unavailable_with_the_reason(
         await asked.task
         assert (asked.status, asked.headers) == (503, {"weft-reason": "REFUSING"})
         assert "the pool serves base@7" in asked.error["message"]
+        assert (b"retry-after", b"5") in asked.sent[0]["headers"]
+    assert not server.num_rendered
     assert not server.engine.prompts
     exact = server.ask("base@0", stream=stream)
     await server.admitted(1)
     server.engine.emit("h1", [10], finish="stop")
     await exact.task
     assert exact.status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_alias_that_is_refused_as_its_prompt_is_rendered_is_not_admitted(
+    server: _Server, stream: bool
+) -> None:
+    server.rendered.clear()
+    asked = server.ask("tiny", stream=stream)
+    await asyncio.sleep(0)
+    server.models.refuse_aliases(AliasRefusals(every="the pool serves base@7"))
+    server.rendered.set()
+    await asked.task
+    assert (asked.status, asked.headers) == (503, {"weft-reason": "REFUSING"})
+    assert server.num_rendered == 1
+    assert not server.engine.prompts
 
 
 async def test_what_the_model_says_is_never_taken_for_a_last_chunk(server: _Server) -> None:

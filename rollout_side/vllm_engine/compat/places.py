@@ -20,7 +20,7 @@ TOO_NEW = (0, 34)
 
 
 @dataclass(frozen=True)
-class Seam:
+class VllmPlace:
     """Place in vLLM that Weft depends on."""
 
     use: str
@@ -48,53 +48,57 @@ _RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
 _OPTIONS = "engine.arg_utils:EngineArgs"
 _FILES = "model_executor.model_loader.default_loader"
 _MOE = "model_executor.layers.fused_moe"
+_SENDERS = (
+    "multimodal.cache:MultiModalProcessorSenderCache",
+    "multimodal.cache.lru:LruKeyReplicatedSenderCache",
+)
 _RELOAD = "model_executor.model_loader.reload"
 
-SEAMS = (
+PLACES = (
     # The OpenAI server.
-    Seam(
+    VllmPlace(
         "reads vLLM's arguments",
         tuple(f"{m}:make_arg_parser" for m in (*_ARGUMENTS, "entrypoints.openai.cli_args")),
     ),
-    Seam(
+    VllmPlace(
         "checks vLLM's arguments",
         tuple(
             f"{m}:validate_parsed_serve_args" for m in (*_ARGUMENTS, "entrypoints.openai.cli_args")
         ),
     ),
-    Seam(
+    VllmPlace(
         "starts an engine",
         (f"{_LAUNCHERS}.entry:build_async_engine_client", f"{_SERVER}:build_async_engine_client"),
     ),
-    Seam(
+    VllmPlace(
         "fills the server's state",
         (f"{_LAUNCHERS}.app_state:init_app_state", f"{_SERVER}:init_app_state"),
     ),
-    Seam("builds the server", ("entrypoints.launchers.app:build_app", f"{_SERVER}:build_app")),
-    Seam(
+    VllmPlace("builds the server", ("entrypoints.launchers.app:build_app", f"{_SERVER}:build_app")),
+    VllmPlace(
         "lists models",
         ("entrypoints.openai.models.serving:OpenAIServingModels.show_available_models",),
     ),
-    Seam(
+    VllmPlace(
         "finds a base model by name",
         ("entrypoints.openai.models.serving:OpenAIServingModels.is_base_model",),
     ),
-    Seam(
+    VllmPlace(
         "finds an adapter by name",
         ("entrypoints.openai.models.serving:OpenAIServingModels.lora_requests",),
     ),
-    Seam(
+    VllmPlace(
         "ends a request with a status",
         ("exceptions:GenerationError", "entrypoints.openai.engine.protocol:GenerationError"),
     ),
-    Seam("ends a request as retryable", ("exceptions:RetryableRequestError",), since=(0, 32)),
-    Seam("knows a client's mistake", ("exceptions:VLLMClientError",), since=(0, 27)),
-    Seam("knows that vLLM is full", ("exceptions:GracefulHTTPError",), since=(0, 29)),
-    Seam("knows a failed request", ("v1.engine.exceptions:EngineGenerateError",)),
-    Seam("knows a dead engine", ("v1.engine.exceptions:EngineDeadError",)),
+    VllmPlace("ends a request as retryable", ("exceptions:RetryableRequestError",), since=(0, 32)),
+    VllmPlace("knows a client's mistake", ("exceptions:VLLMClientError",), since=(0, 27)),
+    VllmPlace("knows that vLLM is full", ("exceptions:GracefulHTTPError",), since=(0, 29)),
+    VllmPlace("knows a failed request", ("v1.engine.exceptions:EngineGenerateError",)),
+    VllmPlace("knows a dead engine", ("v1.engine.exceptions:EngineDeadError",)),
     # Options that are refused, or that decide what is.
     *(
-        Seam(f"reads --{name.replace('_', '-')}", (f"{_OPTIONS}.{name}",))
+        VllmPlace(f"reads --{name.replace('_', '-')}", (f"{_OPTIONS}.{name}",))
         for name in (
             "decode_context_parallel_size",
             "ec_transfer_config",
@@ -110,90 +114,111 @@ SEAMS = (
             "worker_extension_cls",
         )
     ),
-    Seam("reads --calculate-kv-scales", (f"{_OPTIONS}.calculate_kv_scales",), until=(0, 28)),
+    VllmPlace("reads --calculate-kv-scales", (f"{_OPTIONS}.calculate_kv_scales",), until=(0, 28)),
     # The engine, in the API process.
-    Seam("sends requests", ("v1.engine.core_client:AsyncMPClient.add_request_async",)),
-    Seam("pauses generation", ("v1.engine.core_client:AsyncMPClient.pause_scheduler_async",)),
-    Seam("resumes generation", ("v1.engine.core_client:AsyncMPClient.resume_scheduler_async",)),
-    Seam("asks the engine's process", ("v1.engine.core_client:AsyncMPClient.call_utility_async",)),
-    Seam("stops its output handler", (f"{_ASYNC}.output_handler",)),
-    Seam("leaves its own requests out of metrics", (f"{_ASYNC}.logger_manager",)),
-    Seam("admits requests for tokens", (f"{_ASYNC}.generate",)),
-    Seam("admits requests of pooling models", (f"{_ASYNC}.encode",)),
-    Seam("names the base in outputs", (f"{_ASYNC}.update_weight_version",), since=(0, 27)),
-    Seam("learns the base of each token", (f"{_STATE}.weight_version_starts",), since=(0, 32)),
-    Seam("knows who asked", (f"{_STATE}.external_req_id",)),
-    Seam("keeps an adapter that is used", (f"{_STATE}.lora_name",)),
-    Seam("asks for pieces", ("sampling_params:SamplingParams.stream_interval",), since=(0, 27)),
-    Seam(
-        "knows which images the engine has",
-        (
-            "multimodal.cache:MultiModalProcessorSenderCache.get_and_update_item",
-            "multimodal.cache.lru:LruKeyReplicatedSenderCache.get_and_update_item",
-        ),
+    VllmPlace("sends requests", ("v1.engine.core_client:AsyncMPClient.add_request_async",)),
+    VllmPlace("pauses generation", ("v1.engine.core_client:AsyncMPClient.pause_scheduler_async",)),
+    VllmPlace(
+        "resumes generation", ("v1.engine.core_client:AsyncMPClient.resume_scheduler_async",)
     ),
-    Seam("finds the cache of images", ("renderers.base:BaseRenderer.mm_processor_cache",)),
-    Seam("sleeps in part", ("v1.executor.abstract:Executor.is_sleeping",)),
+    VllmPlace(
+        "asks the engine's process", ("v1.engine.core_client:AsyncMPClient.call_utility_async",)
+    ),
+    VllmPlace("stops its output handler", (f"{_ASYNC}.output_handler",)),
+    VllmPlace("leaves its own requests out of metrics", (f"{_ASYNC}.logger_manager",)),
+    VllmPlace("admits requests for tokens", (f"{_ASYNC}.generate",)),
+    VllmPlace("admits requests of pooling models", (f"{_ASYNC}.encode",)),
+    VllmPlace("names the base in outputs", (f"{_ASYNC}.update_weight_version",), since=(0, 27)),
+    VllmPlace("learns the base of each token", (f"{_STATE}.weight_version_starts",), since=(0, 32)),
+    VllmPlace("knows who asked", (f"{_STATE}.external_req_id",)),
+    VllmPlace("keeps an adapter that is used", (f"{_STATE}.lora_name",)),
+    VllmPlace(
+        "asks for pieces", ("sampling_params:SamplingParams.stream_interval",), since=(0, 27)
+    ),
+    *(
+        VllmPlace(
+            "knows which images the engine has", tuple(f"{cache}.{name}" for cache in _SENDERS)
+        )
+        for name in ("is_cached_item", "get_and_update_item", "_cache")
+    ),
+    VllmPlace("knows a request's images", ("v1.engine:EngineCoreRequest.mm_features",)),
+    *(
+        VllmPlace("knows an image", (f"multimodal.inputs:MultiModalFeatureSpec.{name}",))
+        for name in ("data", "mm_hash", "identifier")
+    ),
+    VllmPlace("finds the cache of images", ("renderers.base:BaseRenderer.mm_processor_cache",)),
+    VllmPlace("tries an engine with an image", ("renderers.base:BaseRenderer.get_mm_processor",)),
+    VllmPlace(
+        "knows what items a model takes",
+        ("multimodal.processing.context:BaseProcessingInfo.allowed_mm_limits",),
+    ),
+    VllmPlace("sleeps in part", ("v1.executor.abstract:Executor.is_sleeping",)),
     # The engine's core.
-    Seam("keeps running requests", ("v1.core.sched.scheduler:Scheduler._preempt_request",)),
-    Seam(
+    VllmPlace("keeps running requests", ("v1.core.sched.scheduler:Scheduler._preempt_request",)),
+    VllmPlace(
         "keeps blocks apart",
         ("v1.request:Request.skip_reading_prefix_cache",),
     ),
     # A worker.
-    Seam("watches a step", ("v1.worker.worker_base:WorkerBase.execute_model",)),
-    Seam("watches sampling", ("v1.worker.worker_base:WorkerBase.sample_tokens",)),
-    Seam("finds the draft", (f"{_RUNNER}.get_draft_model", f"{_RUNNER}.drafter")),
-    Seam(
+    VllmPlace("watches a step", ("v1.worker.worker_base:WorkerBase.execute_model",)),
+    VllmPlace("watches sampling", ("v1.worker.worker_base:WorkerBase.sample_tokens",)),
+    VllmPlace("finds the draft", (f"{_RUNNER}.get_draft_model", f"{_RUNNER}.drafter")),
+    VllmPlace(
         "leaves a draft as it is",
         (
             "v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer."
             "parallel_drafting_hidden_state_tensor",
         ),
     ),
-    Seam(
+    VllmPlace(
         "drops what adapters derived from a base",
         ("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.reset_lora_state",),
         since=(0, 28),
     ),
-    Seam(
+    VllmPlace(
         "reads a checkpoint again",
         (f"{_FILES}:DefaultModelLoader.get_all_weights",),
     ),
-    Seam("reads a part of a file", ("config.load:LoadConfig.safetensors_load_strategy",)),
-    Seam("reads it without a word", ("config.load:LoadConfig.use_tqdm_on_load",)),
-    Seam("knows what reads files whole", ("config.load:LoadConfig.model_loader_extra_config",)),
-    Seam("knows a model's other files", (f"{_FILES}:.secondary_weights",)),
-    Seam("knows which files a model has", (f"{_FILES}:.allow_patterns_overrides",)),
-    Seam("finds a wrapped draft", ("compilation.cuda_graph:CUDAGraphWrapper.unwrap",)),
-    Seam("reads a draft's files", ("config.speculative:SpeculativeConfig.draft_load_config",)),
-    Seam("reloads layers", (f"{_RELOAD}.layerwise:get_layerwise_info",)),
-    Seam("reloads buffers", (f"{_RELOAD}.types:LayerReloadingInfo.kernel_non_persistent_buffers",)),
-    Seam("keeps proofs of reloads apart", ("envs:compile_factors",)),
+    VllmPlace("reads a part of a file", ("config.load:LoadConfig.safetensors_load_strategy",)),
+    VllmPlace("reads it without a word", ("config.load:LoadConfig.use_tqdm_on_load",)),
+    VllmPlace(
+        "knows what reads files whole", ("config.load:LoadConfig.model_loader_extra_config",)
+    ),
+    VllmPlace("knows a model's other files", (f"{_FILES}:.secondary_weights",)),
+    VllmPlace("knows which files a model has", (f"{_FILES}:.allow_patterns_overrides",)),
+    VllmPlace("finds a wrapped draft", ("compilation.cuda_graph:CUDAGraphWrapper.unwrap",)),
+    VllmPlace("reads a draft's files", ("config.speculative:SpeculativeConfig.draft_load_config",)),
+    VllmPlace("reloads layers", (f"{_RELOAD}.layerwise:get_layerwise_info",)),
+    VllmPlace(
+        "reloads buffers", (f"{_RELOAD}.types:LayerReloadingInfo.kernel_non_persistent_buffers",)
+    ),
+    VllmPlace("keeps proofs of reloads apart", ("envs:compile_factors",)),
     # Adapters.
-    Seam("loads adapters", (f"{_LOADER}._load_adapter",)),
-    Seam("tries an engine with an adapter", (f"{_LOADER}.add_dummy_lora",)),
-    Seam("shows a loader the model as built", ("lora.layers.base:BaseLayerWithLoRA",)),
-    Seam(
+    VllmPlace("loads adapters", (f"{_LOADER}._load_adapter",)),
+    VllmPlace("tries an engine with an adapter", (f"{_LOADER}.add_dummy_lora",)),
+    VllmPlace("shows a loader the model as built", ("lora.layers.base:BaseLayerWithLoRA",)),
+    VllmPlace(
         "loads experts beside adapters",
         ("model_executor.layers.fused_moe.routed_experts:RoutedExperts.lora_base_layer_prefix",),
     ),
-    Seam(
+    VllmPlace(
         "renames an adapter's modules",
         (
             "model_executor.models.utils:WeightsMapper.get_rename_mapper",
             "model_executor.models.utils:WeightsMapper.get_unstacked_mapper",
         ),
     ),
-    Seam("divides experts", (f"{_MANAGER}.moe_ep_load_spec",)),
-    Seam("leaves out other ranks' experts", ("lora.lora_model:_is_remote_expert_key",)),
-    Seam(
+    VllmPlace("divides experts", (f"{_MANAGER}.moe_ep_load_spec",)),
+    VllmPlace("leaves out other ranks' experts", ("lora.lora_model:_is_remote_expert_key",)),
+    VllmPlace(
         "scales by PEFT's patterns",
         ("lora.peft_helper:PEFTHelper.get_rank_and_scaling",),
         since=(0, 32),
     ),
-    Seam("checks an adapter's experts", (f"{_MANAGER}._validate_moe_lora_format",), since=(0, 32)),
-    Seam(
+    VllmPlace(
+        "checks an adapter's experts", (f"{_MANAGER}._validate_moe_lora_format",), since=(0, 32)
+    ),
+    VllmPlace(
         "checks an adapter's heads",
         (
             f"{_MANAGER}._validate_classification_head_lora",
@@ -201,7 +226,7 @@ SEAMS = (
         ),
         since=(0, 31),
     ),
-    Seam(
+    VllmPlace(
         "checks an adapter's head of tokens",
         (
             f"{_MANAGER}._validate_classification_head_lora",
@@ -209,13 +234,30 @@ SEAMS = (
         ),
         since=(0, 31),
     ),
-    Seam("marks an adapter's slots", ("lora.layers.fused_moe:FusedMoEWithLoRA.adapter_enabled",)),
-    Seam("knows a model's renames", ("lora.worker_manager:.hf_to_vllm_mapper",)),
-    Seam("leaves out modules", ("lora.worker_manager:.lora_skip_prefixes",)),
+    VllmPlace(
+        "marks an adapter's slots", ("lora.layers.fused_moe:FusedMoEWithLoRA.adapter_enabled",)
+    ),
+    VllmPlace("knows a model's renames", ("lora.worker_manager:.hf_to_vllm_mapper",)),
+    VllmPlace("leaves out modules", ("lora.worker_manager:.lora_skip_prefixes",)),
     # The CPU.
-    Seam("prepares experts again", (f"{_MOE}.fused_moe_method_base:.moe_kernel",)),
-    Seam("packs a tied head again", ("model_executor.layers.utils:.cpu_linear",)),
-    Seam(
+    VllmPlace("looks at prompts", (f"{_RUNNER}._get_prompt_logprobs_dict",)),
+    VllmPlace("knows which prompts to look at", (f"{_RUNNER}.num_prompt_logprobs",)),
+    VllmPlace(
+        "computes a prompt's logits on a CPU",
+        ("lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",),
+    ),
+    VllmPlace(
+        "finds a request's adapter",
+        ("v1.worker.gpu_input_batch:InputBatch.request_lora_mapping",),
+    ),
+    VllmPlace("finds an adapter's slot", (f"{_MANAGER}.lora_index_to_id",)),
+    VllmPlace(
+        "finds a worker's adapters",
+        ("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager",),
+    ),
+    VllmPlace("prepares experts again", (f"{_MOE}.fused_moe_method_base:.moe_kernel",)),
+    VllmPlace("packs a tied head again", ("model_executor.layers.utils:.cpu_linear",)),
+    VllmPlace(
         "fills a packed weight again",
         (
             "model_executor.layers.attention.mla_attention:._cpu_skip_gemm_dispatch",
@@ -223,12 +265,12 @@ SEAMS = (
         ),
         since=(0, 29),
     ),
-    Seam("masks rows on a CPU", ("lora.ops.torch_ops.lora_ops:bgmv_shrink",)),
+    VllmPlace("masks rows on a CPU", ("lora.ops.torch_ops.lora_ops:bgmv_shrink",)),
 )
 
 
-def missing(root: Path, release: tuple[int, int]) -> list[Seam]:
-    """Return the seams that a release should have, of which no name is found in its files.
+def missing(root: Path, release: tuple[int, int]) -> list[VllmPlace]:
+    """Return the places that a release should have, of which no name is found in its files.
 
     Args:
         root: Folder of the package ``vllm``.
@@ -236,10 +278,10 @@ def missing(root: Path, release: tuple[int, int]) -> list[Seam]:
     """
     sources: dict[str, str] = {}
     return [
-        seam
-        for seam in SEAMS
-        if seam.since <= release < seam.until
-        and not any(has_name(root, name, sources) for name in seam.names)
+        place
+        for place in PLACES
+        if place.since <= release < place.until
+        and not any(has_name(root, name, sources) for name in place.names)
     ]
 
 
@@ -262,7 +304,7 @@ def check(version: str, release: tuple[int, int]) -> None:
 
 
 def has_name(root: Path, path: str, sources: dict[str, str] | None = None) -> bool:
-    """Return whether the package has a name, as ``Seam.names`` has it.
+    """Return whether the package has a name, as ``VllmPlace.names`` has it.
 
     Args:
         sources: Files that were read before, by module; more are added.

