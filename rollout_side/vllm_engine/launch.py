@@ -28,6 +28,7 @@ from rollout_side.vllm_engine.replica import EngineParts, VllmReplica
 from rollout_side.vllm_engine.server import capabilities, cpu_cache, refusals
 from rollout_side.vllm_engine.server.architecture import MemoryModule
 from rollout_side.vllm_engine.server.capabilities import data_type, make_capabilities
+from rollout_side.vllm_engine.server.engine_trial import EngineTrial
 from rollout_side.vllm_engine.server.initial_checkpoint import InitialCheckpoint
 from rollout_side.vllm_engine.server.reload_verdict import ReloadVerdict, engine_identity
 from rollout_side.vllm_engine.server.requests_at_switch import RequestsAtSwitch
@@ -104,7 +105,7 @@ async def open_engine(
 
     Raises:
         UnsupportedError: vLLM's version, its environment, or an argument that Weft cannot
-            honour.
+            honour; or the engine fails at its first tokens.
         InvalidRequestError: vLLM refused its arguments or the model, the address is taken,
             or the spill directory cannot be made.
         Exception: vLLM's own, if the engine does not start.
@@ -197,6 +198,8 @@ async def open_engine(
                 for name, shape, other_names in values[0]["untold_modules"]
             ),
         )
+        on_step("generating its first tokens")
+        await EngineTrial(engine, at_switch.generate, at_switch.caches).run()
         await bridges.set_weight_version(engine, str(PolicyVersion(BASE_POLICY, 0)))
         return VllmReplica(
             EngineParts(

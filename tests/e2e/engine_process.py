@@ -255,6 +255,8 @@ async def _serve(
         "reference": replica.reference,
         "model_name": replica.model_name,
         "worker_pids": replica.worker_pids,
+        "counted": _counted(),
+        "loras": await replica.engine.list_loras(),
     }
     pipe.send((-1, True, facts))
     loop, orders = asyncio.get_running_loop(), asyncio.Queue[Any]()
@@ -277,6 +279,16 @@ async def _serve(
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await replica.shutdown(1.0)
+
+
+def _counted() -> list[str]:
+    """Return what vLLM has counted so far of requests and tokens, for Prometheus."""
+    from prometheus_client import REGISTRY
+
+    families = (family for family in REGISTRY.collect() if family.name.startswith("vllm:"))
+    samples = (sample for family in families for sample in family.samples)
+    ends = ("_total", "_count")
+    return [s.name for s in samples if s.name.endswith(ends) and s.value]
 
 
 async def _obey(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.engine_process import LORA_ARGS, EngineProcess
 from tests.e2e.logprobs import PROMPT
+from tests.e2e.vllm_build import skip_unless_computed
 from tests.models import (
     Referee,
     load_hf,
@@ -32,6 +33,8 @@ from weft_rl.contract.errors import InvalidManifestError
 from weft_rl.contract.tensors import DataType, TensorMeta, check_base
 
 KEEP = CastRule(enabled=False)
+#: Operation by which vLLM multiplies by weights of 4 bits on a CPU.
+_OPERATION = "cpu_gemm_wna16"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Case:
 def quantised(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
+    skip_unless_computed(_OPERATION)
     root = tmp_path_factory.mktemp("quantised")
     model = make_quantised(request.param, root / "model", root / "plain")
     adapter = make_adapter(root / "plain", root / "adapter", seed=1)

@@ -291,6 +291,20 @@ def sampled_logprobs(completion: Any) -> list[float]:
     return [float(logprobs[token].logprob) for token, logprobs in pairs]
 
 
+@contextlib.contextmanager
+def uncounted(engine: Any) -> Iterator[None]:
+    """Leave what the engine does meanwhile out of vLLM's metrics."""
+    loggers = engine.logger_manager
+    if loggers is None:  # --disable-log-stats
+        yield
+        return
+    record, loggers.record = loggers.record, lambda **_: None
+    try:
+        yield
+    finally:
+        loggers.record = record
+
+
 def draft_counts() -> tuple[int, int]:
     """Return how many tokens were drafted in this process's engine, and how many of them accepted,
     as vLLM counts them for Prometheus."""

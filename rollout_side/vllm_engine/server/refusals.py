@@ -31,6 +31,8 @@ _OPENING = {
 #: Files of which a model's directory has one; the first is the usual one.
 _MODEL_FILES = ("config.json", "params.json", "model_index.json")
 _MAX_CHARS = 500
+#: vLLM's words, 0.26 to 0.33, for an engine whose process ended as it started.
+_ENGINE_ENDED = "Engine core initialization failed"
 _OFF = {"", "0", "false", "no", "off"}
 #: Endpoints of vLLM that are removed: they would change the engine's workers.
 _CLOSED = frozenset({"/scale_elastic_ep"})
@@ -239,6 +241,7 @@ def plain_errors(model: str) -> Iterator[None]:
 
     Raises:
         InvalidRequestError: Quotes the first words of the error.
+        UnsupportedError: A process of the engine ended; its log has the reason, and no error has.
     """
     try:
         yield
@@ -253,6 +256,11 @@ def plain_errors(model: str) -> Iterator[None]:
             said = _first_words(error)
             raise InvalidRequestError(
                 f"vLLM refuses {model!r}, or its arguments: {said}"
+            ) from error
+        if isinstance(error, RuntimeError) and _ENGINE_ENDED in str(error):
+            raise UnsupportedError(
+                f"vLLM cannot start the engine of {model!r}: its processes ended, with the reason "
+                "above"
             ) from error
         raise
 

@@ -35,6 +35,7 @@ from rollout_side.vllm_engine.worker.state import (
     served_base,
     state_of,
 )
+from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl.contract.checkpoint import StoredTensor
 from weft_rl.contract.errors import NotReadyError, RequestConflictError
 from weft_rl.contract.group import GroupTicket
@@ -70,6 +71,28 @@ class WeftWorker:
     def weft_keep_draft(self: Any) -> None:
         """Load no base into the model that drafts tokens, whatever comes with it."""
         state_of(self).drafted = None
+
+    @guarded
+    def weft_begin_trial(self: Any, lora_int_id: int) -> dict[str, Any]:
+        """Keep what fails in the next steps from ending the engine, until ``weft_end_trial``.
+
+        Args:
+            lora_int_id: Id of an adapter to load for the trial; 0 for none.
+
+        Returns whether there is that adapter: for some models vLLM makes none.
+        """
+        trial = state_of(self).trial = Trial(self)
+        return {"has_adapter": bool(lora_int_id) and trial.add_adapter(lora_int_id)}
+
+    @guarded
+    def weft_end_trial(self: Any) -> dict[str, Any]:
+        """Leave the worker as it was; return why a step failed, empty if none did."""
+        state = state_of(self)
+        trial, state.trial = state.trial, None
+        if trial is None:
+            raise NotReadyError("weft_begin_trial was not called on this worker")
+        trial.end()
+        return {"failure": trial.failure}
 
     @guarded
     def weft_join(self: Any, ticket: Mapping[str, Any], order: Mapping[str, Any]) -> None:

@@ -73,10 +73,10 @@ def guarded(
             "%s failed on rank %d: %s",
             method.__name__,
             rank,
-            _text(error),
+            error_text(error),
             exc_info=None if expected else error,
         )
-        typed = error if isinstance(error, WeftError) else LoadFailedError(_text(error))
+        typed = error if isinstance(error, WeftError) else LoadFailedError(error_text(error))
         return RankResult(
             ok=False,
             rank=rank,
@@ -90,7 +90,7 @@ def guarded(
     return answer
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return type and text of an error: vLLM raises AssertionErrors without a text."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

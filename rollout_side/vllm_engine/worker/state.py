@@ -40,6 +40,7 @@ from rollout_side.vllm_engine.loading.reload import load_in_place
 from rollout_side.vllm_engine.loading.reload_proof import why_not_repeated
 from rollout_side.vllm_engine.worker.holdings import HoldingsReport, HoldingsWriter, ProgressWriter
 from rollout_side.vllm_engine.worker.rank_results import RECEIVER_RANK
+from rollout_side.vllm_engine.worker.trial import Trial
 from weft_rl import logs
 from weft_rl.contract.capabilities import ONE_SIDED, BackendChoice
 from weft_rl.contract.errors import LoadFailedError, NotReadyError, UnsupportedError, WeftError
@@ -316,6 +317,8 @@ class WorkerState:
     """Plans by which a base can be loaded by copies alone: one for each set of names."""
     kept: KeptTensors | None = None
     """Tensors that no base brings, kept over a sleep that discards weights."""
+    trial: Trial | None = None
+    """Watch over the first steps, while the replica asks its own engine for tokens."""
     load: InPlaceLoad | None = None
     """In-place load that runs, or is complete and waits for its commit."""
     tracer: Tracer = NO_TRACER

@@ -292,6 +292,15 @@ def test_what_is_behind_an_error_of_vllm_is_told() -> None:
         raise RuntimeError("no config") from _HubError("not in the cache")
 
 
+def test_an_engine_that_does_not_start_is_a_sentence() -> None:
+    said = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    with (
+        pytest.raises(UnsupportedError, match="'org/m': its processes ended"),
+        plain_errors("org/m"),
+    ):
+        raise RuntimeError(said)
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("Engine core"), OSError("disk full"), UnsupportedError("x")]
 )
