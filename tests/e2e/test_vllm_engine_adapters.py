@@ -32,6 +32,11 @@ def names(engine: EngineProcess) -> dict[str, str]:
     return {card["id"]: card["root"] for card in cards}
 
 
+def test_the_trial_at_the_start_left_no_count_and_no_adapter(served: Served) -> None:
+    assert served.engine.facts["counted"] == []
+    assert not served.engine.facts["loras"]
+
+
 def test_versions_and_base_in_one_batch(served: Served, referee: Referee) -> None:
     engine, models = served.engine, served.models
     for i in (1, 2):
@@ -42,6 +47,34 @@ def test_versions_and_base_in_one_batch(served: Served, referee: Referee) -> Non
     for (_, adapter), answer in zip(wanted, answers, strict=True):
         assert answer.model == ("tiny" if adapter is None else f"batch@{adapter}")
         check(referee, answer, models.base, None if adapter is None else models.adapters[adapter])
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:4]], ids=["other rows", "as many rows"])
+def test_a_prompt_is_echoed_by_its_own_adapter_while_others_run(
+    served: Served, referee: Referee, prompt: list[int]
+) -> None:
+    """vLLM looks at a prompt's tokens by the adapters of the batch, in their order."""
+    engine, models = served.engine, served.models
+    for i in (1, 2):
+        engine.push_adapter(f"echo{i}@1", models.adapters[i])
+    asked = {
+        "model": "echo1@1", "prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True,
+        "logprobs": 1, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(engine.complete, m, PROMPT, 300) for m in ("tiny", "echo2@1")]
+        answers = []
+        while not all(other.done() for other in others):
+            response = engine.http.post("/v1/completions", json=asked)
+            assert response.status_code == 200, response.text
+            answers.append(response.json()["choices"][0]["logprobs"])
+        for other, adapter in zip(others, (None, models.adapters[2]), strict=True):
+            check(referee, other.result(), models.base, adapter)
+    for answer in (answers[0], answers[-1]):
+        tokens = [int(token.removeprefix("token_id:")) for token in answer["tokens"]]
+        assert tokens[: len(prompt)] == prompt
+        want = referee.logprobs(models.base, tokens[:1], tokens[1:], models.adapters[1])
+        assert answer["token_logprobs"][1:] == pytest.approx(want, abs=5e-5)
 
 
 def test_evicted_versions_come_back(served: Served, referee: Referee) -> None:

@@ -64,6 +64,76 @@ def install_row_mask() -> bool:
     return True
 
 
+def install_prompt_rows() -> bool:
+    """Give the log-probabilities of a prompt's tokens the adapter of their own request.
+
+    vLLM computes the logits of a prompt's rows by the adapters of the batch's requests, in their
+    order (0.26 to 0.33). With several requests the numbers of both differ, which ends the engine
+    (``echo`` with ``logprobs``, ``prompt_logprobs``); where they are equal, a LoRA of the head is
+    another request's. Idempotent.
+
+    Returns:
+        Whether this machine needs it: only the CPU's kernels are replaced.
+    """
+    if not importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        return False
+    wrapper: Any = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu").PunicaWrapperCPU
+    runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    if hasattr(wrapper.add_lora_logits, _MARK):
+        return True
+    add_native, prompts_native = wrapper.add_lora_logits, runner._get_prompt_logprobs_dict
+    #: Slot of the adapter of the request whose prompt is looked at, -1 for none; empty otherwise.
+    slots: list[int] = []
+
+    def add_lora_logits(
+        self: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        scale: float,
+        **more: Any,
+    ) -> Any:
+        if not slots:
+            return add_native(self, y, x, lora_a, lora_b, scale, **more)
+        if slots[0] >= 0:
+            a, b = lora_a[slots[0]].squeeze(0), lora_b[slots[0]].squeeze(0)
+            shrunk = (x.float() @ a.float().T * scale).to(y.dtype)
+            width = min(y.shape[-1], b.shape[0])
+            y[..., :width] += (shrunk @ b.to(y.dtype).T)[..., :width]
+        return None
+
+    def get_prompt_logprobs(self: Any, hidden: torch.Tensor, num_scheduled: Any) -> dict[str, Any]:
+        manager = getattr(self, "lora_manager", None)
+        if manager is None or not self.num_prompt_logprobs:
+            return prompts_native(self, hidden, num_scheduled)  # type: ignore[no-any-return]
+        asked, found = self.num_prompt_logprobs, dict[str, Any]()
+        try:
+            for request_id in [name for name in asked if name in num_scheduled]:
+                # vLLM takes the request out of these once its prompt has been looked at.
+                self.num_prompt_logprobs = one = {request_id: asked[request_id]}
+                slots[:] = [_slot_of(self, manager, request_id)]
+                found.update(prompts_native(self, hidden, num_scheduled))
+                if not one:
+                    del asked[request_id]
+        finally:
+            slots.clear()
+            self.num_prompt_logprobs = asked
+        return found
+
+    setattr(add_lora_logits, _MARK, True)
+    wrapper.add_lora_logits = add_lora_logits
+    runner._get_prompt_logprobs_dict = get_prompt_logprobs
+    return True
+
+
+def _slot_of(runner: Any, manager: Any, request_id: str) -> int:
+    """Return the slot of the adapter that a request of the batch uses; -1 for none."""
+    row = runner.input_batch.req_id_to_index[request_id]
+    lora_id = int(runner.input_batch.request_lora_mapping[row])
+    return manager._adapter_manager.lora_index_to_id.index(lora_id) if lora_id else -1
+
+
 def rebuild_moe_kernels(model: torch.nn.Module) -> int:
     """Make the next reload prepack expert weights again; call it before the reload.
 

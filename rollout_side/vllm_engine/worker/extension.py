@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 lora_hook.install()
 cpu_fixes.install_row_mask()
+cpu_fixes.install_prompt_rows()
 
 
 class WeftWorker:
