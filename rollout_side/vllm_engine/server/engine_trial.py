@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Final
 
 from rollout_side.vllm_engine.compat import bridges
@@ -102,8 +102,10 @@ class EngineTrial:
             Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         )
         lora = lora_hook.lora_request(TRIAL_ADAPTER, lora_id) if lora_id else None
-        begun = await self._engine.collective_rpc("weft_begin_trial", args=(lora_id,))
-        if lora is None or all(rank["has_adapter"] for rank in check_results(begun)):
+        begun = check_results(
+            await self._engine.collective_rpc("weft_begin_trial", args=(lora_id,))
+        )
+        if lora is None or all(rank["has_adapter"] for rank in begun):
             try:
                 async for _ in self._generate(prompt, params, "weft-trial", lora_request=lora):
                     pass
@@ -126,22 +128,29 @@ class EngineTrial:
         token = first if isinstance(first, int) and 0 <= first < self._model.get_vocab_size() else 0
         return {"prompt_token_ids": [token] * _PROMPT_TOKENS}
 
-    def _prompts_with_items(self) -> Iterator[tuple[str, Prompt]]:
-        """Yield prompts with an image and with a sound, where the model takes them.
+    def _prompts_with_items(self) -> list[tuple[str, Prompt]]:
+        """Return prompts with an image and with a sound, where the model takes them.
 
         Both are small: those that vLLM would make are as large as the model allows.
         """
-        processor = self._engine.renderer.get_mm_processor()
-        taken = processor.info.allowed_mm_limits
-        for name, make in (("image", _image), ("audio", _sound)):
-            if taken.get(name):
-                text = processor.dummy_inputs.get_dummy_text({name: 1})
-                prompt = {"prompt": text, "multi_modal_data": {name: [make()]}}
-                yield f"a prompt with an {name}", prompt
+        prompts = []
+        try:
+            processor = self._engine.renderer.get_mm_processor()
+            taken = processor.info.allowed_mm_limits
+            for name, kind, make in (("image", "an image", _image), ("audio", "a sound", _sound)):
+                if taken.get(name):
+                    text = processor.dummy_inputs.get_dummy_text({name: 1})
+                    prompt = {"prompt": text, "multi_modal_data": {name: [make()]}}
+                    prompts.append((f"a prompt with {kind}", prompt))
+        except Exception as error:  # noqa: BLE001 - of a processor that comes with a model
+            _log.debug("vLLM makes no prompts with items for this model: %r", error)
+        return prompts
 
     async def _empty_caches(self) -> None:
-        if not self._caches.has_connector:  # what moves to its memory is of the base, and right
-            await self._caches.forget(keep_running=False)
+        # Blocks that cannot be given up now are right ones: the next switch empties their cache.
+        await self._caches.try_to_empty()
+        if self._caches.has_encoder:
+            await self._engine.reset_encoder_cache()
         if self._model.is_multimodal_model:
             await self._engine.reset_mm_cache()
 

@@ -45,10 +45,10 @@ class Trial:
 
     def add_adapter(self, lora_int_id: int) -> bool:
         """Load ``TRIAL_ADAPTER``; return False where vLLM cannot make one for this model."""
-        manager = self._worker.model_runner.lora_manager
         rank = min(_RANK, self._worker.lora_config.max_lora_rank)
         request = lora_hook.lora_request(TRIAL_ADAPTER, lora_int_id)
         try:
+            manager = self._worker.model_runner.lora_manager
             manager.add_dummy_lora(request, rank=manager.get_dummy_lora_warmup_rank(rank))
         except Exception:  # noqa: BLE001 - of whatever model; adapters that are pushed are checked
             _log.debug("vLLM makes no adapter to try this model with", exc_info=True)

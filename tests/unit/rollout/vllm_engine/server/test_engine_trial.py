@@ -14,7 +14,7 @@ from rollout_side.vllm_engine.server import engine_trial
 from rollout_side.vllm_engine.server.engine_trial import EngineTrial
 from weft_rl.contract.errors import TransferTimeoutError, UnsupportedError
 
-EMPTIED = ["blocks", "items"]
+EMPTIED = ["blocks", "outputs", "items"]
 
 
 class Engine:
@@ -82,12 +82,16 @@ class Engine:
     async def reset_mm_cache(self) -> None:
         self.emptied.append("items")
 
-    async def forget(self, *, keep_running: bool) -> None:
-        assert not keep_running
+    async def reset_encoder_cache(self) -> None:
+        self.emptied.append("outputs")
+
+    async def try_to_empty(self) -> bool:
         self.emptied.append("blocks")
+        return False
 
     async def try_it(self) -> None:
-        caches: Any = SimpleNamespace(has_connector=False, forget=self.forget)
+        sees = self.vllm_config.model_config.is_multimodal_model
+        caches: Any = SimpleNamespace(has_encoder=sees, try_to_empty=self.try_to_empty)
         await EngineTrial(self, self.generate, caches).run()
 
 
