@@ -64,8 +64,8 @@ test: install  ## All tests but the matrix (13 minutes on 2 quiet cores with AVX
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/e2e tests/sim
 
 # torch and oneDNN have paths of their own without AVX-512.
-.PHONY: avx2
-avx2: install  ## Tests with engines, as on a CPU without AVX-512: vLLM then takes another library.
+.PHONY: older-cpu
+older-cpu: install  ## Tests with engines, as on a CPU without AVX-512: vLLM then takes another library.
 	PYTHONPATH=tests/avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 tests/e2e
 

@@ -1,4 +1,4 @@
-"""Have every Python process take this machine's CPU for one without AVX-512: ``make avx2``.
+"""Have every Python process take this machine's CPU for one without AVX-512: ``make older-cpu``.
 
 vLLM asks torch what the CPU has, and chooses its library by that. Python imports this module at its
 start if its folder is in ``PYTHONPATH``.

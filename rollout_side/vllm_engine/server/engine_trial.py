@@ -133,7 +133,7 @@ class EngineTrial:
 
         Both are small: those that vLLM would make are as large as the model allows.
         """
-        prompts = []
+        prompts: list[tuple[str, Prompt]] = []
         try:
             processor = self._engine.renderer.get_mm_processor()
             taken = processor.info.allowed_mm_limits
