@@ -19,11 +19,12 @@ from trainer_side.push_request import PushRequest
 from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult
 from trainer_side.pushes.content import Content
 from trainer_side.pushing import PushExecutor, under_way
-from trainer_side.ranks.ranks import Ranks
+from trainer_side.ranks.ranks import Ranks, is_told, told
 from trainer_side.sources.source import reading
 from weft_rl import tracing
 from weft_rl.contract.errors import InvalidRequestError, TransferTimeoutError, WeftError
 from weft_rl.contract.options import check_choice
+from weft_rl.interrupts import Flag
 
 _log = logging.getLogger(__name__)
 
@@ -32,25 +33,90 @@ WhenBusy = Literal["queue", "replace"]
 
 #: Pushes of one policy that may wait, each with a copy of the weights on the host.
 MAX_WAITING = 2
+# Of one wait for what has a deadline of its own.
+_LONG_SECONDS = 60.0
+# What another rank may take beyond a push's time to say that it has found no room.
+_GRACE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
 class _WaitingPush:
     """A push that was asked for and has not begun."""
 
-    number: int
-    """Number of the call, counted alike on every rank."""
     request: PushRequest
     began: float
     """Time of the call, ``time.monotonic()``."""
     parent: str
     """Traceparent of the caller."""
+    number: int = 0
+    """Number of the call, as all ranks have agreed; 0 until they have."""
     future: Future[PushResult] = field(default_factory=Future)
-    is_copied: bool = False
-    """True if the request's content is the copied one, or the error that there was instead."""
+    is_ready: bool = False
+    """True if it can be carried out at its turn: the request's content is the copied one, or the
+    error that there was instead."""
     cost: CopyCost = NOT_COPIED
     is_replaced: bool = False
     """True if a later push of the policy made it pointless before it began."""
+
+
+class _Agreement:
+    """Agreement of the ranks on one push, on a thread of its own, after the agreement before it.
+
+    Args:
+        agree: Function that agrees, or raises.
+        former: Agreement before this one, if any.
+    """
+
+    def __init__(self, agree: Callable[[], None], former: _Agreement | None) -> None:
+        self._agree = agree
+        self._lock = threading.Lock()
+        self._ended = Flag()
+        self._error: BaseException | None = None
+        self._then: Callable[[bool], None] | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(former,), name="weft-agree", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until it has ended; raise what it raised."""
+        while not self._ended.wait(_LONG_SECONDS):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def then(self, call: Callable[[bool], None]) -> None:
+        """Call ``call`` once it has ended, with True if it has failed, on any thread."""
+        with self._lock:
+            self._then = call
+            is_ended = self._ended.is_set()
+        if is_ended:
+            call(self._error is not None)
+
+    def join(self) -> None:
+        """Block until the thread has ended."""
+        self._thread.join()
+
+    def _run(self, former: _Agreement | None) -> None:
+        if former is not None:
+            former.join()
+        try:
+            self._agree()
+        except BaseException as error:  # noqa: BLE001 (it is the caller's)
+            self._error = error
+        with self._lock:
+            self._ended.set()
+            then = self._then
+        if then is not None:
+            then(self._error is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Left:
+    """A call that this rank does not come to, after the pushes that wait before it."""
+
+    error: BaseException
+    is_ready = True
 
 
 class BackgroundPusher:
@@ -68,10 +134,11 @@ class BackgroundPusher:
     def __init__(self, pushing: PushExecutor, ranks: Ranks) -> None:
         self._pushing, self._ranks = pushing, ranks
         self._memory = HostMemory(ranks)
-        self._numbers = itertools.count()
+        #: The last agreement of the ranks.
+        self._agreement: _Agreement | None = None
         self._lock = threading.RLock()  # ``with`` it, an interrupt leaves it free, unlike the other
         self._condition = threading.Condition(self._lock)
-        self._queue: deque[_WaitingPush] = deque()
+        self._queue: deque[_WaitingPush | _Left] = deque()
         self._is_running = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -98,26 +165,44 @@ class BackgroundPusher:
         """
         self._pushing.turn.check(f"the push of {request.policy}")
         check_choice("when_busy", when_busy, WhenBusy)
-        waiting = _WaitingPush(
-            next(self._numbers), request, time.monotonic(), tracing.of_process().current()
-        )
+        waiting = _WaitingPush(request, time.monotonic(), tracing.of_process().current())
         waiting.future.set_running_or_notify_cancel()  # the ranks could not agree on it
         with self._lock:
             _check_open(self._is_closed)
             self._queue.append(waiting)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
-                self._thread.start()
+            self._start()
         try:
-            self._wait_for_room(waiting, replace_earlier=when_busy == "replace")
-        except BaseException as error:
+            self._agree_whole(waiting, replace_earlier=when_busy == "replace")
+        except WeftError as error:
             self._leave(waiting)
-            if not isinstance(error, WeftError):
-                raise
             waiting.future.set_exception(error)
         else:
             self._copy(waiting)
         return waiting.future
+
+    def leave(self, error: BaseException, *, is_beside: bool) -> None:
+        """Tell the other ranks that this one does not come to its next call, once the pushes that
+        wait are over; returns at once.
+
+        Args:
+            is_beside: True if the call is one of ``submit``, which waits for none.
+        """
+        if is_beside:
+            if self._agreement is not None:
+                self._agreement.join()
+            self._ranks.leave(error)
+            return
+        with self._lock:
+            is_idle = not self._queue and not self._is_running
+            if not is_idle and not self._is_closed and not is_told(error):
+                self._queue.append(_Left(error))
+        if is_idle and not self._is_closed:
+            self._pushing.leave(error)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="weft-push", daemon=True)
+            self._thread.start()
 
     def wait_idle(self, call: str, deadline: float) -> None:
         """Block until nothing runs or waits, at most until ``deadline``.
@@ -145,21 +230,64 @@ class BackgroundPusher:
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._ranks.abandon()
+        if self._agreement is not None:
+            self._agreement.join()
+        self._ranks.close()
 
-    def _wait_for_room(self, waiting: _WaitingPush, *, replace_earlier: bool) -> None:
-        """Block until this push may copy; all ranks may, or all raise the error of one."""
-        seconds = waiting.request.timeout_seconds
+    def _agree_whole(self, waiting: _WaitingPush, *, replace_earlier: bool) -> None:
+        """Block until this push may copy; all ranks may, or all raise the error of one.
+
+        Ranks agree on a thread of their own, which no interrupt of the caller reaches: the others
+        could not know whether this one still heard of it. It ends the push on all of them.
+        """
+        agree = partial(self._agree, waiting, replace_earlier=replace_earlier)
+        if self._ranks.size == 1:
+            try:
+                agree()
+            except BaseException:
+                self._leave(waiting)
+                raise
+            return
+        agreement = self._agreement = _Agreement(agree, self._agreement)
+        try:
+            agreement.wait()
+        except WeftError:
+            raise
+        except BaseException as error:
+            told(error)  # by the push, or nobody has taken it
+            agreement.then(partial(self._end_interrupted, waiting, error))
+            raise
+
+    def _end_interrupted(self, waiting: _WaitingPush, error: BaseException, failed: bool) -> None:
+        """End a push whose caller was interrupted, once it is known whether all ranks have it."""
+        if failed:
+            self._leave(waiting)
+        else:
+            self._fill(waiting, partial(_fail, error))
+
+    def _agree(self, waiting: _WaitingPush, *, replace_earlier: bool) -> None:
+        request, ranks = waiting.request, self._ranks
         with self._lock:
             is_room = self._condition.wait_for(
-                lambda: replace_earlier or len(self._ahead(waiting)) < MAX_WAITING, seconds
+                lambda: replace_earlier or len(self._ahead(waiting)) < MAX_WAITING,
+                request.timeout_seconds,
             )
-        self._ranks.open(waiting.began + seconds)
-        self._ranks.agree(None if is_room else _no_room(waiting.request))
-        if replace_earlier:
-            # The sender says which have not begun: another rank may be behind it, or ahead.
-            numbers = self._ranks.share(lambda: json.dumps(self._replace_ahead(waiting)).encode())
-            self._drop_copies(json.loads(numbers))
+        try:
+            ranks.open(
+                waiting.began + request.timeout_seconds + _GRACE_SECONDS,
+                {**request.arguments, "when_busy": "replace" if replace_earlier else "queue"},
+            )
+            waiting.number = ranks.number
+            ranks.agree(None if is_room else _no_room(request))
+            if replace_earlier:
+                # The sender says which have not begun: another rank may be behind it, or ahead.
+                numbers = ranks.share(lambda: json.dumps(self._replace_ahead(waiting)).encode())
+                self._drop_copies(json.loads(numbers))
+        except BaseException as error:
+            ranks.leave(error)
+            raise
+        finally:
+            ranks.close_call()
 
     def _leave(self, waiting: _WaitingPush) -> None:
         with self._lock:
@@ -171,7 +299,13 @@ class BackgroundPusher:
         """Return the pushes of the same policy that wait before this one."""
         ahead = itertools.takewhile(lambda other: other is not waiting, self._queue)
         policy = waiting.request.policy
-        return [w for w in ahead if w.request.policy == policy and not w.is_replaced]
+        return [
+            other
+            for other in ahead
+            if isinstance(other, _WaitingPush)
+            and other.request.policy == policy
+            and not other.is_replaced
+        ]
 
     def _replace_ahead(self, waiting: _WaitingPush) -> list[int]:
         """Replace earlier waiting pushes of the same policy, at the sender; return their
@@ -186,7 +320,8 @@ class BackgroundPusher:
         """Give back the copies of pushes that the sender has replaced; nobody reads them."""
         with self._lock:
             for waiting in self._queue:
-                waiting.is_replaced |= waiting.number in numbers
+                if isinstance(waiting, _WaitingPush):
+                    waiting.is_replaced |= waiting.number in numbers
             self._condition.notify_all()
         for number in numbers:
             self._memory.give_back(number)
@@ -211,7 +346,7 @@ class BackgroundPusher:
         with self._lock:
             # Without what looked at the live model: it would keep that alive.
             waiting.request = replace(waiting.request, content=content)
-            waiting.is_copied = True
+            waiting.is_ready = True
             self._condition.notify_all()
         if waiting.is_replaced:  # by another thread, while this one copied
             self._memory.give_back(waiting.number)
@@ -220,14 +355,17 @@ class BackgroundPusher:
         while True:
             with self._lock:
                 self._condition.wait_for(
-                    lambda: self._queue[0].is_copied if self._queue else self._is_closed
+                    lambda: self._queue[0].is_ready if self._queue else self._is_closed
                 )
                 if not self._queue:
                     return
                 waiting = self._queue.popleft()
                 self._is_running = True
                 self._condition.notify_all()
-            self._carry_out(waiting)
+            if isinstance(waiting, _Left):
+                self._pushing.leave(waiting.error)
+            else:
+                self._carry_out(waiting)
             del waiting
             with self._lock:
                 self._is_running = False
@@ -237,7 +375,7 @@ class BackgroundPusher:
         try:
             try:
                 result = self._pushing.push(
-                    waiting.request,
+                    replace(waiting.request, beside=waiting.number),
                     began=waiting.began,
                     is_replaced=lambda: waiting.is_replaced,
                     parent=waiting.parent,

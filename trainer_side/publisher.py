@@ -6,6 +6,7 @@ plane.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from trainer_side.push_result import PushResult
 from trainer_side.pushes.content import Model
 from trainer_side.pushes.rank_push import RankPushFactory
 from trainer_side.pushing import PushExecutor
-from trainer_side.ranks.ranks import SENDER, Ranks
+from trainer_side.ranks.ranks import SENDER, Ranks, told
 from trainer_side.ranks.torch_ranks import Together, ranks_of
 from trainer_side.rollout_sleep import RolloutSleep
 from trainer_side.sharding.plan import DEFAULT_MAX_SENDERS
@@ -163,7 +164,7 @@ class Publisher:
             _check_callable("progress", progress)
         send_from = _check_device(device)
         check_seconds("connect_seconds", connect_seconds)
-        pushing_ranks = ranks_of(ranks)
+        pushing_ranks = ranks_of(ranks, "calls")
         warm()
         self._settings = PushSettings(
             ranks=pushing_ranks,
@@ -192,7 +193,7 @@ class Publisher:
             RankPushFactory(pushing_ranks, bucket_bytes, max_senders or DEFAULT_MAX_SENDERS),
             SideGroupRank(coordinator, data_host, selection, credentials),
         )
-        self._background = BackgroundPusher(self._pushing, ranks_of(ranks))
+        self._background = BackgroundPusher(self._pushing, ranks_of(ranks, "copies"))
 
     # -- pushes that block --------------------------------------------------------------
 
@@ -482,6 +483,7 @@ class Publisher:
             when_running,
             timeout_seconds,
             in_step=self._between_pushes,
+            tell=self._tell,
             coordinator=self._coordinator,
         )
 
@@ -528,8 +530,23 @@ class Publisher:
     ) -> _T:
         """Run ``work`` in step with the other ranks, once no push is under way. It gets the
         coordinator client at the sender, None at other ranks."""
-        self._background.wait_idle(call, deadline)
-        return self._pushing.between_pushes(call, work, deadline)
+        try:
+            self._background.wait_idle(call, deadline)
+            return self._pushing.between_pushes(call, work, deadline)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException, *, is_beside: bool = False) -> None:
+        """Tell the other ranks that this one does not come to its next call, unless they know the
+        error, or the call was none that they make.
+
+        Args:
+            is_beside: True if it was to be carried out beside the training.
+        """
+        turn = self._pushing.turn
+        if self._settings.ranks.size > 1 and turn.is_of_this_process and not turn.is_held_here:
+            self._background.leave(error, is_beside=is_beside)
 
     def _push(self, request: PushRequest) -> PushResult:
         began = time.monotonic()
@@ -538,9 +555,10 @@ class Publisher:
             # In the order of the calls, on every rank.
             self._background.wait_idle(f"the push of {request.policy}", deadline)
             return self._pushing.push(request, began=began, deadline=deadline)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            self._tell(interrupt)
             # Where it was, many calls deep, tells nobody anything.
-            raise KeyboardInterrupt(f"a push of {request.policy} was interrupted") from None
+            raise told(KeyboardInterrupt(f"a push of {request.policy} was interrupted")) from None
 
 
 def _check_data_host(host: object) -> None:
@@ -608,3 +626,32 @@ def _check_device(device: object) -> torch.device | None:
             f"device{'' if count == 1 else 's'}"
         )
     return found
+
+
+def _of_all_ranks(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Return a method of ``Publisher`` that tells the other ranks why this one does not come to
+    the call, if it fails before they are at it together: for an argument, or an interrupt."""
+
+    @functools.wraps(method)
+    def call(self: Publisher, *args: object, **named: object) -> _T:
+        try:
+            return method(self, *args, **named)
+        except BaseException as error:
+            self._tell(error, is_beside=method.__name__.endswith("_async"))
+            raise
+
+    return call
+
+
+# Whatever it is called with: a name that is misspelt is an argument, too.
+for _collective in (
+    Publisher.push_adapter,
+    Publisher.push_base,
+    Publisher.push_tensors,
+    Publisher.push_merged,
+    Publisher.push_adapter_async,
+    Publisher.push_base_async,
+    Publisher.push_merged_async,
+    Publisher.rollouts_asleep,
+):
+    setattr(Publisher, _collective.__name__, _of_all_ranks(_collective))

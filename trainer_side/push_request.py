@@ -122,10 +122,27 @@ class PushRequest:
     require: Require
     timeout_seconds: float
     base: RequestedBase = RequestedBase()
+    how: str = ""
+    """What else must be the same on every rank, as text."""
+    beside: int = 0
+    """Number of the call, if the push is carried out beside the training."""
 
     def __post_init__(self) -> None:
         check_replicas(self.require)
         check_seconds("timeout_seconds", self.timeout_seconds)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What every rank must ask for alike, by name."""
+        return {
+            "call": "push",
+            "policy": self.policy,
+            "content": self.how,
+            "base": self.base,
+            "require": self.require,
+            "check_finite": self.check_finite,
+            "asynchronous call": self.beside,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +187,8 @@ class PushSettings:
                 model, self.ranks, how.cast, adapter_name, wanted.is_compared, how.kind
             )
 
-        return self._request(policy, content, require, timeout_seconds, how, wanted)
+        what = f"adapter {adapter_name!r}"
+        return self._request(policy, content, require, timeout_seconds, how, what, wanted)
 
     def base(
         self,
@@ -194,7 +212,9 @@ class PushSettings:
         def content() -> Content:
             return base_content(model, self.ranks, how.cast, merged, how.kind, draft)
 
-        return self._request(BASE_POLICY, content, require, timeout_seconds, how)
+        what = "base" if merged is None else f"base with adapter {merged!r} merged"
+        what += " and draft" * (draft is not None)
+        return self._request(BASE_POLICY, content, require, timeout_seconds, how, what)
 
     def merged(
         self,
@@ -235,7 +255,8 @@ class PushSettings:
             stamp = stamp_of_named(tensors) if ranks.rank == SENDER else None
             return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft, stamp)
 
-        return self._request(BASE_POLICY, content, require, timeout_seconds, how)
+        what = "named tensors" + " and draft" * draft
+        return self._request(BASE_POLICY, content, require, timeout_seconds, how, what)
 
     def _options(self, given: PushOptions | None) -> PushOptions:
         return self.options if given is None else check_options(given)
@@ -247,10 +268,12 @@ class PushSettings:
         require: Require | None,
         timeout_seconds: float | None,
         options: PushOptions,
+        what: str,
         base: RequestedBase = RequestedBase(),
     ) -> PushRequest:
         return PushRequest(
             policy=policy,
+            how=f"{what}, cast={options.cast}, kind={options.kind}",
             content=content,
             check_finite=options.check_finite,
             require=self.require if require is None else require,

@@ -17,7 +17,7 @@ from trainer_side.pool.peer import SideGroupRank
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
 from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult, report_of
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
-from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing
+from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing, told
 from trainer_side.sources.base_content import PushedContent
 from trainer_side.sources.origin import KnownBases, TrainingBase
 from weft_rl import tracing
@@ -76,7 +76,7 @@ class PublisherLock:
             InvalidRequestError: It is made from within a push, or in a forked process.
         """
         self.check_process(call)
-        if self._owner == threading.get_ident():
+        if self.is_held_here:
             raise InvalidRequestError(
                 f"{call} was called from within a push of the same Publisher (a signal handler, "
                 "named tensors, progress): it would wait for itself. Call it after the push, or "
@@ -94,6 +94,11 @@ class PublisherLock:
                 f"{call}: this process was forked from {self._pid}, whose Publisher this is: it "
                 "has the connections and the leases. Make a Publisher here"
             )
+
+    @property
+    def is_held_here(self) -> bool:
+        """True within a push of this thread."""
+        return self._owner == threading.get_ident()
 
     @property
     def is_of_this_process(self) -> bool:
@@ -201,9 +206,9 @@ class PushExecutor:
             self.turn.taken(call, deadline),
             self._traced("weft.push", parent=parent, policy=request.policy) as span,
             self._reported(request.policy),
-            self._cleaned_up(),
+            self._at_call(),
         ):
-            self._ranks.open(deadline)
+            self._ranks.open(deadline, request.arguments)
             while True:
                 plan = None
                 try:
@@ -239,16 +244,24 @@ class PushExecutor:
                     return result
 
     @contextlib.contextmanager
-    def _cleaned_up(self) -> Iterator[None]:
-        """Clean up after a push that fails, or is interrupted anywhere, inside the ``with``."""
+    def _at_call(self) -> Iterator[None]:
+        """Clean up after a call of all ranks that fails, or is interrupted anywhere, inside the
+        ``with``: the other ranks are told if they do not know."""
         try:
             yield
         except BaseException as error:
+            self._ranks.leave(error)
             if self._interrupted(error):
                 self._peer.close()
             if self._sender_client is not None:
                 self._sender_client.end(error)
             raise
+        finally:
+            self._ranks.close_call()
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this one does not come to its next call, for ``error``."""
+        self._ranks.leave(error)
 
     def _reported(self, policy: str) -> contextlib.AbstractContextManager[None]:
         """Report a push inside the ``with``, at the sender only."""
@@ -256,11 +269,11 @@ class PushExecutor:
         return contextlib.nullcontext() if client is None else client.reporter.push(policy)
 
     def _interrupted(self, error: BaseException) -> bool:
-        """Return whether ``error`` is an interrupt; if so, abandon the ranks and abort the peer.
+        """Return whether ``error`` is an interrupt; if so, leave the ranks and abort the peer.
         Nobody was told of an interrupt, and the other ranks would wait for this one."""
         if isinstance(error, Exception):
             return False
-        self._ranks.abandon(error)
+        self._ranks.leave(error)
         self._peer.abort()
         return True
 
@@ -270,13 +283,13 @@ class PushExecutor:
         """Run ``work`` in step with the other ranks, once no push is under way. It gets the
         coordinator client at the sender, None at other ranks."""
         client = self._sender_client
-        with self.turn.taken(call, deadline):
+        with self.turn.taken(call, deadline), self._at_call():
             return work(self._ranks, client.coordinator if client is not None else None)
 
     def close(self) -> None:
         """Wait for the push under way, then leave the other ranks and the pool."""
         with self.turn.taken("close"):
-            self._ranks.abandon()
+            self._ranks.close()
             self._peer.close()
             self._origins.close()
             if self._sender_client is not None:
@@ -376,10 +389,12 @@ class PushExecutor:
         while True:
             described = ranks.share(describe, all_wait=True)
             if not described:
-                raise TransferAbortedError(
-                    f"a later push of {request.policy!r} replaced this one before it began; "
-                    "nothing was sent",
-                    reason="REPLACED",
+                raise told(
+                    TransferAbortedError(
+                        f"a later push of {request.policy!r} replaced this one before it began; "
+                        "nothing was sent",
+                        reason="REPLACED",
+                    )
                 )
             target = pb.DescribeTargetResponse.FromString(described)
             with self._traced("weft.push.plan"), agreeing(ranks) as agreement:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from trainer_side.pool.coordinator_client import CoordinatorClient
-from trainer_side.ranks.ranks import SENDER, Ranks, agreeing
-from weft_rl.contract.errors import WeftError
+from trainer_side.ranks.ranks import SENDER, Ranks, agreeing, is_told
+from weft_rl.contract.errors import TransferTimeoutError, WeftError
 from weft_rl.contract.names import BASE_POLICY
 from weft_rl.contract.options import (
     SWITCH_SECONDS,
@@ -56,6 +56,7 @@ class RolloutSleep(AbstractContextManager[tuple[str, ...]]):
     Args:
         in_step: Runs what all ranks do together.
         coordinator: Client at the sender; None at other ranks.
+        tell: Tells the other ranks of an error for which this one does not come to the end.
 
     Raises:
         InvalidRequestError: A setting that cannot be right.
@@ -69,13 +70,14 @@ class RolloutSleep(AbstractContextManager[tuple[str, ...]]):
         *,
         in_step: InStep,
         coordinator: CoordinatorClient | None,
+        tell: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         check_choice("level", level, SleepLevel)
         check_choice("when_running", when_running, WhenRunning)
         check_seconds("timeout_seconds", timeout_seconds)
         self._level, self._when_running = level, when_running
         self._timeout_seconds = timeout_seconds
-        self._in_step, self._coordinator = in_step, coordinator
+        self._in_step, self._coordinator, self._tell = in_step, coordinator, tell
         self._pid = os.getpid()
 
     def __enter__(self) -> tuple[str, ...]:
@@ -89,10 +91,18 @@ class RolloutSleep(AbstractContextManager[tuple[str, ...]]):
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
+            if not _is_known(error):
+                self._tell(error)
             self._wake_alone()
             return
         deadline = time.monotonic() + SWITCH_SECONDS
-        self._in_step("the end of rollouts_asleep", partial(wake, deadline=deadline), deadline)
+        try:
+            self._in_step("the end of rollouts_asleep", partial(wake, deadline=deadline), deadline)
+        except TransferTimeoutError:  # they were told
+            raise
+        except BaseException:
+            self._wake_alone()
+            raise
 
     def _begin(
         self, ranks: Ranks, coordinator: CoordinatorClient | None, *, deadline: float
@@ -106,7 +116,8 @@ class RolloutSleep(AbstractContextManager[tuple[str, ...]]):
                 timeout_seconds=self._timeout_seconds,
                 deadline=deadline,
             )
-        except BaseException:
+        except BaseException as error:
+            ranks.leave(error)  # before this rank waits for anything
             self._wake_alone()  # replicas that did fall asleep
             raise
 
@@ -118,6 +129,16 @@ class RolloutSleep(AbstractContextManager[tuple[str, ...]]):
             _order_wake(self._coordinator, time.monotonic() + _WAKE_ALONE_SECONDS)
         except WeftError as error:
             _log.warning("replicas may sleep until the lease of the base ends: %s", error)
+
+
+def _is_known(error: BaseException) -> bool:
+    """Return whether an error that ends a ``with`` is, or came of, one that all ranks know."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if is_told(seen):
+            return True
+        seen = seen.__context__
+    return False
 
 
 def used_gpus() -> list[str]:
@@ -153,7 +174,7 @@ def sleep(
             ``SLEEP_DISABLED``, an error of one replica leaves the others asleep, or about to be:
             metadata ``asleep`` and the message name them.
     """
-    ranks.open(deadline)
+    ranks.open(deadline, {"call": "rollouts_asleep", "level": level, "when_running": when_running})
     uuids = _gathered(ranks)
 
     def order() -> bytes:
@@ -179,7 +200,7 @@ def wake(
         TransferTimeoutError: Not in time; they are woken all the same.
         WeftError: The same on every rank; see ``Publisher.rollouts_asleep``.
     """
-    ranks.open(deadline)
+    ranks.open(deadline, {"call": "the end of rollouts_asleep"})
 
     def order() -> bytes:
         assert coordinator is not None

@@ -299,6 +299,32 @@ class Rank:
             }  # fmt: skip
         return {**outcome, "began": began, "ended": time.time()}
 
+    def push_disturbed(
+        self, what: str, rank: int, how: str, after: float = 0.0, **arguments: Any
+    ) -> dict[str, Any]:
+        """``push``, in which one rank is disturbed.
+
+        Args:
+            how: "interrupt" ``after`` so many seconds, a bad "argument", "skip" the call, or
+                "another" policy.
+        """
+        if dist.get_rank() != rank:
+            return self.push(what, **arguments)
+        if how == "skip":
+            return {"error": "skipped", "type": "", "message": ""}
+        if how == "argument":
+            arguments["require"] = 0
+        elif how == "another":
+            what, arguments = "adapter", {**arguments, "policy": "another"}
+        elif how == "interrupt":
+            signal.setitimer(signal.ITIMER_REAL, after)
+        try:
+            return self.push(what, **arguments)
+        except KeyboardInterrupt:  # as it returned
+            return {"error": "", "type": "KeyboardInterrupt", "message": "late"}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     def push_named(
         self, seed: int, stop: list[int], fail: list[int], give: list[int], timeout: float = 60.0
     ) -> dict[str, Any]:
@@ -407,6 +433,7 @@ def main() -> None:
     """Serve until standard input closes."""
     # A shell has what it starts in the background ignore it; a test interrupts a rank.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     rank, size, store, target = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
     backend = "gloo"

@@ -19,9 +19,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Final
 
@@ -54,6 +53,9 @@ MAX_REASON_BYTES: Final = 2**13
 _SECRET_BYTES: Final = 32
 #: What a rank says of itself as it connects: its number, and for which traffic.
 _IDENTITY: Final = "<IB"
+#: Between two looks at what the store says, of a rank that waits for another.
+CHECK_SECONDS: Final = 0.1
+_FIRST_PAUSE_SECONDS: Final = 0.001
 #: Connections that are silent, beside those of the ranks that are expected.
 _MAX_STRANGERS: Final = 256
 _LOOPBACK: Final = "127.0.0.1"
@@ -98,10 +100,17 @@ class RankLink:
 
     Args:
         connections: Connections by traffic and rank; they belong to the link from now on.
+        explain: Function that returns the reason that the others are told where this rank is
+            interrupted; empty for none.
     """
 
-    def __init__(self, connections: Mapping[tuple[TrafficKind, int], Connection[bytes]]) -> None:
+    def __init__(
+        self,
+        connections: Mapping[tuple[TrafficKind, int], Connection[bytes]],
+        explain: Callable[[BaseException], bytes] = lambda error: b"",
+    ) -> None:
         self._connections = dict(connections)
+        self._explain = explain
         self._lock = threading.Lock()  # guards the three below
         self._inside_of = dict.fromkeys(TrafficKind, 0)
         self._why_closed = ""
@@ -237,7 +246,7 @@ class RankLink:
             self.close(str(error), reason, rank)
             raise LinkError(self._why_closed, *self._left) from error  # perhaps another thread's
         except BaseException as error:
-            self.close(f"this rank was interrupted: {error!r}")
+            self.close(f"this rank was interrupted: {error!r}", self._explain(error))
             raise
         finally:
             with self._lock:
@@ -295,13 +304,23 @@ class _Message(IncomingFrame):
 # -- meeting ---------------------------------------------------------------------------
 
 
-def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
+def meet(
+    store: Any,
+    rank: int,
+    size: int,
+    deadline: float,
+    check: Callable[[], None] = lambda: None,
+    explain: Callable[[BaseException], bytes] = lambda error: b"",
+) -> RankLink:
     """Connect to every other rank; collective, blocks until all are there.
 
     Args:
         store: Store of the application (``torch.distributed.Store``), under a prefix that was never
             used. Any process that reads it can take part.
         deadline: ``time.monotonic()`` seconds.
+        check: Function that is called again and again meanwhile, and raises if nobody is to be
+            waited for any more.
+        explain: See ``RankLink``.
 
     Raises:
         LinkError: Not all came in time, one cannot be reached, or the store is gone.
@@ -312,17 +331,17 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
             _write(store, str(rank), json.dumps(listener.getsockname()[:2]))
             if rank == 0:
                 _write(store, "secret", secrets.token_hex(_SECRET_BYTES))
-            secret = bytes.fromhex(_read(store, "secret", deadline))
+            secret = bytes.fromhex(_read(store, "secret", deadline, check))
             handshake = Handshake(secret, _IDENTITY)
             for other in range(rank):
-                address = tuple(json.loads(_read(store, str(other), deadline)))
+                address = tuple(json.loads(_read(store, str(other), deadline, check)))
                 for traffic in _traffic_of(other):
                     connection = connections[traffic, other] = _connect(other, address, deadline)
                     handshake.begin(connection, rank, traffic)
             expected = {
                 (traffic, other) for other in range(rank + 1, size) for traffic in _traffic_of(rank)
             }
-            _accept(listener, handshake, expected, connections, deadline)
+            _accept(listener, handshake, expected, connections, deadline, check)
         for (_, other), connection in connections.items():
             if other < rank:  # once this rank has answered those that wait for it
                 handshake.check_answer(connection, deadline)
@@ -336,7 +355,7 @@ def meet(store: Any, rank: int, size: int, deadline: float) -> RankLink:
         if isinstance(error, OSError | PeerError | ValueError) and not isinstance(error, LinkError):
             raise LinkError(f"this rank cannot connect to the others: {error}") from error
         raise
-    return RankLink(connections)
+    return RankLink(connections, explain)
 
 
 def _traffic_of(lower: int) -> tuple[TrafficKind, ...]:
@@ -351,14 +370,25 @@ def _write(store: Any, key: str, value: str) -> None:
         raise LinkError(f"the store of torch.distributed fails: {error}") from error
 
 
-def _read(store: Any, key: str, deadline: float) -> str:
-    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    who = "rank 0" if key == "secret" else f"rank {key}"
+def _read(store: Any, key: str, deadline: float, check: Callable[[], None]) -> str:
+    """Return what a rank writes; it is looked for again and again. The store's own wait would hear
+    no interrupt, and keep the application's other threads from the store."""
+    pause = _FIRST_PAUSE_SECONDS
+    while (value := _look(store, key)) is None:
+        if time.monotonic() >= deadline:
+            who = "rank 0" if key == "secret" else f"rank {key}"
+            raise LinkError(f"{who} did not come in time")
+        time.sleep(pause)
+        pause = min(1.5 * pause, CHECK_SECONDS)
+        check()
+    return value
+
+
+def _look(store: Any, key: str) -> str | None:
     try:
-        store.wait([key], left)
-        return str(store.get(key), "utf-8")
+        return str(store.get(key), "utf-8") if store.check([key]) else None
     except RuntimeError as error:
-        raise LinkError(f"{who} did not come in time: {error}") from error
+        raise LinkError(f"the store of torch.distributed fails: {error}") from error
 
 
 def _connect(other: int, address: tuple[str, int], deadline: float) -> Connection[bytes]:
@@ -375,6 +405,7 @@ def _accept(
     expected: set[tuple[TrafficKind, int]],
     connections: dict[tuple[TrafficKind, int], Connection[bytes]],
     deadline: float,
+    check: Callable[[], None],
 ) -> None:
     """Accept the connections of all ranks that are ``expected``.
 
@@ -392,7 +423,9 @@ def _accept(
             if left <= 0:
                 missing = ", ".join(map(str, sorted({rank for _, rank in expected})))
                 raise LinkError(f"rank {missing} did not connect in time")
-            arrived = arrivals.take(left)
+            arrived = arrivals.take(min(left, CHECK_SECONDS))
+            if not arrived:
+                check()
             try:
                 while arrived:
                     _admit(arrived.pop(0), handshake, expected, connections)

@@ -17,11 +17,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
-from weft_rl.contract.errors import WeftError, error_from_reason
+from weft_rl.contract.errors import PeerUnavailableError, WeftError, error_from_reason
+
+_E = TypeVar("_E", bound=BaseException)
 
 #: Rank that speaks for the trainer.
 SENDER = 0
@@ -29,6 +32,10 @@ SENDER = 0
 FLAGS = (1, 2)
 #: What a rank is told of another's error, at most.
 ERROR_BYTES = 8192
+#: Of a call that has none, or compares none.
+NO_ARGUMENTS: Final[Mapping[str, object]] = MappingProxyType({})
+# Errors that are looked at of those that one was raised from.
+_MAX_CAUSES: Final = 16
 
 
 class RankSum(Protocol):
@@ -56,12 +63,28 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def open(self, deadline: float) -> None:
-        """Begin a push; every wait ends at its deadline, in ``time.monotonic()`` seconds.
+    @property
+    def number(self) -> int:
+        """Number of the call that the ranks are at, or were at last, as they have agreed."""
+
+    def open(self, deadline: float, arguments: Mapping[str, object] = NO_ARGUMENTS) -> None:
+        """Begin a call, once every rank has come to it; every wait ends at its deadline, in
+        ``time.monotonic()`` seconds.
+
+        Ranks that have come apart (one was interrupted, or has left a call out) are in step from
+        here on.
+
+        Args:
+            arguments: Arguments of the call that must be the same on every rank, by name.
 
         Raises:
+            InvalidRequestError: They are not; names the ranks and what differs.
             PeerUnavailableError: ``RANK_GONE``: not every rank came.
+            WeftError: The reason for which another rank does not come.
         """
+
+    def close_call(self) -> None:
+        """End the call at this rank: what it leaves from now on is its next one. Not collective."""
 
     def go_on(self) -> None:
         """Continue a push after an error that all ranks have raised, until the push's deadline.
@@ -162,6 +185,36 @@ class Ranks(Protocol):
                 WeftError, else ``RANK_GONE``; this rank's own ``agree`` raises it.
         """
 
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends a call with ``error``, so that none of them waits
+        for it: the call that it is at, or its next one, to which it does not come. Not collective;
+        does nothing where they know the error.
+        """
+
+    def close(self) -> None:
+        """Leave for good; the other ranks are told. Not collective."""
+
+
+_KNOWN: Final = "_weft_ranks_know"
+
+
+def told(error: _E) -> _E:
+    """Return ``error``, marked as one that all ranks raise, or were told of."""
+    error.__dict__[_KNOWN] = True
+    return error
+
+
+def is_told(error: BaseException) -> bool:
+    """Return whether all ranks raise an error, or the one that it was explicitly raised from."""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            return False
+        if _KNOWN in cause.__dict__:
+            return True
+        cause = cause.__cause__
+    return False
+
 
 @dataclass
 class RankDeclaration:
@@ -221,9 +274,14 @@ class OneRank:
     """Ranks of a trainer of one process, or of one that speaks for replicated others."""
 
     rank, size = SENDER, 1
+    number = 0
 
-    def open(self, deadline: float) -> None:
+    def open(self, deadline: float, arguments: Mapping[str, object] = NO_ARGUMENTS) -> None:
         """See ``Ranks.open``."""
+        self.number += 1
+
+    def close_call(self) -> None:
+        """See ``Ranks.close_call``."""
 
     def go_on(self) -> None:
         """See ``Ranks.go_on``."""
@@ -265,6 +323,12 @@ class OneRank:
     def abandon(self, error: BaseException | None = None) -> None:
         """See ``Ranks.abandon``."""
 
+    def leave(self, error: BaseException) -> None:
+        """See ``Ranks.leave``."""
+
+    def close(self) -> None:
+        """See ``Ranks.close``."""
+
 
 @dataclass(frozen=True)
 class _OwnSum:
@@ -287,7 +351,7 @@ def encode_error(error: BaseException) -> bytes:
             "metadata": {k[:100]: v[:200] for k, v in list(error.metadata.items())[:8]},
         }
     else:
-        said = {"other": repr(error)[:1000]}
+        said = {"other": repr(error)[:1000], "is_interrupt": not isinstance(error, Exception)}
     text = json.dumps(said, ensure_ascii=True).encode()
     return text if len(text) <= ERROR_BYTES else json.dumps({"other": repr(error)[:200]}).encode()
 
@@ -297,4 +361,8 @@ def decode_error(text: bytes, rank: int) -> WeftError:
     said = json.loads(text)
     if "reason" in said:
         return error_from_reason(said["reason"], said["message"], said["metadata"])
+    if said.get("is_interrupt"):
+        return PeerUnavailableError(
+            f"rank {rank} of this trainer was interrupted: {said['other']}", reason="RANK_GONE"
+        )
     return WeftError(f"rank {rank} of this trainer failed: {said['other']}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import json
 import logging
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from trainer_side.ranks.link import LinkError, RankLink, TrafficKind, meet
 from trainer_side.ranks.mapped_exchange import ExchangeMemory
 from trainer_side.ranks.ranks import (
+    NO_ARGUMENTS,
     SENDER,
     OneRank,
     Ranks,
@@ -26,12 +30,16 @@ from trainer_side.ranks.ranks import (
     bring_by_host,
     decode_error,
     encode_error,
+    is_told,
+    told,
 )
+from trainer_side.ranks.rendezvous import CallEndedError, Rendezvous
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
     PeerUnavailableError,
     WeftError,
+    error_from_reason,
 )
 
 _T = TypeVar("_T")
@@ -44,8 +52,14 @@ GRACE_SECONDS = 10.0
 _CLAIM: Final = struct.Struct("<?8sB")
 #: The rank whose error it is or -1, whether ``same`` differs, all ranks' flags; then the error.
 _VERDICT: Final = struct.Struct("<i?B")
-# Publishers of one process, in the order of making, which is that of every rank.
-_NUMBERS = itertools.count()
+# Between attempts to connect, where all have come and one cannot.
+_PAUSES: Final = (0.05, 0.2, 0.5, 1.0)
+# By store and name of what ranks do together, which of several of this process are not closed.
+_SLOTS: WeakKeyDictionary[Any, dict[str, set[int]]] = WeakKeyDictionary()
+
+# What is said of a call that differs.
+_MAX_ARGUMENT_CHARS: Final = 200
+_MAX_RANKS_SHOWN: Final = 8
 
 #: Which ranks push together: all of ``torch.distributed``, only this process, or those
 #: of a group.
@@ -55,11 +69,14 @@ Together = Literal["all", "this"] | dist.ProcessGroup
 class _Call(IntEnum):
     """Call that a message belongs to."""
 
-    AGREE, TELL, COLLECT, EXCHANGE, GIVE, ADD_UP = range(1, 7)
+    AGREE, TELL, COLLECT, EXCHANGE, GIVE, ADD_UP, OPEN = range(1, 8)
 
 
-def ranks_of(together: Together) -> Ranks:
+def ranks_of(together: Together, name: str = "") -> Ranks:
     """Return the ranks that push with this process.
+
+    Args:
+        name: Name of what they do together, the same on every rank.
 
     Raises:
         InvalidRequestError: This process is not in the group given.
@@ -72,7 +89,7 @@ def ranks_of(together: Together) -> Ranks:
         raise InvalidRequestError(
             "this process is not in the group given as `ranks`: only its members make a Publisher"
         )
-    return OneRank() if dist.get_world_size(group) == 1 else TorchRanks(group)
+    return OneRank() if dist.get_world_size(group) == 1 else TorchRanks(group, name)
 
 
 class TorchRanks:
@@ -82,13 +99,18 @@ class TorchRanks:
 
     Args:
         group: Group of the application that lists the ranks; None is all. It is not used otherwise.
+        name: Name of what they do together, the same on every rank. Of several that are not closed
+            in one process, the first to be used is the first on every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, name: str = "") -> None:
         #: The application's rank of each of ours.
         self.members = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._name = f"weft/{self.members}/{next(_NUMBERS)}"
+        self._name = f"weft/{self.members}/{name}"
+        self._slots, self._slot = set[int](), 0
+        self._at: Rendezvous | None = None
+        self._is_at_call = False
         self._num_links = 0
         self._deadline = 0.0
         self._link: RankLink | None = None
@@ -99,29 +121,105 @@ class TorchRanks:
         # None once it was found that not all can.
         self._mapped: ExchangeMemory | None = None
 
-    def open(self, deadline: float) -> None:
+    @property
+    def number(self) -> int:
+        """See ``Ranks.number``."""
+        return self._rendezvous.number
+
+    def open(self, deadline: float, arguments: Mapping[str, object] = NO_ARGUMENTS) -> None:
         """See ``Ranks.open``."""
         self._deadline, self._over, self._ended_by = deadline, False, None
-        if self._link is not None:
+        at = self._rendezvous
+        at.number += 1
+        self._is_at_call = True
+        pauses = iter(_PAUSES)
+        while True:
+            was_linked = self._link is not None
             try:
-                self.agree()
+                self._form_link(deadline)
+                self._compare(arguments, deadline)
                 return
-            except WeftError as error:  # one has left, with an error of the former push or not
+            except CallEndedError as error:
+                raise self._end(_ended_at(error), error) from error
+            except LinkError as error:
+                # One has left: at the end of a former call, or now, which the store tells.
+                self.abandon()
+                pause = 0.0 if was_linked else next(pauses, None)
+                if time.monotonic() >= deadline:
+                    with contextlib.suppress(LinkError):
+                        at.go_away()
+                    raise told(self._gone(error)) from error
+                if pause is None:
+                    raise self._end(self._gone(error), error) from error
                 _log.info("forming the link between the trainer's ranks anew: %s", error)
-        self._over, self._ended_by = False, None
-        self._num_links += 1
-        self._sum = None
+                time.sleep(pause)
+
+    def close_call(self) -> None:
+        """See ``Ranks.close_call``."""
+        self._is_at_call = False
+
+    def _form_link(self, deadline: float) -> None:
+        """Connect to the other ranks once all are at a call, unless they are linked.
+
+        Raises:
+            LinkError: See ``Rendezvous.come`` and ``meet``.
+        """
+        if self._link is not None:
+            return
+        self._over, self._ended_by, self._sum = False, None, None
+        store = self._rendezvous.come(deadline)
         self._mapped = ExchangeMemory(self)
-        # Of the application's store, under a name of our own: these ranks are one job.
-        store = PrefixStore(
-            f"{self._name}/{self._num_links}", dist.distributed_c10d._get_default_store()
-        )
-        try:
-            self._link = meet(store, self.rank, self.size, self._until)
-        except LinkError as error:
-            self.abandon()
-            raise self._gone(error) from error
-        self.agree()
+        check = self._rendezvous.check
+        self._link = meet(store, self.rank, self.size, deadline, check, encode_error)
+        self._num_links += 1
+        self._rendezvous.go_away()
+
+    def _compare(self, arguments: Mapping[str, object], deadline: float) -> None:
+        """Compare a call with those of the other ranks, once all are at it; agree on its number.
+
+        Raises:
+            InvalidRequestError: One makes another call.
+            LinkError: Not all came in time.
+        """
+        at, link, others = self._rendezvous, self._linked, self._others
+        own = {"number": at.number, "by": at.by, "arguments": _as_text(arguments)}
+        message = memoryview(json.dumps(own).encode())
+        if self.rank == SENDER:
+            heard = link.swap(TrafficKind.STAR, _Call.OPEN, {}, dict.fromkeys(others), deadline)
+            link.check(TrafficKind.STAR)
+            claims = [own, *(json.loads(bytes(heard[rank])) for rank in others)]
+            verdict = json.dumps(
+                {
+                    "number": max(claim["number"] for claim in claims),
+                    "by": [claim["by"] for claim in claims],
+                    "difference": _difference([claim["arguments"] for claim in claims]),
+                }
+            ).encode()
+            to_all = dict.fromkeys(others, memoryview(verdict))
+            link.swap(TrafficKind.STAR, _Call.OPEN, to_all, {}, self._until, whoever_is_there=True)
+        else:
+            link.swap(TrafficKind.STAR, _Call.OPEN, {SENDER: message}, {}, deadline)
+            heard = link.swap(TrafficKind.STAR, _Call.OPEN, {}, {SENDER: None}, deadline)
+            verdict = bytes(heard[SENDER])
+        agreed = json.loads(verdict)
+        at.met(agreed["number"], agreed["by"])
+        if agreed["difference"]:
+            self._over = True
+            raise told(
+                InvalidRequestError(
+                    f"the ranks of this trainer make different calls: {agreed['difference']}. "
+                    "Every rank must make the same calls, in the same order"
+                )
+            )
+
+    def _end(self, error: WeftError, cause: LinkError) -> WeftError:
+        """Tell the other ranks that this one does not wait at the call any more, and return the
+        error for it to raise."""
+        reason = cause.reason or encode_error(error)
+        with contextlib.suppress(LinkError):
+            self._rendezvous.leave(reason, is_at_call=True)
+        self.abandon(error)
+        return told(error)
 
     def go_on(self) -> None:
         """See ``Ranks.go_on``; uses the existing link, or fails."""
@@ -138,17 +236,20 @@ class TorchRanks:
         said = self._gather(_Call.AGREE, own)
         verdict = _verdict([said[rank] for rank in sorted(said)]) if said else b""
         verdict = self._say_to_all(_Call.AGREE, verdict)
-        failed, differs, told = _VERDICT.unpack_from(verdict)
+        failed, differs, flags_of_all = _VERDICT.unpack_from(verdict)
         if failed >= 0:
             self._over = True
-            raise error or decode_error(verdict[_VERDICT.size :], failed)
+            raise told(error or decode_error(verdict[_VERDICT.size :], failed))
         if differs:
             self._over = True
-            raise InvalidManifestError(
-                f"the {self.size} ranks of this trainer would push other names or shapes than one "
-                "another: every rank must push the same model"
+            others = verdict[_VERDICT.size :].decode()
+            raise told(
+                InvalidManifestError(
+                    f"{others} of this trainer would push other names or shapes than rank 0: every "
+                    "rank must push the same model"
+                )
             )
-        return int(told)
+        return int(flags_of_all)
 
     def share(self, produce: Callable[[], bytes], *, all_wait: bool = False) -> bytes:
         """See ``Ranks.share``."""
@@ -163,13 +264,14 @@ class TorchRanks:
                     self._say_to_all(_Call.TELL, _FAILED + encode_error(error))
                 else:
                     self.agree(error)
+                told(error)
                 raise
         if not all_wait:
             self.agree()
         said = self._say_to_all(_Call.TELL, _GOES_ON + payload)
         if said[:1] == _FAILED:
             self._over = True
-            raise decode_error(said[1:], SENDER)
+            raise told(decode_error(said[1:], SENDER))
         return said[1:]
 
     def collect(self, mine: torch.Tensor | None, theirs: Mapping[int, torch.Tensor]) -> None:
@@ -219,6 +321,43 @@ class TorchRanks:
             self._mapped.close()
         if link is not None:
             link.close(reason=b"" if error is None else encode_error(error))
+
+    def leave(self, error: BaseException) -> None:
+        """See ``Ranks.leave``; other threads of this rank must not be at a call."""
+        if is_told(error):
+            return
+        told(error)
+        try:
+            self._rendezvous.leave(encode_error(error), is_at_call=self._is_at_call)
+        except LinkError as failure:
+            _log.warning("the other ranks learn late why this one has left: %s", failure)
+        self._is_at_call = False
+        self.abandon(error)
+
+    def close(self) -> None:
+        """See ``Ranks.close``."""
+        self.abandon()
+        if self._at is None:
+            return
+        with contextlib.suppress(LinkError):
+            self._at.close()
+        self._slots.discard(self._slot)
+        self._at = None
+
+    @property
+    def _rendezvous(self) -> Rendezvous:
+        if self._at is None:
+            # The application's store, under a name of our own: these ranks are one job.
+            whole = dist.distributed_c10d._get_default_store()
+            self._slots = _SLOTS.setdefault(whole, {}).setdefault(
+                f"{self._name}/{self.rank}", set()
+            )
+            # Publishers come one after the other, or are used beside each other.
+            self._slot = next(slot for slot in itertools.count() if slot not in self._slots)
+            self._slots.add(self._slot)
+            store = PrefixStore(f"{self._name}/{self._slot}", whole)
+            self._at = Rendezvous(store, self.rank, self.size)
+        return self._at
 
     @property
     def _others(self) -> list[int]:
@@ -279,7 +418,7 @@ class TorchRanks:
         except LinkError as error:
             self.abandon()
             self._ended_by = self._gone(error)
-            raise self._ended_by from error
+            raise told(self._ended_by) from error
 
     @property
     def _linked(self) -> RankLink:
@@ -301,18 +440,57 @@ class TorchRanks:
 _GOES_ON, _FAILED = b"\0", b"\1"
 
 
+def _ended_at(ended: CallEndedError) -> WeftError:
+    """Return the error of a call that another rank does not come to."""
+    error = decode_error(ended.reason, ended.rank)
+    if error.message.startswith("rank "):
+        return error
+    text = f"rank {ended.rank} of this trainer has ended the call: {error.message}"
+    return error_from_reason(error.reason, text, error.metadata)
+
+
+def _as_text(arguments: Mapping[str, object]) -> dict[str, str]:
+    return {name: repr(value)[:_MAX_ARGUMENT_CHARS] for name, value in arguments.items()}
+
+
+def _difference(calls: Sequence[Mapping[str, str]]) -> str:
+    """Return in what calls differ from that of rank 0, and at which ranks; empty if in nothing."""
+    ours, found = calls[SENDER], dict[str, list[int]]()
+    for rank, theirs in enumerate(calls):
+        for name in sorted({*ours, *theirs}):
+            own, other = (call.get(name, "none") for call in (ours, theirs))
+            if own != other:
+                found.setdefault(f"{name}={other} where rank 0 has {name}={own}", []).append(rank)
+                break  # what follows from it differs, too
+    return "; ".join(f"{_ranks(ranks)} {_has(ranks)} {what}" for what, ranks in found.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return a text that names ranks."""
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    more = len(ranks) - _MAX_RANKS_SHOWN
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
 def _verdict(claims: Sequence[bytes]) -> bytes:
     """Return the verdict on all ranks' claims, in their order; the error of the lowest rank
     wins."""
-    failed, told, text = -1, 0, b""
-    numbers = set()
+    failed, flags_of_all, text = -1, 0, b""
+    numbers = list[bytes]()
     for rank, claim in enumerate(claims):
         fails, number, flags = _CLAIM.unpack_from(claim)
         if fails and failed < 0:
             failed, text = rank, claim[_CLAIM.size :]
-        numbers.add(number)
-        told |= flags
-    return _VERDICT.pack(failed, len(numbers) > 1, told) + text
+        numbers.append(number)
+        flags_of_all |= flags
+    unlike = [rank for rank, number in enumerate(numbers) if number != numbers[SENDER]]
+    if unlike and failed < 0:
+        text = _ranks(unlike).encode()
+    return _VERDICT.pack(failed, bool(unlike), flags_of_all) + text
 
 
 class _LinkSum:

@@ -182,10 +182,11 @@ class Side:
     size = 2
 
     def __init__(self, meeting, rank):
-        self.meeting, self.rank = meeting, rank
+        self.meeting, self.rank, self.number = meeting, rank, 0
 
-    def open(self, deadline):
+    def open(self, deadline, arguments):
         self.meeting.barrier.wait(10)
+        self.number += 1
 
     def agree(self, error=None):
         self.meeting.errors[self.rank] = error
@@ -203,7 +204,13 @@ class Side:
         self.meeting.barrier.wait(10)
         return shared
 
-    def abandon(self):
+    def close_call(self):
+        pass
+
+    def leave(self, error):
+        pass
+
+    def close(self):
         pass
 
 
@@ -262,7 +269,7 @@ def test_the_sender_says_which_pushes_are_replaced(ranks, caller):
 
 def test_an_interrupted_call_leaves_no_place_behind():
     class Broken(OneRank):
-        def open(self, deadline):
+        def open(self, deadline, arguments):
             raise KeyboardInterrupt
 
     trainer = Trainer(Broken())

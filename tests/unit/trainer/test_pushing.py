@@ -124,7 +124,7 @@ def test_a_push_that_is_refused_brings_nothing_together() -> None:
     plan = SimpleNamespace(push=push, adapter=None, backend="gloo")
     pushing._agree = lambda *rest: plan  # type: ignore[assignment, return-value]
     pushing._begin = refuse  # type: ignore[method-assign]
-    request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
+    request: Any = SimpleNamespace(timeout_seconds=5, policy="base", arguments={})
     with pytest.raises(InvalidManifestError):
         pushing.push(request, began=0.0)
     assert source.told == []
@@ -231,7 +231,7 @@ def test_a_push_that_is_given_up_says_why_it_was_begun_again_before() -> None:
     pushing = _pushing(OneRank(), SimpleNamespace(end=lambda error: None, reporter=PushReporter()))
     pushing._agree = fail  # type: ignore[method-assign]
     pushing._begin_again = lambda *rest: None  # type: ignore[method-assign]
-    request: Any = SimpleNamespace(timeout_seconds=5, policy="base")
+    request: Any = SimpleNamespace(timeout_seconds=5, policy="base", arguments={})
     with pytest.raises(TransferTimeoutError) as caught:
         pushing.push(request, began=0.0)
     assert caught.value.message == (
