@@ -168,7 +168,7 @@ async def _serve_engine(
     ]
     on_refused = refusal_counter(metrics.registry)
     server = await make_server(
-        servicers, security, on_refused=on_refused, max_request_bytes=MAX_PROMPT_BYTES
+        servicers, security, on_refused=on_refused, max_request_bytes=MAX_PROMPT_BYTES, eighths=2
     )
     await server.set_health(READY_SERVICE, serving=False)
     port = bind(server.server, config.agent.listen, security)

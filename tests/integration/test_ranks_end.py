@@ -1,9 +1,13 @@
 """A trainer of several ranks that has closed its publisher ends by itself, with status 0."""
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -153,3 +157,45 @@ def test_a_rank_that_dies_in_half_a_message_is_gone_at_once(tmp_path, killed, gi
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+_FEW_FILES = """
+import json, resource, sys, threading, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+import torch.distributed as dist
+from trainer_side.ranks.link import meet
+
+store, links = dist.HashStore(), []
+def come(rank):
+    links.append(meet(store, rank, 2, time.monotonic() + 30))
+first = threading.Thread(target=come, args=(0,))
+first.start()
+store.wait(["0", "secret"])
+print(store.get("0").decode(), flush=True)
+sys.stdin.readline()
+open("/dev/null").close()  # others of this process find one
+come(1)
+first.join()
+print(len(links), flush=True)
+"""
+
+
+def test_strangers_take_no_descriptor_that_ranks_meet_by(tmp_path):
+    """More of them than the rank may have open files."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", _FEW_FILES],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as rank,
+        contextlib.ExitStack() as held,
+    ):
+        host, port = json.loads(rank.stdout.readline())
+        for _ in range(150):
+            held.enter_context(socket.create_connection((host, port), 5))
+        time.sleep(0.5)
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "2\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -11,13 +10,12 @@ import typer
 
 from weft_rl import logs
 from weft_rl.cli.console.options import SECURITY
+from weft_rl.descriptors import WANTED, raise_file_limit
+
+__all__ = ["WANTED", "raise_file_limit"]
 
 #: Heading of these options in the help.
 TELEMETRY: Final = "Logs, metrics and traces"
-
-#: Open files that a server may need: each connection of a coordinator (see ``weft_rl.rpc.server``)
-#: and each version of a replica has one, each trainer's side group eight.
-WANTED: Final = 65_536
 
 
 def _telemetry(*names: str, text: str, metavar: str | None = None, envvar: str = "") -> Any:
@@ -103,12 +101,3 @@ def configure_logging(level: str, log_format: logs.LogFormat) -> None:
     os.environ[logs.FORMAT_VARIABLE] = log_format
     if log_format == "json":
         logs.write_json_only()
-
-
-def raise_file_limit() -> None:
-    """Raise this process's soft limit of open files, which is 1024 in most shells, as far as the
-    hard limit allows. Child processes inherit it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from weft_rl.descriptors import bounded, is_shortage
 from weft_rl.ipc.connection import close_in_children
 
 _log = logging.getLogger(__name__)
@@ -28,17 +29,19 @@ class NewConnections:
     """Connections to a listening socket, from ``accept`` until they have said hello.
 
     Whoever connects to Weft's sockets speaks at once. A connection that stays silent is kept, but
-    no more of them than ``max_silent``: the oldest make room. Used by one thread.
+    no more of them than ``max_silent``, or where the process has no descriptor for another: the
+    oldest make room. Used by one thread.
 
     Args:
         listener: Listening socket; it is made non-blocking, and stays its owner's.
-        max_silent: Silent connections that are kept.
+        max_silent: Silent connections that are kept; fewer where the process may open few files.
         hello_bytes: Bytes that a connection says before it is no longer silent.
     """
 
     def __init__(self, listener: socket.socket, max_silent: int, hello_bytes: int = 1) -> None:
         listener.setblocking(False)
-        self._listener, self._max_silent, self._hello_bytes = listener, max_silent, hello_bytes
+        self._listener, self._hello_bytes = listener, hello_bytes
+        self._max_silent = bounded(max_silent, 1)
         self._silent: OrderedDict[int, socket.socket] = OrderedDict()
         self._epoll = select.epoll()
         self._epoll.register(listener, select.EPOLLIN)
@@ -88,7 +91,10 @@ class NewConnections:
                 return
             except ConnectionAbortedError:  # it has gone again
                 continue
-            except OSError:
+            except OSError as error:
+                if is_shortage(error) and self._silent:
+                    self._drop_oldest()
+                    continue
                 if speaking:  # it is raised again by the next call
                     return
                 raise
@@ -101,9 +107,12 @@ class NewConnections:
             # Told of each arrival once: part of a hello must not wake anybody again and again.
             self._epoll.register(connected, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
             if len(self._silent) > self._max_silent:
-                number, oldest = self._silent.popitem(last=False)
-                self._epoll.unregister(number)
-                oldest.close()
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        number, oldest = self._silent.popitem(last=False)
+        self._epoll.unregister(number)
+        oldest.close()
 
     def _has_spoken(self, connected: socket.socket) -> bool:
         """Return whether the peer has said hello, or has gone without a word."""

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_health.v1.health import aio as health_aio  # type: ignore[import-untyped]
 
 from weft_rl.contract.errors import InvalidRequestError, NotReadyError
+from weft_rl.descriptors import bounded
 from weft_rl.rpc.channel import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES
 from weft_rl.rpc.inbound import EdgeInterceptor
 from weft_rl.rpc.reflection import add_reflection
@@ -31,7 +32,8 @@ _CHANNELZ: Final = _channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_na
 #: Longest that a TLS handshake may take, and that a connection without calls is kept.
 HANDSHAKE_SECONDS: Final = 10
 IDLE_SECONDS: Final = 600
-#: Enough for a thousand replicas, each with a connection for its agent and one for each rank.
+#: Enough for a thousand replicas, each with a connection for its agent and one for each rank. Fewer
+#: where the process may not open so many files.
 MAX_CONNECTIONS: Final = 16_384
 MAX_STREAMS_PER_CONNECTION: Final = 1_024
 
@@ -104,6 +106,7 @@ async def make_server(
     *,
     on_refused: Callable[[str], None] | None = None,
     max_request_bytes: int = MAX_MESSAGE_BYTES,
+    eighths: int = 4,
 ) -> WeftServer:
     """Build a server of ``servicers`` with health and reflection.
 
@@ -115,10 +118,15 @@ async def make_server(
     Args:
         on_refused: Called with the reason of each call that is answered with an error.
         max_request_bytes: Largest request that is read.
+        eighths: Share of the open files that this process may have, which connections take at
+            most, whoever makes them; see ``descriptors.bounded``.
     """
     access = security.access if security else None
     guard = Guard(access)
-    options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_request_bytes}
+    options = {
+        **_within_limit(SERVER_OPTIONS, eighths),
+        "grpc.max_receive_message_length": max_request_bytes,
+    }
     server = grpc.aio.server(
         interceptors=[EdgeInterceptor(guard, on_refused)], options=list(options.items())
     )
@@ -135,6 +143,13 @@ async def make_server(
     for name in ("", *(s.name for s in servicers)):
         await made.set_health(name, serving=True)
     return made
+
+
+def _within_limit(options: Sequence[tuple[str, int]], eighths: int) -> dict[str, int]:
+    """Return a server's options, with no more connections than this process has files for."""
+    known = dict(options)
+    name = "grpc.max_allowed_incoming_connections"
+    return {**known, name: bounded(known[name], eighths)}
 
 
 def bind(server: grpc.aio.Server, listen: str, security: Security | None = None) -> int:
@@ -197,7 +212,7 @@ async def serve_health(made: WeftServer, listen: str) -> tuple[grpc.aio.Server, 
     Raises:
         NotReadyError: The address cannot be listened on.
     """
-    server = grpc.aio.server(options=HEALTH_OPTIONS)
+    server = grpc.aio.server(options=list(_within_limit(HEALTH_OPTIONS, 1).items()))
     health_pb2_grpc.add_HealthServicer_to_server(made.health, server)
     try:
         port = server.add_insecure_port(listen)

@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from weft_rl.contract.errors import NotReadyError
+from weft_rl.descriptors import bounded
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 
 _log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class HttpServer:
                     _log.warning("no further connection is taken yet: %s", error)
                     await asyncio.sleep(_PAUSE_SECONDS)
                     continue
-                if len(self._connections) >= MAX_CONNECTIONS:
+                if len(self._connections) >= bounded(MAX_CONNECTIONS, 1):
                     oldest = next(iter(self._connections))
                     oldest.cancel()
                     await asyncio.wait({oldest})

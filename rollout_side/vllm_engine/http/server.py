@@ -6,16 +6,22 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Generator
+from itertools import islice
 from typing import Any
 
 import uvicorn
 
 from rollout_side.waits import seconds_to_tick
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
+from weft_rl.descriptors import bounded
 
 _POLL_SECONDS = 0.01
 #: Connections that wait to be taken, as uvicorn has it.
 _BACKLOG = 2048
+#: Connections of a replica; fewer where the process may not open so many files.
+MAX_CONNECTIONS = 16_384
+# Those that are looked at for one that asks for nothing.
+_MAX_LOOKED_AT = 64
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -63,6 +69,12 @@ class _Server(uvicorn.Server):
         else:
             self._ending.clear()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections, of which there are never too many."""
+        protocol = _bounded_protocol(self.config.http_protocol_class, bounded(MAX_CONNECTIONS, 2))
+        self.config.http_protocol_class = protocol
+        await super().startup(sockets)
+
     async def main_loop(self) -> None:
         """Run Uvicorn's ticks once a second, though it counts tenths of a second."""
         tenths = 0
@@ -75,6 +87,34 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+def _bounded_protocol(protocol: Any, most: int) -> Any:
+    """Return a protocol of Uvicorn's for at most so many connections: of more, the oldest ends that
+    asks for nothing, or the newest if all are at work."""
+    connected: dict[Any, None] = {}
+
+    def make_room(newest: Any) -> None:
+        for each in list(islice(connected, _MAX_LOOKED_AT)):
+            del connected[each]
+            if each.cycle is None or each.cycle.response_complete:
+                each.transport.abort()
+                return
+            connected[each] = None  # at work: looked at again after the others
+        newest.transport.abort()
+
+    class Bounded(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(connected) >= most:
+                make_room(self)
+            connected[self] = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connected.pop(self, None)
+            super().connection_lost(exc)
+
+    return Bounded
 
 
 class OpenAiServer:

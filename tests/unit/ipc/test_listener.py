@@ -147,3 +147,33 @@ def test_a_listener_serves_whoever_speaks_until_it_is_closed(listener: socket.so
         serving.close()
     assert not serving._thread.is_alive()
     assert served.empty()
+
+
+def test_where_no_descriptor_is_free_the_oldest_that_is_silent_makes_room(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever speaks is heard; without a silent one the shortage is told."""
+    born, arrivals = socket.socket.accept, NewConnections(listener, 4)
+
+    def accept(listening: socket.socket) -> tuple[socket.socket, object]:
+        if len(arrivals._silent) >= 2 or is_full:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return born(listening)
+
+    is_full = False
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with _connected(listener), _connected(listener), _connected(listener) as late:
+        late.sendall(b"x")
+        deadline = time.monotonic() + 10
+        found: list[socket.socket] = []
+        while not found and time.monotonic() < deadline:
+            found += [each for each in arrivals.take(1.0) if each.recv(1, socket.MSG_PEEK)]
+        assert found
+        for each in found:
+            each.close()
+        is_full = True
+        while arrivals._silent:
+            arrivals._drop_oldest()
+        with _connected(listener), pytest.raises(OSError, match="Too many open files"):
+            arrivals.take(5.0)
+    arrivals.close()

@@ -21,6 +21,7 @@ from typing import Any, Final
 from weft_rl.containers.lru import LruMapping
 from weft_rl.contract.errors import CapacityError, InvalidRequestError, WeftError
 from weft_rl.contract.names import BASE_POLICY
+from weft_rl.descriptors import is_short
 from weft_rl.rpc.security.access import (
     ANYBODY,
     AccessRules,
@@ -41,6 +42,8 @@ audit_log = logging.getLogger("weft_rl.audit")
 #: its identity may still have it.
 LOOK_SECONDS: Final = 1.0
 STREAM_LOOK_SECONDS: Final = 5.0
+# Stamp of a file that no file has.
+_UNREAD: Final = (-1, -1, -1)
 #: Callers that are remembered, and for how long: they are those who are connected.
 _MAX_CALLERS: Final = 4_096
 _CALLER_SECONDS: Final = 60.0
@@ -125,7 +128,10 @@ class AccessFile:
                 try:
                     self._access = self._read_again(now)
                 except WeftError as error:
-                    UNUSED_FILES.put(str(self._path), error.message)
+                    if is_short():  # the file may be as it should: it is looked at again
+                        self._stamp = _UNREAD
+                    else:
+                        UNUSED_FILES.put(str(self._path), error.message)
                 else:
                     UNUSED_FILES.drop(str(self._path))
                     _log.info("%s has new rules, which are used from now on", self._path)

@@ -50,6 +50,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionState,
     base_content,
 )
+from weft_rl.coordinator.runtime.catalog.descriptors import SpareDescriptors
 from weft_rl.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
 from weft_rl.coordinator.runtime.catalog.file import CatalogFile
 from weft_rl.coordinator.runtime.catalog.schema import (
@@ -122,6 +123,7 @@ class Catalog:
         """Numbers of the events that are kept, ascending, by what they are kept with; None if they
         are to be read."""
         self._last_event = 0
+        self._spare = SpareDescriptors()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:
@@ -150,6 +152,7 @@ class Catalog:
         except BaseException as error:
             if catalog is not None:
                 catalog._connection.close()
+                catalog._spare.close()
             file.release()
             if isinstance(error, sqlite3.Error):
                 raise from_sqlite(file.path, error) from error
@@ -275,16 +278,20 @@ class Catalog:
                 find. Nothing more may be decided, for it could not be kept.
         """
         try:
-            with _Transaction(self._connection):
-                for save in saves:
-                    self._apply_one(save)
-        except Exception as error:
-            self._kept = None  # it has numbers of rows that were not written
-            if not isinstance(error, sqlite3.Error):
-                raise
+            self._spare.lend(lambda: self._write(saves))
+        except sqlite3.Error as error:
             self._file.check()  # SQLite writes no file that was moved, and says less about it
             raise from_sqlite(self._file.path, error) from error
         self._file.check()
+
+    def _write(self, saves: Sequence[Save]) -> None:
+        try:
+            with _Transaction(self._connection):
+                for save in saves:
+                    self._apply_one(save)
+        except BaseException:
+            self._kept = None  # it has numbers of rows that were not written
+            raise
 
     def check(self) -> None:
         """Check that the catalog is where it was opened; see ``CatalogFile.check``."""
@@ -373,7 +380,9 @@ class Catalog:
 
     def _select(self, where: str, values: tuple[str | int, ...]) -> list[VersionRecord]:
         try:
-            rows = self._execute(f"SELECT * FROM versions WHERE {where}", values).fetchall()
+            rows = self._spare.lend(
+                lambda: self._execute(f"SELECT * FROM versions WHERE {where}", values).fetchall()
+            )
         except sqlite3.Error as error:
             raise WeftError(
                 f"the catalog cannot be read: {error}. Look at the disk of {self._file.path}, and "
@@ -384,6 +393,7 @@ class Catalog:
     def close(self) -> None:
         """Close the catalog and release its lock; the writer thread must be idle."""
         self._connection.close()
+        self._spare.close()
         self._file.release()
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from weft_rl.contract.errors import WeftError
+from weft_rl.descriptors import is_short
 
 _NAMED: Final = 3
+#: Why a file cannot be opened, where no disk is to blame.
+SHORTAGE: Final = "this process has as many open files as it may (ulimit -n)"
 #: What is damaged where SQLite cannot follow its own file.
 STRUCTURE: Final = "its structure, so that any version may be lost"
 
@@ -87,5 +90,7 @@ def from_sqlite(path: Path, error: sqlite3.Error) -> CatalogError:
             return unwritable(path, f"the disk is full, or fails ({error})")
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_ERROR:
             return damaged(path, [f"{STRUCTURE} ({error})"])
+        case sqlite3.SQLITE_CANTOPEN if is_short():
+            return unwritable(path, SHORTAGE)
         case _:
             return unwritable(path, str(error))

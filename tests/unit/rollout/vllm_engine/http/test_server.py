@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout_side.vllm_engine.http import server as server_module
 from rollout_side.vllm_engine.http.server import OpenAiServer, listen
 from weft_rl.contract.errors import InvalidRequestError, PeerUnavailableError
 
@@ -65,3 +66,30 @@ async def test_it_ends_when_vllms_error_handlers_say_so() -> None:
     async with asyncio.timeout(20):
         assert await server.stopped(20.0)
     await server.stop(0.0)
+
+
+async def test_strangers_who_ask_for_nothing_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of them, and no request that is being answered."""
+    monkeypatch.setattr(server_module, "bounded", lambda most, eighths: 4)
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") == "/slow":
+            begun.set()
+            await may_end.wait()
+        await _app(scope, receive, send)
+
+    server = OpenAiServer(app, listen("127.0.0.1", 0), tls={}, settings={"log_level": "warning"})
+    await server.start()
+    async with httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"http://127.0.0.1:{server.port}/slow", timeout=20))
+        await begun.wait()
+        strangers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(12)]
+        answer = await client.get(f"http://127.0.0.1:{server.port}/", timeout=20)
+        assert answer.text == "here"
+        assert len(server.server.server_state.connections) <= 4
+        may_end.set()
+        assert (await slow).text == "here"
+    for _, writer in strangers:
+        writer.close()
+    await server.stop(5.0)
