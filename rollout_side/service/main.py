@@ -80,6 +80,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     """Run a replica until it has drained; call ``ready`` once it listens.
 
     SIGTERM begins a drain of ``drain_seconds``; a second one, or SIGINT, ends the process at once.
+    SIGHUP has it read its files again, and ends none of the engine's processes.
 
     Returns:
         The reason for the end, for messages.
@@ -92,6 +93,7 @@ async def serve(config: RolloutConfig, *, ready: Ready | None = None) -> str:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.signal, signum)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as the processes that it starts do
     tracer = NO_TRACER
     if config.telemetry.traces:
         tracer = open_tracer("weft-replica", config.agent.replica_id)
@@ -173,6 +175,12 @@ async def _serve_engine(
     await server.set_health(READY_SERVICE, serving=False)
     port = bind(server.server, config.agent.listen, security)
     ports = await Ports.open(config.telemetry, server, metrics.registry, security)
+
+    def look_again() -> None:
+        security.look_again()
+        ports.look_again()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, look_again)
     try:
         await _advertise(agent, port)
         await server.server.start()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from weft_rl.coordinator.config import CoordinatorConfig
 from weft_rl.coordinator.runtime.catalog.database import Catalog, CatalogError
 from weft_rl.coordinator.server import Coordinator
 from weft_rl.rpc.channel import open_aio_channel, open_channel
+from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.server import Servicer, bind, make_server
 from weft_rl.rpc.status import error_from_rpc, status_from_error
 from weft_rl.v1 import (
@@ -309,6 +313,47 @@ def test_serve_stops_in_order_when_told(catalog_path: Path, number: signal.Signa
         assert child.wait(5) == 0
         with pytest.raises(grpc.RpcError):
             next(watch)
+
+
+def test_a_coordinator_that_is_told_to_reads_its_files_again(
+    catalog_path: Path, tmp_path: Path
+) -> None:
+    """It goes on: also where rules have changed and the file looks as it did."""
+    access = tmp_path / "access.toml"
+    rule = '[[identity]]\ntoken_sha256 = "{}"\nname = "a"\nroles = ["inspect"]\n'
+    access.write_text(rule.format(hashlib.sha256(b"one").hexdigest()))
+    was = access.stat()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "weft_rl", "coordinator", "--listen", "127.0.0.1:0",
+         "--catalog", str(catalog_path), "--access", str(access)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        target = child.stdout.readline().split()[-1]
+        own = Credentials(token="two")
+        with open_channel(target, own) as channel:
+            stub = inspect_pb2_grpc.InspectServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with access.open("r+") as file:
+                file.write(rule.format(hashlib.sha256(b"two").hexdigest()))
+            os.utime(access, ns=(was.st_atime_ns, was.st_mtime_ns))
+            child.send_signal(signal.SIGHUP)
+            deadline = time.monotonic() + 10
+            while True:
+                try:
+                    stub.GetPool(inspect_pb2.GetPoolRequest(), timeout=10)
+                    break
+                except grpc.RpcError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+        assert child.poll() is None
+    finally:
+        child.terminate()
+        assert child.wait(10) == 0
+        child.stdout.close()
 
 
 def test_a_disk_that_fills_up_ends_it_in_one_line_and_keeps_what_was_answered(

@@ -53,6 +53,7 @@ class Coordinator:
         self._server: WeftServer | None = None
         self._deciding: asyncio.Task[None] | None = None
         self._tracer = NO_TRACER
+        self._security: Security | None = None
         #: Metrics and health, where they have ports of their own.
         self.ports = Ports()
 
@@ -79,7 +80,7 @@ class Coordinator:
 
     async def _start(self, catalog: Catalog) -> None:
         config = self.config
-        security = Security(
+        security = self._security = Security(
             credentials=config.credentials,
             access=AccessFile(config.access) if config.access else None,
             insecure=config.insecure,
@@ -175,6 +176,12 @@ class Coordinator:
         if self._deciding is not None:
             await asyncio.shield(self._deciding)
 
+    def look_again(self) -> None:
+        """Read the files of rules, certificates and tokens again."""
+        if self._security is not None:
+            self._security.look_again()
+        self.ports.look_again()
+
     async def stop(self) -> None:
         """End calls under way within ``stop_seconds``, and close the catalog.
 
@@ -221,7 +228,8 @@ def _initial_state(known: Snapshot, config: CoordinatorConfig) -> PoolState:
 async def serve(
     config: CoordinatorConfig, *, ready: Callable[[int, Ports], None] | None = None
 ) -> None:
-    """Run a coordinator until SIGTERM or SIGINT, then stop it in order.
+    """Run a coordinator until SIGTERM or SIGINT, then stop it in order. SIGHUP has it read its
+    files again.
 
     Args:
         ready: Called with the port, and those beside it, once calls are answered.
@@ -235,6 +243,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     coordinator = Coordinator(config)
+    loop.add_signal_handler(signal.SIGHUP, coordinator.look_again)
     try:
         port = await coordinator.start()
         # Imported modules stay: the collector's full passes, in which nobody is answered, need
@@ -253,5 +262,5 @@ async def serve(
         _log.info("coordinator stops")
     finally:
         await coordinator.stop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -23,7 +23,12 @@ from weft_rl.descriptors import bounded
 from weft_rl.rpc.channel import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES
 from weft_rl.rpc.inbound import EdgeInterceptor
 from weft_rl.rpc.reflection import add_reflection
-from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials, is_loopback
+from weft_rl.rpc.security.credentials import (
+    NO_CREDENTIALS,
+    Credentials,
+    is_loopback,
+    look_again,
+)
 from weft_rl.rpc.security.guard import AccessFile, Guard
 
 _log = logging.getLogger(__name__)
@@ -98,6 +103,14 @@ class Security:
     """Access rules; None where everybody may call."""
     insecure: bool = False
     """True if it may serve everybody on an address that others reach."""
+
+    def look_again(self) -> None:
+        """Read the files of rules, certificates and tokens again, as SIGHUP asks a server to. What
+        changes is used without being asked; what cannot be used is logged."""
+        look_again()
+        if self.access is not None:
+            self.access.look_again()
+        _log.info("told to read the files of rules, certificates and tokens again")
 
 
 async def make_server(

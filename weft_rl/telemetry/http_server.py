@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from weft_rl.contract.errors import NotReadyError
-from weft_rl.descriptors import bounded
+from weft_rl.descriptors import bounded, is_short
 from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
 
 _log = logging.getLogger(__name__)
@@ -107,6 +107,10 @@ class HttpServer:
         self._thread.start()
         ready.wait(_START_SECONDS)
         return port
+
+    def look_again(self) -> None:
+        """Read the files of the certificate for the next handshake, changed or not."""
+        self._certificate.look_again()
 
     def stop(self) -> None:
         """End every connection and the thread. Idempotent."""
@@ -208,6 +212,10 @@ class _Certificate:
         self._stamps: tuple[tuple[int, int, int], ...] = ()
         self._context: ssl.SSLContext | None = None
 
+    def look_again(self) -> None:
+        """Read the files for the next handshake, whether they changed or not."""
+        self._stamps = ()
+
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context of the next handshake; None where there is no certificate.
 
@@ -224,6 +232,8 @@ class _Certificate:
                 context.load_verify_locations(known.tls_ca)
                 context.verify_mode = ssl.CERT_OPTIONAL
         except OSError as error:
+            if self._context is not None and is_short():
+                return self._context  # the files may be as they should: they are looked at again
             if self._context is None:
                 raise NotReadyError(
                     f"the certificate {known.tls_cert} cannot be used for HTTPS: {error}"

@@ -70,6 +70,11 @@ class Ports:
             _log.info("metrics on %s/metrics", ports.metrics_url)
         return ports
 
+    def look_again(self) -> None:
+        """Read the files of certificates again."""
+        if self._http is not None:
+            self._http.look_again()
+
     async def close(self) -> None:
         """Close the ports. Idempotent."""
         http, self._http = self._http, None

@@ -38,6 +38,8 @@ _READS: Final = 6
 _REREAD_SECONDS: Final = 0.02
 _MAX_TOKEN_CHARS: Final = 4096
 _Stamp = tuple[int, int, int]
+#: Stamp that no file has.
+UNREAD: Final = (-1, -1, -1)
 #: Largest file of certificates, tokens or rules.
 MAX_FILE_BYTES: Final = 1 << 20
 
@@ -179,8 +181,21 @@ class _LoadedCredentials:
             self._tokens[path] = stamp, token
             return token
 
+    def look_again(self) -> None:
+        """Read every file at its next use, changed or not; what they held stays known."""
+        with self._lock:
+            for key, (_, pem) in self._certificates.items():
+                self._certificates[key] = (), pem
+            for path, (_, token) in self._tokens.items():
+                self._tokens[path] = UNREAD, token
+
 
 _IN_FORCE: Final = _LoadedCredentials()
+
+
+def look_again() -> None:
+    """Read the files of certificates and tokens at their next use, whether they changed or not."""
+    _IN_FORCE.look_again()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from weft_rl.rpc.security.access import (
     digest_of,
     parse_access,
 )
-from weft_rl.rpc.security.credentials import UNUSED_FILES, read_file, stamp_of
+from weft_rl.rpc.security.credentials import UNREAD, UNUSED_FILES, read_file, stamp_of
 
 _log = logging.getLogger(__name__)
 #: One JSON object a line; a handler of its own may send it elsewhere.
@@ -42,8 +42,6 @@ audit_log = logging.getLogger("weft_rl.audit")
 #: its identity may still have it.
 LOOK_SECONDS: Final = 1.0
 STREAM_LOOK_SECONDS: Final = 5.0
-# Stamp of a file that no file has.
-_UNREAD: Final = (-1, -1, -1)
 #: Callers that are remembered, and for how long: they are those who are connected.
 _MAX_CALLERS: Final = 4_096
 _CALLER_SECONDS: Final = 60.0
@@ -129,13 +127,18 @@ class AccessFile:
                     self._access = self._read_again(now)
                 except WeftError as error:
                     if is_short():  # the file may be as it should: it is looked at again
-                        self._stamp = _UNREAD
+                        self._stamp = UNREAD
                     else:
                         UNUSED_FILES.put(str(self._path), error.message)
                 else:
                     UNUSED_FILES.drop(str(self._path))
                     _log.info("%s has new rules, which are used from now on", self._path)
         return self._access
+
+    def look_again(self) -> None:
+        """Read the file now, whether it changed or not."""
+        self._looked_at, self._stamp = float("-inf"), UNREAD
+        _ = self.access
 
     def note_caller(self, shown: ShownCredentials, method: str) -> None:
         """Remember a caller who was let in, and the method.
