@@ -27,6 +27,7 @@ from weft_rl.contract.names import PolicyVersion
 from weft_rl.tracing import Span
 from weft_rl.transport.group import Operation
 from weft_rl.transport.member import Membership
+from weft_rl.transport.progress import report_while
 from weft_rl.transport.wire.buckets import BucketMemory, start_bucket, start_runs
 from weft_rl.transport.wire.options import IN_ITS_BUFFER, ArrivedBucket, BucketOptions
 from weft_rl.v1 import rendezvous_pb2 as pb
@@ -115,6 +116,11 @@ class ReceiveRing:
     def payload_bytes(self, index: int) -> int:
         """Return the bytes of a bucket before its trailer."""
         return self._plan.buckets[index].payload_bytes
+
+    def num_runs(self, index: int) -> int:
+        """Return how many runs a bucket may carry."""
+        planned = self._plan.buckets[index]
+        return planned.num_runs or self._manifest.buckets[planned.bucket].num_tensors
 
     def accept(
         self, index: int, nonce: int, arrived: ArrivedBucket = IN_ITS_BUFFER
@@ -279,6 +285,8 @@ _log = logging.getLogger(__name__)
 # If senders get receivers' reports directly, a receiver that need not wait for bytes reports to the
 # coordinator only this often: a report takes its process as long as half a bucket.
 _REPORT_SECONDS = 0.1
+# In a bucket: some tenths of a second of a core that is shared.
+_MANY_RUNS = 4_096
 
 
 class IncomingTransfer(Protocol):
@@ -416,6 +424,7 @@ class _ReceivePipeline:
         report, transfer_id = membership.progress.report, prepared.transfer_id
         self._forming = partial(report, pb.ACTIVITY_FORMING, transfer_id)
         self._waiting = partial(report, pb.ACTIVITY_WAITING, transfer_id)
+        self._verifying = partial(report, pb.ACTIVITY_VERIFYING, transfer_id)
 
     def post(self) -> None:
         """Post receives, as many as may be."""
@@ -461,7 +470,7 @@ class _ReceivePipeline:
         arrived = self._arrived
         assert arrived is not None  # ``await_bucket`` was called
         nonce = self._prepared.nonce
-        end = _read_from(arrived, lambda: self._ring.accept(index, nonce, arrived.arrived))
+        end = self._verify(index, arrived, lambda: self._ring.accept(index, nonce, arrived.arrived))
         self._arrived = None
         self._verified.append((index, arrived, end))
         while len(self._verified) > int(self._device.type == "cuda"):
@@ -486,7 +495,7 @@ class _ReceivePipeline:
 
     def _settle_one(self) -> None:
         index, operation, end = self._verified[0]
-        _read_from(operation, end)
+        self._verify(index, operation, end)
         self._verified.popleft()
         operation.give_back()
         self._held[self._prepared.sender_of(index)] -= 1
@@ -497,6 +506,13 @@ class _ReceivePipeline:
             sender_knows = self._unkept.popleft().keep()
             if not sender_knows or time.monotonic() - self._reported_at > _REPORT_SECONDS:
                 self._report()
+
+    def _verify(self, index: int, operation: Operation, read: Callable[[], _T]) -> _T:
+        """Return what ``read`` returns of a bucket that has arrived; see ``_read_from``. On the
+        host each of its tensors takes some time, and there may be many: that is reported."""
+        if self._device.type == "cuda" or self._ring.num_runs(index) < _MANY_RUNS:
+            return _read_from(operation, read)
+        return report_while(lambda: _read_from(operation, read), partial(self._verifying, index))
 
     def _report(self) -> None:
         """Report to the coordinator how many buckets are kept, unless it knows."""

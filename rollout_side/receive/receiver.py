@@ -42,7 +42,7 @@ from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
 from weft_rl.transport.member import AttendStream, FetchedManifests, Membership
-from weft_rl.transport.progress import OnProgress
+from weft_rl.transport.progress import OnProgress, report_while
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
@@ -276,11 +276,15 @@ class GroupReceiver:
 
         def planned(manifest: Manifest) -> SendPlan:
             divided = prepare.send_plan if prepare.HasField("send_plan") else None
-            return transfer_plan(
-                manifest,
-                None if divided is None else send_plan_from_proto(divided),
-                carries_runs=prepare.carries_runs,
-            )
+
+            def plan() -> SendPlan:
+                return transfer_plan(
+                    manifest,
+                    None if divided is None else send_plan_from_proto(divided),
+                    carries_runs=prepare.carries_runs,
+                )
+
+            return report_while(plan, lambda: allocating(0, 0))
 
         transfer: IncomingTransfer
         if self._store.memory.in_place and not is_adapter(version):

@@ -1,10 +1,12 @@
 """The coordinator as a process that is killed, and the command line as people use it."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,6 +17,11 @@ from tests.doubles.pool import replicas_of, running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from tests.integration.processes import start_coordinator
 from trainer_side import Publisher
+from weft_rl.coordinator.runtime.manifests import LayoutCache
+from weft_rl.transport import member
+
+#: Longer than a rank may say nothing here.
+_LONG_SECONDS = 4.0
 
 
 def test_kill_9_of_the_coordinator_between_pushes(tmp_path):
@@ -135,6 +142,30 @@ def test_a_hundred_thousand_tensors_are_pushed(tmp_path):
         with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=120) as publisher:
             assert str(publisher.push_base(tmp_path / "model.safetensors").version) == "base@1"
         assert same(engine.base, new)
+
+
+def test_a_rank_that_plans_for_long_is_not_taken_for_one_that_stalls(tmp_path, monkeypatch):
+    """Its list of tensors comes late, and takes long to read."""
+    read, chunks = member.manifest_from_chunks, LayoutCache.chunks
+
+    def read_slowly(parts):
+        parts = list(parts)
+        time.sleep(_LONG_SECONDS)
+        return read(parts)
+
+    async def late(cache, layout):
+        await asyncio.sleep(_LONG_SECONDS)
+        return await chunks(cache, layout)
+
+    monkeypatch.setattr(member, "manifest_from_chunks", read_slowly)
+    monkeypatch.setattr(LayoutCache, "chunks", late)
+    with running_pool(tmp_path / "weft.db", stall_seconds=2.5) as pool:
+        engine = EngineDouble(weights(Model(1)))
+        pool.add_replica("replica-0", engine)
+        with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=60) as publisher:
+            result = publisher.push_base(Model(2))
+        assert not any("begun again" in remark for remark in result.report.remarks)
+        assert same(engine.base, weights(Model(2)))
 
 
 def test_sigterm_ends_a_coordinator_at_once(tmp_path):

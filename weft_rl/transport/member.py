@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import torch
@@ -33,10 +33,9 @@ from weft_rl.rpc.manifest_codec import manifest_from_chunks
 from weft_rl.rpc.security.credentials import Credentials
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.transport.group import SENDER_RANK, SideGroup, window
-from weft_rl.transport.progress import PROGRESS_SECONDS
+from weft_rl.transport.progress import PROGRESS_SECONDS, report_while
 from weft_rl.transport.rendezvous_store import RendezvousStore
 from weft_rl.v1 import rendezvous_pb2 as pb
-from weft_rl.v1 import types_pb2
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
 
 _log = logging.getLogger(__name__)
@@ -299,7 +298,8 @@ class FetchedManifests:
         """Return a manifest, from memory or (blocking) from the coordinator.
 
         Args:
-            on_progress: Called with each part that comes.
+            on_progress: Called now and then meanwhile: a list of many tensors is slow to write, and
+                to read.
 
         Raises:
             NotReadyError: The coordinator does not know it (MANIFEST_UNKNOWN).
@@ -308,18 +308,14 @@ class FetchedManifests:
         manifest = self._kept.get(layout_digest)
         if manifest is None:
             request = pb.GetManifestRequest(credential=credential, layout_digest=layout_digest)
-            try:
+
+            def fetch() -> Manifest:
                 responses = stub.GetManifest(request, timeout=timeout_seconds)
-                manifest = manifest_from_chunks(_reporting(responses, on_progress))
+                return manifest_from_chunks(response.chunk for response in responses)
+
+            try:
+                manifest = report_while(fetch, on_progress)
             except grpc.RpcError as error:
                 raise error_from_rpc(error) from error
             self._kept.put(layout_digest, manifest)
         return manifest
-
-
-def _reporting(
-    responses: Iterable[pb.GetManifestResponse], on_progress: Callable[[], None]
-) -> Iterator[types_pb2.ManifestChunk]:
-    for response in responses:
-        on_progress()
-        yield response.chunk

@@ -21,7 +21,9 @@ async def test_what_a_replica_starts_ignores_a_hangup(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(main, "check_contact", check_contact)
     before = signal.getsignal(signal.SIGHUP)
-    config = RolloutConfig(agent=AgentConfig(coordinator="127.0.0.1:1", replica_id="r"), vllm_args=())
+    config = RolloutConfig(
+        agent=AgentConfig(coordinator="127.0.0.1:1", replica_id="r"), vllm_args=()
+    )
     try:
         with pytest.raises(RuntimeError, match="enough"):
             await main.serve(config)

@@ -55,6 +55,9 @@ class _OtherBytes:
     def is_load_due(self) -> bool:
         return False
 
+    def num_runs(self, index: int) -> int:
+        return 1
+
     def make_room(self, index: int, *, wait: bool) -> bool:
         return True
 

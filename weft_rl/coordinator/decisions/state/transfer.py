@@ -56,6 +56,8 @@ class RankReport:
         match self.activity:
             case Activity.FORMING:
                 return "forming the group"
+            case Activity.ALLOCATING if not self.total:
+                return "reading the list of tensors"
             case Activity.ALLOCATING:
                 return f"allocating {self.done} of {self.total} bytes"
             case Activity.WAITING:
