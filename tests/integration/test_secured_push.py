@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.doubles.pool import Pool, running_pool
 from tests.integration.models import Model, lora, peft_of, same, weights
 from trainer_side import Publisher, Tls
 from weft_rl.contract.errors import NotAllowedError, WeftError
+from weft_rl.coordinator.runtime.live_groups import LiveGroups
 from weft_rl.rpc.security.credentials import VARIABLES, Credentials
 from weft_rl.rpc.security.guard import AccessFile
 from weft_rl.rpc.server import Security
@@ -186,3 +188,36 @@ def test_certificates_are_rotated_under_running_pushes(
         thread.join(30)
     assert not failures
     assert len(pushed) >= 10
+
+
+@pytest.mark.parametrize("secured", ["tokens"], indirect=True)
+@pytest.mark.parametrize("wrong", ["nobody", "trainer"])
+def test_a_token_of_the_coordinators_own_that_is_wrong_is_found_before_bytes_are_sent(
+    secured: tuple[Pool, dict[str, Any]],
+    wrong: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a group that is kept nobody is told to join: it was found at the commit."""
+    pool, known = secured
+    file = tmp_path / "token"
+    started = list[str]()
+    send_start = LiveGroups.send_start
+
+    def noting(groups: LiveGroups, group_id: str, *args: Any) -> None:
+        started.append(group_id)
+        send_start(groups, group_id, *args)
+
+    with Publisher(pool.target, trainer_id="t", timeout_seconds=20, **known) as publisher:
+        publisher.push_adapter(peft_of(Model()), "math")
+        monkeypatch.setattr(LiveGroups, "send_start", noting)
+        file.write_text(_TOKENS.get(wrong, "x" * 40))
+        began = time.monotonic()
+        with pytest.raises(NotAllowedError, match="refuses this coordinator"):
+            publisher.push_adapter(peft_of(Model(3)), "math")
+        assert time.monotonic() - began < 5
+        assert not started
+        file.write_text(_TOKENS["replica"])
+        model = peft_of(Model(4))
+        version = publisher.push_adapter(model, "math").version
+    assert all(same(engine.adapter(str(version)), lora(model)) for engine in _engines(pool))

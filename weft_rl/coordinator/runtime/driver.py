@@ -23,6 +23,7 @@ from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
 from weft_rl.coordinator.decisions.state.event_kinds import DETAILS, MAX_KEPT
 from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import Failure, VersionRecord
 from weft_rl.coordinator.decisions.step import step
 from weft_rl.coordinator.decisions.transfers.preflight import check_fit
@@ -361,7 +362,7 @@ class Driver:
             case effects.DropGroup():
                 groups.drop_group(effect.group_id, effect.why)
             case effects.SendPrepare():
-                groups.send_prepare(effect.group_id, effect.transfer, effect.time_left)
+                self._prepare(effect)
             case effects.SendStart():
                 groups.send_start(
                     effect.group_id,
@@ -402,6 +403,34 @@ class Driver:
                 | effects.CallWake()
             ):
                 self._orders.start(effect)
+
+    def _prepare(self, effect: effects.SendPrepare) -> None:
+        """Tell the receivers what comes, once no replica refuses this coordinator: it would be
+        found at the commit, after all bytes were sent."""
+        replicas = [self.state.replicas.get(name) for name in effect.transfer.targets]
+        asked = [r for r in replicas if r and self.replicas.may_be_refused(r.address)]
+        if asked:
+            self._spawn(self._prepare_if_let_in(effect, asked))
+        else:
+            self.groups.send_prepare(effect.group_id, effect.transfer, effect.time_left)
+
+    async def _prepare_if_let_in(self, effect: effects.SendPrepare, asked: list[Replica]) -> None:
+        began = self.now()
+        errors = await asyncio.gather(
+            *(self.replicas.check_let_in(r.address, self.state.generation) for r in asked)
+        )
+        transfer_id, is_refused = effect.transfer.transfer_id, False
+        for replica, error in zip(asked, errors, strict=True):
+            if error is not None:
+                is_refused = True
+                why = f"{replica.replica_id} refuses this coordinator: {error.message}"
+                failure = Failure(error.reason, why, {"member": replica.replica_id})
+                self.post(events.JoinAnswered(transfer_id, replica.replica_id, failure))
+        now = self.state.transfers.get(transfer_id)
+        is_still_due = now is not None and now.group_id == effect.group_id
+        if is_still_due and not is_refused:
+            left = effect.time_left - (self.now() - began)
+            self.groups.send_prepare(effect.group_id, effect.transfer, left)
 
     def _to_keep(self, todo: Sequence[effects.Effect], now: float) -> list[SaveEvent]:
         """Return the saves of the announced events that outlive the coordinator."""

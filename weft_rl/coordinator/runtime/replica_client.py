@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Final
 
 import grpc
 
-from weft_rl.contract.errors import REASONS, NotFoundError, WeftError
+from weft_rl.contract.errors import REASONS, NotAllowedError, NotFoundError, WeftError
 from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state import effects, events
@@ -37,7 +38,7 @@ from weft_rl.rpc.codec import (
 )
 from weft_rl.rpc.inbound import CheckedChannel
 from weft_rl.rpc.manifest_codec import ManifestDecoder
-from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials
+from weft_rl.rpc.security.credentials import NO_CREDENTIALS, Credentials, stamp_of
 from weft_rl.rpc.status import error_from_rpc
 from weft_rl.tracing import call_metadata, untraced
 from weft_rl.v1 import replica_pb2, replica_pb2_grpc, types_pb2
@@ -48,6 +49,9 @@ _DESCRIBE_SECONDS: Final = 60.0
 _DIGEST_SECONDS: Final = 600.0
 _GRACE_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 10.0
+# Of a look whether a replica takes orders; for how long it is known.
+_CHECK_SECONDS: Final = 5.0
+_LET_IN_SECONDS: Final = 1.0
 # Added to the time after which a silent replica is given up, so that the call does not end before.
 _AFTER_STALL_SECONDS: Final = 2.0
 # A replica waits for its engine's step before it pauses generation.
@@ -70,9 +74,12 @@ class ReplicaReader:
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._credentials = credentials
         self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
+        #: By address, what was shown to a replica that took it, and when.
+        self._let_in: dict[str, tuple[Any, float]] = {}
 
     async def close_channel(self, address: str) -> None:
         """Close the channel to an address; calls under way have a second to end."""
+        self._let_in.pop(address, None)
         entry = self._channels.pop(address, None)
         if entry is not None:
             await entry[0].close(grace=_GRACE_SECONDS)
@@ -91,6 +98,40 @@ class ReplicaReader:
             checked: Any = CheckedChannel(channel, f"the replica at {address}")
             self._channels[address] = (channel, replica_pb2_grpc.ReplicaServiceStub(checked))
         return self._channels[address][1]
+
+    def may_be_refused(self, address: str) -> bool:
+        """Return whether a replica may refuse this coordinator: it shows credentials, and the
+        replica has not taken these just now."""
+        if not (self._credentials.tls_cert or self._shows_token):
+            return False
+        shown, at = self._let_in.get(address, (None, 0.0))
+        return shown != self._shown or time.monotonic() - at > _LET_IN_SECONDS
+
+    async def check_let_in(self, address: str, generation: int) -> WeftError | None:
+        """Return the error of a replica that refuses this coordinator; None if it does not, or
+        does not answer. It is given an order to do nothing."""
+        request = replica_pb2.RetireVersionsRequest(coordinator_generation=generation)
+        try:
+            await self.stub(address).RetireVersions(request, timeout=_CHECK_SECONDS)
+        except grpc.RpcError as error:
+            typed = error_from_rpc(error)
+            return typed if isinstance(typed, NotAllowedError) else None
+        except WeftError as error:  # the file of its token cannot be read, and never could
+            return error
+        self.note_let_in(address)
+        return None
+
+    def note_let_in(self, address: str) -> None:
+        """Note that a replica has taken an order."""
+        self._let_in[address] = self._shown, time.monotonic()
+
+    @property
+    def _shows_token(self) -> bool:
+        return bool(self._credentials.token or self._credentials.token_file)
+
+    @property
+    def _shown(self) -> Any:
+        return self._credentials.stamps(), stamp_of(self._credentials.token_file)
 
     async def describe(self, address: str, version: PolicyVersion) -> Manifest:
         """Return the manifest of a version that the replica at ``address`` holds.
@@ -346,6 +387,7 @@ class ReplicaCaller:
             retained = tuple(response.retained_base_versions)
             # SwitchVersion's answer has none: what comes of it, a heartbeat says.
             as_started = getattr(response, "base_as_started", False)
+            self._reader.note_let_in(call.address)
         except grpc.RpcError as error:
             failure = failure_of(error, call.replica_id)
             _log.warning("replica %s did not switch to %s: %s", call.replica_id, call.version,

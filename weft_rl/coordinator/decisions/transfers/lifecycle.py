@@ -28,6 +28,8 @@ from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, purp
 from weft_rl.coordinator.decisions.transfers.withdrawals import is_dirty
 
 JUDGE_AFTER_SECONDS = 0.5
+# A replica does not let this coordinator in: a push that is begun again would find the same.
+_REFUSED = frozenset({"UNAUTHENTICATED", "ROLE_MISSING"})
 
 
 def join_answered(change: Change, event: events.JoinAnswered) -> None:
@@ -37,8 +39,10 @@ def join_answered(change: Change, event: events.JoinAnswered) -> None:
         if event.failure.reason == "DEADLINE":
             stalls.order_not_taken(change, transfer, event.replica_id, event.failure.message)
             return
-        why = f"it could not be told to join: {event.failure.message}"
-        failure = abort.peer_gone(event.replica_id, why)
+        failure = event.failure
+        if failure.reason not in _REFUSED:  # which passes
+            why = f"it could not be told to join: {failure.message}"
+            failure = abort.peer_gone(event.replica_id, why)
         regrouping.lose_replica(change, transfer, event.replica_id, failure)
 
 
