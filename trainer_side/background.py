@@ -187,6 +187,8 @@ class BackgroundPusher:
         Args:
             is_beside: True if the call is one of ``submit``, which waits for none.
         """
+        if self._is_closed:
+            return
         if is_beside:
             if self._agreement is not None:
                 self._agreement.join()
@@ -194,9 +196,9 @@ class BackgroundPusher:
             return
         with self._lock:
             is_idle = not self._queue and not self._is_running
-            if not is_idle and not self._is_closed and not is_told(error):
+            if not is_idle and not is_told(error):
                 self._queue.append(_Left(error))
-        if is_idle and not self._is_closed:
+        if is_idle:
             self._pushing.leave(error)
 
     def _start(self) -> None:

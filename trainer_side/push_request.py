@@ -122,8 +122,10 @@ class PushRequest:
     require: Require
     timeout_seconds: float
     base: RequestedBase = RequestedBase()
+    kind: str = ""
+    """Kind of what is pushed, as text."""
     how: str = ""
-    """What else must be the same on every rank, as text."""
+    """How it is pushed, as text; empty at a rank that only follows rank 0."""
     beside: int = 0
     """Number of the call, if the push is carried out beside the training."""
 
@@ -134,15 +136,15 @@ class PushRequest:
     @property
     def arguments(self) -> dict[str, object]:
         """What every rank must ask for alike, by name."""
-        return {
+        found: dict[str, object] = {
             "call": "push",
             "policy": self.policy,
-            "content": self.how,
-            "base": self.base,
-            "require": self.require,
-            "check_finite": self.check_finite,
+            "kind": self.kind,
             "asynchronous call": self.beside,
         }
+        if self.how:
+            found |= {"base": self.base, "require": self.require, "how": self.how}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +189,16 @@ class PushSettings:
                 model, self.ranks, how.cast, adapter_name, wanted.is_compared, how.kind
             )
 
-        what = f"adapter {adapter_name!r}"
-        return self._request(policy, content, require, timeout_seconds, how, what, wanted)
+        return self._request(
+            policy,
+            content,
+            require,
+            timeout_seconds,
+            how,
+            "adapter",
+            f"adapter_name={adapter_name!r}",
+            base=wanted,
+        )
 
     def base(
         self,
@@ -212,9 +222,9 @@ class PushSettings:
         def content() -> Content:
             return base_content(model, self.ranks, how.cast, merged, how.kind, draft)
 
-        what = "base" if merged is None else f"base with adapter {merged!r} merged"
-        what += " and draft" * (draft is not None)
-        return self._request(BASE_POLICY, content, require, timeout_seconds, how, what)
+        kind = "base" if merged is None else "merged base"
+        said = f"adapter_name={merged!r}, draft={draft is not None}"
+        return self._request(BASE_POLICY, content, require, timeout_seconds, how, kind, said)
 
     def merged(
         self,
@@ -255,8 +265,10 @@ class PushSettings:
             stamp = stamp_of_named(tensors) if ranks.rank == SENDER else None
             return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft, stamp)
 
-        what = "named tensors" + " and draft" * draft
-        return self._request(BASE_POLICY, content, require, timeout_seconds, how, what)
+        said = "" if tensors is None else f"draft={draft}"
+        return self._request(
+            BASE_POLICY, content, require, timeout_seconds, how, "named tensors", said
+        )
 
     def _options(self, given: PushOptions | None) -> PushOptions:
         return self.options if given is None else check_options(given)
@@ -268,12 +280,14 @@ class PushSettings:
         require: Require | None,
         timeout_seconds: float | None,
         options: PushOptions,
-        what: str,
+        kind: str,
+        said: str,
         base: RequestedBase = RequestedBase(),
     ) -> PushRequest:
         return PushRequest(
             policy=policy,
-            how=f"{what}, cast={options.cast}, kind={options.kind}",
+            kind=kind,
+            how=said and f"{said}, {options}",
             content=content,
             check_finite=options.check_finite,
             require=self.require if require is None else require,

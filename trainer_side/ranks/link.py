@@ -114,6 +114,8 @@ class RankLink:
         self._lock = threading.Lock()  # guards the three below
         self._inside_of = dict.fromkeys(TrafficKind, 0)
         self._why_closed = ""
+        #: Ranks that had said nothing of a message that was awaited as the link was closed.
+        self.silent: tuple[int, ...] = ()
         self._left: tuple[int, bytes] = (-1, b"")
 
     @property
@@ -162,6 +164,7 @@ class RankLink:
                 finish([*sends, *receives.values()], deadline)
             except PeerError as error:
                 begun = {each.connection for each in receives.values() if each.has_begun}
+                self.silent = tuple(rank for rank, each in receives.items() if not each.has_begun)
                 self._note_who_left(error, traffic, begun)
                 raise
             return {rank: each.content for rank, each in receives.items()}

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from torch._C._distributed_c10d import PrefixStore
@@ -59,6 +59,8 @@ class _Note:
     at: float
     """``time.time()`` of its writing."""
     reason: str
+    missing: list[int] = field(default_factory=list)
+    """Ranks that it is not for: those that had not come to the call, and come to the next."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Rendezvous:
         self._made_at = time.time()
         self._attempt = ""
         self._meeting = 0
+        #: Ranks that had not come when ``come`` was given up.
+        self.missing: list[int] = []
 
     def met(self, number: int, known: Iterable[str]) -> None:
         """Note what all ranks have agreed on: the number of the call, and who they are."""
@@ -110,8 +114,9 @@ class Rendezvous:
         pause = _FIRST_PAUSE_SECONDS
         while not call():
             if time.monotonic() >= deadline:
-                missing = ", ".join(str(rank) for rank, _ in self._missing())
-                raise LinkError(f"rank {missing or SENDER} did not come in time")
+                self.missing = self._absent() or [SENDER]
+                who = ", ".join(map(str, self.missing))
+                raise LinkError(f"rank {who} did not come in time")
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(1.5 * pause, CHECK_SECONDS)
         return PrefixStore(f"{_MEETINGS}/{self._meeting}", self._store)
@@ -135,6 +140,19 @@ class Rendezvous:
         if self._attempt:
             self._attempt = ""
             self._write(str(self._rank), self._record("away"))
+
+    def give_up(self, reason: bytes, missing: Sequence[int]) -> None:
+        """Tell the ranks that have come to the call that it has ended, since others have not.
+
+        Raises:
+            LinkError: The store is gone.
+        """
+        self._write(
+            _NOTE,
+            _Note(self._rank, self.number, self.by, time.time(), reason.decode(), list(missing)),
+        )
+        self._attempt = ""
+        self._write(str(self._rank), self._record("away"))
 
     def leave(self, reason: bytes, *, is_at_call: bool) -> None:
         """Tell the other ranks that this one does not come to a call, or leaves it.
@@ -162,10 +180,12 @@ class Rendezvous:
     def _call(self) -> bool:
         """Call the meeting if all ranks are there, at rank 0; return whether they are."""
         self._check_note()
-        for rank, record in self._missing():
+        for rank in self._others_ranks:
+            record = self._read(str(rank), _Record)
             if record is not None and record.state == "closed" and record.by in self._known:
                 raise _closed(rank)
-            return False
+            if record is None or record.state != "here":
+                return False
         attempts = self._attempts()
         if not all(attempts):
             return False
@@ -203,25 +223,29 @@ class Rendezvous:
         """Return the newest note of another rank, if it is of the Publishers that belong to this
         one."""
         note = self._read(_NOTE, _Note)
-        if note is None or note.rank == self._rank:
+        if note is None or note.rank == self._rank or self._rank in note.missing:
             return None
         is_of_ours = note.by in self._known or note.at >= self._made_at - _CLOCK_SECONDS
         return note if is_of_ours else None
 
-    def _missing(self) -> list[tuple[int, _Record | None]]:
-        """Return the first rank that is not here, with its record; empty if all are."""
-        for rank in range(self._size):
-            record = self._read(str(rank), _Record)
-            if record is None or record.state != "here":
-                return [(rank, record)]
-        return []
+    @property
+    def _others_ranks(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
+    def _absent(self) -> list[int]:
+        """Return the other ranks that are at no call."""
+        return [
+            rank
+            for rank, attempt in enumerate(self._attempts())
+            if not attempt and rank != self._rank
+        ]
 
     def _attempts(self) -> list[str]:
         records = [self._read(str(rank), _Record) for rank in range(self._size)]
         return [each.attempt if each and each.state == "here" else "" for each in records]
 
     def _others(self) -> list[_Record]:
-        records = [self._read(str(r), _Record) for r in range(self._size) if r != self._rank]
+        records = [self._read(str(rank), _Record) for rank in self._others_ranks]
         return [each for each in records if each is not None and each.by in self._known]
 
     @staticmethod

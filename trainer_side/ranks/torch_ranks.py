@@ -52,6 +52,8 @@ GRACE_SECONDS = 10.0
 _CLAIM: Final = struct.Struct("<?8sB")
 #: The rank whose error it is or -1, whether ``same`` differs, all ranks' flags; then the error.
 _VERDICT: Final = struct.Struct("<i?B")
+# How much longer than rank 0 the others wait for a rank that does not come.
+_COMING_SECONDS: Final = 0.5
 # Between attempts to connect, where all have come and one cannot.
 _PAUSES: Final = (0.05, 0.2, 0.5, 1.0)
 # By store and name of what ranks do together, which of several of this process are not closed.
@@ -133,8 +135,10 @@ class TorchRanks:
         at.number += 1
         self._is_at_call = True
         pauses = iter(_PAUSES)
+        if self.rank != SENDER:  # rank 0 says at the deadline who has not come
+            deadline += _COMING_SECONDS
         while True:
-            was_linked = self._link is not None
+            link = self._link
             try:
                 self._form_link(deadline)
                 self._compare(arguments, deadline)
@@ -144,11 +148,10 @@ class TorchRanks:
             except LinkError as error:
                 # One has left: at the end of a former call, or now, which the store tells.
                 self.abandon()
-                pause = 0.0 if was_linked else next(pauses, None)
+                pause = next(pauses, None) if link is None else 0.0
                 if time.monotonic() >= deadline:
-                    with contextlib.suppress(LinkError):
-                        at.go_away()
-                    raise told(self._gone(error)) from error
+                    missing = at.missing if link is None else link.silent
+                    raise self._give_up(self._gone(error), missing) from error
                 if pause is None:
                     raise self._end(self._gone(error), error) from error
                 _log.info("forming the link between the trainer's ranks anew: %s", error)
@@ -211,6 +214,15 @@ class TorchRanks:
                     "Every rank must make the same calls, in the same order"
                 )
             )
+
+    def _give_up(self, error: WeftError, missing: Sequence[int]) -> WeftError:
+        """Tell the ranks that have come that others have not, and return the error to raise."""
+        with contextlib.suppress(LinkError):
+            if self.rank == SENDER:
+                self._rendezvous.give_up(encode_error(error), missing)
+            else:
+                self._rendezvous.go_away()
+        return told(error)
 
     def _end(self, error: WeftError, cause: LinkError) -> WeftError:
         """Tell the other ranks that this one does not wait at the call any more, and return the
@@ -443,7 +455,7 @@ _GOES_ON, _FAILED = b"\0", b"\1"
 def _ended_at(ended: CallEndedError) -> WeftError:
     """Return the error of a call that another rank does not come to."""
     error = decode_error(ended.reason, ended.rank)
-    if error.message.startswith("rank "):
+    if error.reason == "RANK_GONE" or error.message.startswith("rank "):
         return error
     text = f"rank {ended.rank} of this trainer has ended the call: {error.message}"
     return error_from_reason(error.reason, text, error.metadata)
@@ -457,8 +469,8 @@ def _difference(calls: Sequence[Mapping[str, str]]) -> str:
     """Return in what calls differ from that of rank 0, and at which ranks; empty if in nothing."""
     ours, found = calls[SENDER], dict[str, list[int]]()
     for rank, theirs in enumerate(calls):
-        for name in sorted({*ours, *theirs}):
-            own, other = (call.get(name, "none") for call in (ours, theirs))
+        for name in [name for name in ours if name in theirs]:
+            own, other = ours[name], theirs[name]
             if own != other:
                 found.setdefault(f"{name}={other} where rank 0 has {name}={own}", []).append(rank)
                 break  # what follows from it differs, too

@@ -15,6 +15,7 @@ from trainer_side.ranks.torch_ranks import TorchRanks
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidManifestError,
+    InvalidRequestError,
     NotFiniteError,
     PeerUnavailableError,
     WeftError,
@@ -183,6 +184,72 @@ def test_a_rank_that_leaves_for_an_error_is_everybodys_error(pool, ranks, fails,
             each.agree(RuntimeError("and this"))
     assert _all(pool, ranks, lambda each: each.open(time.monotonic() + 20)) == [None] * _SIZE
     assert _all(pool, ranks, lambda each: each.agree(flags=1)) == [1] * _SIZE
+
+
+def _open(each: TorchRanks, seconds: float = 20.0, **arguments: object) -> int:
+    each.open(time.monotonic() + seconds, arguments)
+    each.close_call()
+    return each.number
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["it leaves first", "others wait"])
+@pytest.mark.parametrize("leaves", [0, 2])
+def test_a_rank_that_does_not_come_tells_why_at_once(pool, ranks, leaves, is_first):
+    for each in ranks:
+        each.close_call()
+    others = [each for each in ranks if each.rank != leaves]
+    for number in (2, 3):
+        if is_first:
+            ranks[leaves].leave(InvalidRequestError("require=0"))
+        futures = [pool.submit(_open, each) for each in others]
+        if not is_first:
+            time.sleep(0.2)
+            ranks[leaves].leave(InvalidRequestError("require=0"))
+        began = time.monotonic()
+        errors = [future.exception(20) for future in futures]
+        assert time.monotonic() - began < 5
+        text = f"rank {leaves} of this trainer has ended the call: require=0"
+        assert [getattr(error, "message", error) for error in errors] == [text] * 3
+        assert {each.number for each in ranks} == {number}
+    assert _all(pool, ranks, _open) == [4] * _SIZE
+    assert _all(pool, ranks, _open) == [5] * _SIZE
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_who_has_left_calls_out_is_in_step_at_the_next(pool, ranks, absent):
+    """Though it has come to fewer calls than the others: also when it then does not come to one."""
+    others = [each for each in ranks if each.rank != absent]
+    for _ in range(2):
+        errors = _all(pool, others, lambda each: _open(each, 0.5))
+        assert {getattr(error, "reason", error) for error in errors} == {"RANK_GONE"}
+        assert all(f"rank {absent}" in error.message for error in errors)
+    for each in ranks:
+        each.close_call()
+    ranks[absent].leave(KeyboardInterrupt())
+    errors = _all(pool, others, _open)
+    assert {getattr(error, "reason", error) for error in errors} == {"RANK_GONE"}
+    assert all("was interrupted" in error.message for error in errors)
+    numbers = _all(pool, ranks, _open)
+    assert len(set(numbers)) == 1
+
+
+def test_ranks_that_make_different_calls_are_told_which_differ_in_what(pool, ranks):
+    found = _all(pool, ranks, lambda each: _open(each, policy="ab"[each.rank > 1]))
+    assert {type(error) for error in found} == {InvalidRequestError}
+    text = "ranks 2, 3 have policy='b' where rank 0 has policy='a'"
+    assert all(text in error.message for error in found)
+    assert len(set(_all(pool, ranks, lambda each: _open(each, policy="a")))) == 1
+
+
+@pytest.mark.parametrize("closed", [0, 2])
+def test_a_rank_that_has_closed_its_publisher_is_not_waited_for(pool, ranks, closed):
+    ranks[closed].close()
+    others = [each for each in ranks if each.rank != closed]
+    for _ in range(2):
+        began = time.monotonic()
+        errors = _all(pool, others, _open)
+        assert time.monotonic() - began < 5
+        assert all("has closed its Publisher" in str(error) for error in errors), errors
 
 
 def test_an_error_that_nobody_waited_for_is_not_that_of_the_next_push(pool, ranks):
