@@ -1,6 +1,7 @@
 """The ``weft`` script in an environment that lacks an extra."""
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft_rl import __main__ as script
-from weft_rl import distribution
 from weft_rl.__main__ import install_hint
+from weft_rl.distribution import distribution_with
 
 WITHOUT = """\
 import sys
@@ -41,25 +42,55 @@ def test_a_command_says_which_install_brings_what_it_lacks(package, arguments):
     assert run(package, *arguments) == (1, f"{wanted}{install_hint(arguments[0], package)}\n")
 
 
+def installed(folder, origin=None):
+    """A folder with the package and the record of its installation, as pip writes it."""
+    record = folder / "weft_rl-1.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: weft-rl\nVersion: 1\n")
+    if origin is not None:
+        (record / "direct_url.json").write_text(json.dumps(origin))
+    return folder / "weft_rl"
+
+
 @pytest.mark.parametrize(
     ("origin", "named"),
     [
         (None, "'weft-rl[{}]'"),  # of an index
-        ({"url": "https://example.com/weft.whl"}, "'weft-rl[{}]'"),
-        ({"url": "file:///a%20b/weft", "dir_info": {"editable": True}}, "-e '/a b/weft[{}]'"),
+        (
+            {"url": "https://example.com/weft.whl", "archive_info": {}},
+            "'weft-rl[{}] @ https://example.com/weft.whl'",
+        ),
+        (
+            {"url": "https://x.org/weft", "vcs_info": {"vcs": "git", "commit_id": "0a1"}},
+            "'weft-rl[{}] @ git+https://x.org/weft@0a1'",
+        ),
+        ({"url": "file:///a%20b/weft", "dir_info": {}}, "'/a b/weft[{}]'"),
         ({"url": "file:///a/weft_rl-1-py3-none-any.whl"}, "'/a/weft_rl-1-py3-none-any.whl[{}]'"),
     ],
 )
-def test_what_is_to_be_installed_comes_from_where_weft_came(monkeypatch, origin, named):
-    class Distribution:
-        def read_text(self, name):
-            assert name == "direct_url.json"
-            return origin and json.dumps(origin)
+def test_what_is_to_be_installed_comes_from_where_weft_came(tmp_path, origin, named):
+    package = installed(tmp_path / "site-packages", origin)
+    assert distribution_with("tracing", package) == named.format("tracing")
 
-    monkeypatch.setattr(distribution.metadata, "distribution", lambda _: Distribution())
+
+def test_a_checkout_is_named_whoever_else_is_installed(tmp_path, monkeypatch):
+    """Its own left-over record and the environment of another checkout say nothing of it."""
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    monkeypatch.syspath_prepend(tmp_path / "it's mine")
+    installed(tmp_path / "other", {"url": "file:///other", "dir_info": {"editable": True}})
+    checkout = tmp_path / "it's mine"
+    (checkout / "weft_rl.egg-info").mkdir(parents=True)
+    (checkout / "weft_rl.egg-info" / "PKG-INFO").write_text("Name: weft-rl\nVersion: 1\n")
+    (checkout / "pyproject.toml").write_text('[project]\nname = "weft-rl"\n')
+    named = distribution_with("tracing", checkout / "weft_rl")
+    assert shlex.split(named) == ["-e", f"{checkout}[tracing]"]
+
+
+def test_the_hint_names_this_checkout_and_what_the_machine_needs(monkeypatch):
+    root = Path(__file__).parents[3]
     for gpu in ("/usr/bin/nvidia-smi", None):
         monkeypatch.setattr(script.shutil, "which", lambda _, found=gpu: found)
-        pip = f"pip install {named}"
+        pip = f"pip install -e '{root}[{{}}]'"
         assert install_hint("status", "typer") == pip.format("coordinator")
         assert install_hint("push", "torch") == f"{pip.format('coordinator,trainer')} safetensors"
         rollout = install_hint("rollout", "torch")

@@ -17,9 +17,7 @@ from weft_rl.telemetry.traces import open_tracer
 def test_without_the_extra_it_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        UnsupportedError, match=r"--traces needs .*pip install 'weft-rl\[tracing\]'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"--traces needs .*pip install -e '/.+\[tracing\]'"):
         open_tracer("weft-coordinator")
 
 
