@@ -41,7 +41,7 @@ from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import content_to_proto, send_plan_from_proto
 from weft_rl.tracing import NO_TRACER, Span, Tracer
 from weft_rl.transport.group import on_device
-from weft_rl.transport.member import AttendStream, FetchedManifests, Membership
+from weft_rl.transport.member import AttendStream, FetchedManifests, GroupEndedError, Membership
 from weft_rl.transport.progress import OnProgress, report_while
 from weft_rl.v1 import rendezvous_pb2 as pb
 from weft_rl.v1.rendezvous_pb2_grpc import RendezvousServiceStub
@@ -127,7 +127,8 @@ class GroupReceiver:
         self._directions.put_nowait(response)
 
     def _on_closed(self, error: WeftError) -> None:
-        _log.info("group %s of trainer %s ended: %s", self.ticket.group_id, self._trainer_id, error)
+        why = "" if isinstance(error, GroupEndedError) else f": {error}"
+        _log.info("group %s of trainer %s has ended%s", self.ticket.group_id, self._trainer_id, why)
         self._wake()
         self._directions.put(None)
 

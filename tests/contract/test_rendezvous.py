@@ -132,6 +132,21 @@ async def test_a_rank_may_close_its_stream(pool: Pool) -> None:
     assert await rank.call.code() is grpc.StatusCode.OK
 
 
+async def test_a_group_in_which_nothing_moves_ends_normally(pool: Pool) -> None:
+    """A trainer that ends is no fault, to its replicas' logs neither."""
+    replica = await pool.replica()
+    trainer = await pool.trainer()
+    await trainer.push()
+    (receiver,) = replica.ranks.values()
+    assert trainer.sender is not None
+    await trainer.sender.call.done_writing()
+    assert await receiver.call.code() is grpc.StatusCode.OK
+    late = FakeRank(pool.target, trainer.sender.group, 0)
+    pool.things.append(_Closing(late))
+    await late.hello()
+    await fails(late.hear(), "ABORTED", "EPOCH_FENCED")
+
+
 async def test_attend_a_dropped_group(pool: Pool) -> None:
     rank = await _rank(pool)
     rank.credential.group_id = "g-gone"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import threading
 import time
@@ -402,3 +403,20 @@ def test_threads_end_with_their_owners(pool, engines):
         pool.remove_replica(replica_id)
     ours = [t for t in threading.enumerate() if t.name.startswith("weft-") and t.name not in before]
     until(lambda: not any(t.is_alive() for t in ours))
+
+
+def test_a_normal_end_logs_nothing_of_fences(pool, engines, caplog):
+    """Groups end when their trainer closes, when another takes their place, and after a clone."""
+    caplog.set_level(logging.INFO)
+    model = peft_of(Model())
+    with Publisher(pool.target, trainer_id="trainer-a", timeout_seconds=20) as publisher:
+        publisher.push_adapter(model, "math", base="base@0")
+        late = EngineDouble(weights(Model()), logprobs_mode="processed_logprobs")
+        agent = pool.add_replica("late", late)
+        until(lambda: agent.is_ready)
+        publisher.push_adapter(model, "math", base="base@0", require="all")
+    until(lambda: sum("has ended" in record.getMessage() for record in caplog.records) >= 5)
+    pool.remove_replica("late")
+    told = [record.getMessage() for record in caplog.records]
+    assert not [text for text in told if "FENCED" in text or "dropped" in text], told
+    assert not [record for record in caplog.records if record.levelno > logging.INFO], told

@@ -44,6 +44,17 @@ _log = logging.getLogger(__name__)
 # means that the stream is dead.
 _MAX_QUEUED = 10_000
 _WELCOME_SECONDS = 10.0
+# A coordinator that answers does so in a round trip.
+_FAREWELL_SECONDS = 0.5
+
+
+class GroupEndedError(StaleEpochError):
+    """Normal end of a side group: nothing was under way in it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the coordinator ended the side group: a member left it, or it is replaced"
+        )
 
 
 class AttendStream:
@@ -107,19 +118,26 @@ class AttendStream:
             self._call.cancel()
 
     def close(self) -> None:
-        """End the stream and its thread; blocks at most 5 s."""
+        """End the stream and its thread; blocks at most 5 s.
+
+        The coordinator is told so, and answers by its end: a call that is cancelled at once looks
+        like one that broke.
+        """
         self._closing = True
         self._queue.put(None)
+        is_own = threading.current_thread() is self._thread
+        if not is_own:
+            self._thread.join(_FAREWELL_SECONDS)
         self._call.cancel()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        if not is_own:
+            self._thread.join(5.0 - _FAREWELL_SECONDS)
 
     def _requests(self) -> Iterator[pb.AttendRequest]:
         while (request := self._queue.get()) is not None:
             yield request
 
     def _read(self) -> None:
-        error: WeftError = StaleEpochError("the coordinator closed the group's stream")
+        error: WeftError = GroupEndedError()
         try:
             for response in self._call:
                 if response.HasField("welcome"):

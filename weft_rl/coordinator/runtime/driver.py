@@ -360,7 +360,7 @@ class Driver:
             case effects.OpenGroup():
                 groups.open_group(effect.group)
             case effects.DropGroup():
-                groups.drop_group(effect.group_id, effect.why)
+                groups.drop_group(effect.group_id, effect.why, is_failure=effect.is_failure)
             case effects.SendPrepare():
                 self._prepare(effect)
             case effects.SendStart():

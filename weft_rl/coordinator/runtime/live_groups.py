@@ -64,6 +64,11 @@ class RankStream:
         self._released = rendezvous_pb2.AttendResponse(released=released)
         self._wake.set()
 
+    @property
+    def has_ended(self) -> bool:
+        """True once the stream is to be closed."""
+        return self._ended
+
     def end(self, error: WeftError | None) -> None:
         """Close the stream after the queued messages: with ``error``, or normally if it is None."""
         if not self._ended:
@@ -202,15 +207,16 @@ class LiveGroups:
         """Open a group to its members."""
         self._live[group.group_id] = LiveGroup(group)
 
-    def drop_group(self, group_id: str, why: str) -> None:
-        """Close a group's store, and its streams with EPOCH_FENCED."""
+    def drop_group(self, group_id: str, why: str, *, is_failure: bool = True) -> None:
+        """Close a group's store, and its streams: with EPOCH_FENCED, or normally."""
         live = self._live.pop(group_id, None)
         if live is None:
             return
         self._dropped.put(group_id, why)
         live.store.close(why)
+        error = StaleEpochError(f"the group was dropped: {why}") if is_failure else None
         for link in live.links.values():
-            link.end(StaleEpochError(f"the group was dropped: {why}"))
+            link.end(error)
 
     def close(self, why: str) -> None:
         """Drop every group."""

@@ -112,9 +112,10 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
         except WeftError as error:
             self._groups.leave(link, error.message)
             link.end(error)
-        except grpc.aio.AbortError:  # the call was ended from this side, as it said something
-            self._groups.leave(link, "its stream was ended")
         except Exception as error:  # noqa: BLE001 (a rank that nobody hears would only stall)
+            if link.has_ended:  # gRPC refuses to read a call that was ended from this side
+                self._groups.leave(link, "its stream was ended")
+                return
             _log.warning("rank %d sent a message that cannot be taken", link.rank, exc_info=error)
             self._groups.leave(link, f"its stream failed: {error!r}")
             link.end(WeftError("the coordinator failed on this stream; read its log"))

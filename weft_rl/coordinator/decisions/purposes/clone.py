@@ -203,7 +203,7 @@ class Clone(Repair):
             abort.abort(change, transfer, failure)
             return
         # Its source has done its part, however long the target takes to switch.
-        abort.close_group(change, transfer.group_id, "its clone is staged")
+        abort.end_group(change, transfer.group_id, "its clone is staged")
         replica = change.state.replicas[self.replica_id]
         transfer = change.put_transfer(lifecycle.at_commit_point(change, transfer, [replica]))
         alias = alias_of(change.state, transfer)

@@ -72,7 +72,7 @@ from weft_rl.coordinator.decisions.transfers import (
     stalls,
     withdrawals,
 )
-from weft_rl.coordinator.decisions.transfers.abort import close_group, discard
+from weft_rl.coordinator.decisions.transfers.abort import discard, end_group
 from weft_rl.coordinator.decisions.transfers.lifecycle import take_over
 from weft_rl.coordinator.decisions.transfers.purpose import AdmissionQueue, Purpose
 from weft_rl.coordinator.decisions.transfers.withdrawals import all_definite, is_dirty
@@ -463,7 +463,7 @@ def new_group(
     in_use = {t.group_id for t in change.state.transfers.values()}
     for old in list(change.state.groups.values()):
         if old.trainer_id == transfer.trainer_id and old.group_id not in in_use:
-            close_group(change, old.group_id, "a new group of its trainer replaced it")
+            end_group(change, old.group_id, "a new group of its trainer replaced it")
     name, secret = transfer.ids.group(0)
     group = Group(
         name,

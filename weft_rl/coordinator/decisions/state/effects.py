@@ -347,10 +347,12 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class DropGroup:
-    """End of a group's store and streams, with EPOCH_FENCED."""
+    """End of a group's store and streams."""
 
     group_id: str
     why: str
+    is_failure: bool = True
+    """True if somebody may wait in it: the streams end with EPOCH_FENCED, not normally."""
 
 
 @dataclass(frozen=True)

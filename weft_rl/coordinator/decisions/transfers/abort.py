@@ -54,10 +54,20 @@ def abort(change: Change, transfer: Transfer, failure: Failure) -> None:
 
 
 def close_group(change: Change, group_id: str, why: str) -> None:
-    """Forget a group; whoever waits in it wakes with EPOCH_FENCED."""
+    """Forget a group in which a transfer was under way; whoever waits in it wakes with
+    EPOCH_FENCED."""
+    _forget_group(change, group_id, why, is_failure=True)
+
+
+def end_group(change: Change, group_id: str, why: str) -> None:
+    """Forget a group in which nobody waits: for its members it ends normally."""
+    _forget_group(change, group_id, why, is_failure=False)
+
+
+def _forget_group(change: Change, group_id: str, why: str, *, is_failure: bool) -> None:
     if group_id in change.state.groups:
         change.drop_group(group_id)
-        change.emit(DropGroup(group_id, why))
+        change.emit(DropGroup(group_id, why, is_failure))
 
 
 def peer_gone(member: str, why: str, who: str = "") -> Failure:

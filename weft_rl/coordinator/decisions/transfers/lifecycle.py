@@ -230,7 +230,7 @@ def rank_gone(change: Change, event: events.RankGone) -> None:
     transfer = transfer_of(change.state, event.group_id)
     if transfer is None or not transfer.uncommitted:
         who = group.rank_name(event.rank)
-        abort.close_group(change, event.group_id, f"{who} left it: {event.why}")
+        abort.end_group(change, event.group_id, f"{who} left it: {event.why}")
         return
     change.put_group(replace(group, attending=group.attending - {event.rank}))
     if event.rank in transfer.attempt.accusations:

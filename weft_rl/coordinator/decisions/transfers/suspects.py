@@ -65,7 +65,7 @@ def probe(change: Change) -> None:
         if group.is_probe:
             replica = change.state.replicas.get(group.members[0].replica_id)
             if replica is None or not replica.suspect or replica.suspect.group_id != group.group_id:
-                abort.close_group(change, group.group_id, "its replica is no longer suspect")
+                abort.end_group(change, group.group_id, "its replica is no longer suspect")
     for replica in list(change.state.replicas.values()):
         if replica.suspect is not None and not replica.lost:
             _probe(change, replica, replica.suspect)
@@ -142,5 +142,5 @@ def _clear(change: Change, replica: Replica, group: Group) -> bool:
     change.put_replica(replace(replica, suspect=None))
     why = f"every receiver of it has answered; {replica.suspect.why}"
     change.announce(EventKind.REPLICA_ANSWERS, replica.replica_id, why)
-    abort.close_group(change, group.group_id, "every receiver has answered")
+    abort.end_group(change, group.group_id, "every receiver has answered")
     return True
