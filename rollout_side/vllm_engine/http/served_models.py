@@ -27,8 +27,9 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion
 #: Range of our adapters' integer ids, far from those that vLLM counts up from 1.
 FIRST_LORA_ID = 2**20
 END_LORA_ID = 2**31
-#: Versions that an answer lists at most.
+#: Versions, or names, that an answer lists at most, and characters of the one that was asked for.
 _MAX_LISTED = 10
+_MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -156,21 +157,33 @@ class ServedModels:
             return None if number == str(self.base.version) else self.explain_unknown(asked)
         return self._refused_alias(asked, asked) if asked in self._aliases else None
 
-    def explain_unknown(self, name: str) -> Refusal | None:
-        """Return the answer to a name that vLLM does not know; None to keep vLLM's own answer.
+    def explain_unknown(self, name: str) -> Refusal:
+        """Return the answer to a name that vLLM does not know.
 
-        For an exact version the answer lists the versions of its policy that can be requested.
+        It lists what can be requested instead: of an exact version, the versions of its policy.
         """
         policy, _, number = name.rpartition("@")
         if not policy:
-            return self._refused_alias(name, name) or self._absent_policy(name, name)
+            refused = self._refused_alias(name, name) or self._absent_policy(name, name)
+            return refused or self._unknown(name)
         there = self._there(policy)
         if not there:
             gone = self.absent.get(policy)
             is_gone = gone is not None and _is_up_to(number, gone.last_version)
-            return self._absent_policy(name, policy) if is_gone else None
+            return (self._absent_policy(name, policy) if is_gone else None) or self._unknown(name)
         why = f"it was retired, or is not here yet; of {policy} there are {there}"
         return Refusal(404, f"The model `{name}` does not exist: {why}", "VERSION_UNKNOWN")
+
+    def _unknown(self, name: str) -> Refusal:
+        """Return the answer to a name of nothing that was ever here."""
+        adapters = sorted(alias for alias in self._aliases if not self._refused.why(alias))
+        names = [*self.own_names, BASE_POLICY, *adapters]
+        listed = ", ".join(names[:_MAX_LISTED])
+        more = len(names) - _MAX_LISTED
+        rest = f", and {more} more (GET /v1/models lists all)" if more > 0 else ""
+        why = f"ask for {listed}{rest}; or push it first"
+        asked = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
+        return Refusal(404, f"The model `{asked}` does not exist: {why}", "POLICY_UNKNOWN")
 
     def _refused_alias(self, name: str, policy: str) -> Refusal | None:
         why = self._refused.why(policy)

@@ -72,8 +72,11 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
     assert retired.message.endswith(
         "it was retired, or is not here yet; of math there are math@2, math@3"
     )
-    assert models.explain_unknown("code@1") is None
-    assert models.explain_unknown("code") is None
+    known = "does not exist: ask for tiny, tiny-2, base, math; or push it first"
+    for name in ("code", "code@1", "Math"):
+        unknown = models.explain_unknown(name)
+        assert (unknown.status, unknown.reason) == (404, "POLICY_UNKNOWN")
+        assert unknown.message == f"The model `{name}` {known}"
     models.absent = {"code": UnservedPolicy(3, "an operator forgot code")}
     for name, reason in (("code", "POLICY_UNKNOWN"), ("code@3", "VERSION_UNKNOWN")):
         gone = models.explain_unknown(name)
@@ -81,7 +84,7 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
         assert (gone.status, gone.reason) == (404, reason)
         assert gone.message == f"The model `{name}` does not exist: an operator forgot code"
     for name in ("code@4", "code@", f"code@{'9' * 99}", "other"):
-        assert models.explain_unknown(name) is None
+        assert models.explain_unknown(name).message.endswith(known)
     models.refuse_aliases(AliasRefusals(every="out of contact", is_away=True))
     unheard = models.explain_unknown("code")
     assert unheard is not None
@@ -93,6 +96,14 @@ def test_what_can_be_asked_for_instead_of_an_unknown_name() -> None:
     assert many is not None
     assert "18 versions, the newest math@10" in many.message
     assert len(many.message) < 300
+    models.refuse_aliases(AliasRefusals())
+    for number in range(20):
+        version = PolicyVersion(f"policy-{number:02}", 1)
+        models.add(version, _request(version), b"")
+    other = models.explain_unknown("x" * 9999).message
+    assert "ask for tiny, tiny-2, base, math, policy-00" in other
+    assert other.endswith("policy-05, and 14 more (GET /v1/models lists all); or push it first")
+    assert len(other) < 500
 
 
 def test_names_that_are_taken() -> None:
