@@ -28,7 +28,7 @@ from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
 from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
-from weft_rl.contract.sampling import Sampling
+from weft_rl.contract.sampling import Sampling, check_num_samples
 from weft_rl.rpc.codec import (
     aborts_from_proto,
     capabilities_to_proto,
@@ -397,14 +397,16 @@ class GenerateServicer(GenerateServiceServicer):
         images = await self._images(request)
         version = self._agent.requested(request.policy)
         adapter = None if version.policy == BASE_POLICY else version
+        sampling = _sampling(request.sampling)
+        num_samples = check_num_samples(request.sampling.num_samples or 1, sampling)
         # Nothing is awaited since the name was resolved, so the version is still there.
         answer = self._agent.engine.generate(
             GenerateOrder(
                 prompt=_prompt(request),
                 images=images,
                 adapter=adapter,
-                num_samples=request.sampling.num_samples or 1,
-                sampling=_sampling(request.sampling),
+                num_samples=num_samples,
+                sampling=sampling,
                 strict=request.strict,
                 exact_base=adapter is None and request.policy != BASE_POLICY,
                 chunk_tokens=request.chunk_tokens,

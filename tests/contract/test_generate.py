@@ -304,6 +304,15 @@ async def _is_running(served: Served) -> bool:
         (_request("base", stop_token_ids=range(1025)), "INVALID_REQUEST"),
         (_request("base", temperature=float("nan")), "INVALID_REQUEST"),
         (_request("base", seed=-1), "INVALID_REQUEST"),
+        (_request("base", temperature=-1), "INVALID_REQUEST"),
+        (_request("base", temperature=1e39), "INVALID_REQUEST"),
+        (_request("base", temperature=0, num_samples=2), "INVALID_REQUEST"),
+        (_request("base", top_p=0), "INVALID_REQUEST"),
+        (_request("base", top_p=1.1), "INVALID_REQUEST"),
+        (_request("base", min_p=-0.1), "INVALID_REQUEST"),
+        (_request("base", repetition_penalty=0), "INVALID_REQUEST"),
+        (_request("base", stop=[""]), "INVALID_REQUEST"),
+        (_request("base", min_tokens=3, max_tokens=2), "INVALID_REQUEST"),
     ],
 )
 async def test_what_cannot_be(served: Served, request_: pb.GenerateRequest, reason: str) -> None:

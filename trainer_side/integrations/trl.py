@@ -162,7 +162,8 @@ def sampling_of(trainer: Any) -> Sampling:
     Raises:
         UnsupportedError: A setting is one that a replica does not offer; names it.
     """
-    further = dict(trainer.args.generation_kwargs or {})
+    given = trainer.args.generation_kwargs or {}
+    further = {name: value for name, value in given.items() if value is not None}
     refused = sorted(further.keys() - _NAMED_ALIKE)
     if trainer.args.vllm_structured_outputs_regex is not None:
         refused.append("vllm_structured_outputs_regex")
@@ -171,13 +172,10 @@ def sampling_of(trainer: Any) -> Sampling:
             f"the pool cannot sample with {', '.join(refused)}; generation_kwargs may have "
             f"{', '.join(sorted(_NAMED_ALIKE))}"
         )
-    for name in ("stop", "stop_token_ids"):
-        if (given := further.get(name)) is not None:
-            further[name] = (given,) if isinstance(given, str) else tuple(given)
     usual = {
         "temperature": trainer.temperature,
         "top_p": trainer.top_p,
-        "top_k": trainer.top_k,
+        "top_k": max(0, trainer.top_k or 0),  # vLLM's -1 considers all tokens, too
         "min_p": trainer.min_p or 0.0,
         "repetition_penalty": trainer.repetition_penalty,
         "max_tokens": trainer.max_completion_length,

@@ -44,7 +44,7 @@ class PoolRolloutLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[m
         self._sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=max(0, self.top_k or 0),  # vLLM's -1 considers all tokens, too
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             max_tokens=self.max_tokens,

@@ -300,6 +300,8 @@ class RolloutClient:
         how = Sampling() if sampling is None else sampling
         check_sampling(how, n)
         check_choice("on_error", on_error, OnError)
+        if strict is not None and not isinstance(strict, bool):
+            raise InvalidRequestError(f"strict={strict!r:.80}: give True, False or None")
         wanted = wanted_of(model, min_version)
         return [
             PromptRequest(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from trainer_side.rollouts.images import ImagePrompt, image_messages
 from weft_rl.contract.errors import InvalidRequestError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, version_of
-from weft_rl.contract.sampling import Sampling
+from weft_rl.contract.sampling import MAX_SEED, Sampling, check_num_samples
 from weft_rl.v1 import generate_pb2 as pb
 
 #: Text, which the model's own tokenizer makes into tokens, or token ids; with images or without.
@@ -132,7 +132,7 @@ class PromptRequest:
         how = self.sampling
         seed = how.seed
         if seed is not None:
-            seed = (seed + self.index * self.num_samples + samples[0]) % 2**63
+            seed = (seed + self.index * self.num_samples + samples[0]) % (MAX_SEED + 1)
         request = pb.GenerateRequest(
             policy=wanted.name,
             strict=self.strict,
@@ -210,21 +210,14 @@ def checked_prompts(prompts: Any) -> list[CheckedPrompt]:
 
 
 def check_sampling(sampling: Sampling, num_samples: int) -> None:
-    """Refuse sampling options of wrong kinds; the engine judges the rest.
+    """Refuse what is no sampling options, or a number of samples that they do not go with.
 
     Raises:
-        InvalidRequestError: An option is of a wrong kind.
+        InvalidRequestError: Names the argument.
     """
-    if type(num_samples) is not int or num_samples < 1:
-        raise InvalidRequestError(f"n={num_samples!r:.80}: give a number of samples, at least 1")
     if not isinstance(sampling, Sampling):
         raise InvalidRequestError(f"sampling={sampling!r:.80}: give trainer_side.Sampling(...)")
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        raise InvalidRequestError("max_tokens must be at least 1")
-    try:
-        pb.Sampling(**{field.name: getattr(sampling, field.name) for field in fields(sampling)})
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{sampling}: {error}") from error
+    check_num_samples(num_samples, sampling, name="n")
 
 
 def closed_error(what: str = "RolloutClient") -> InvalidRequestError:

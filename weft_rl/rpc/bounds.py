@@ -27,6 +27,13 @@ from weft_rl.contract.group import (
     MAX_SENDERS,
 )
 from weft_rl.contract.names import MAX_VERSION
+from weft_rl.contract.sampling import (
+    MAX_SAMPLES,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
 from weft_rl.rpc.channel import MAX_PROMPT_BYTES
 from weft_rl.tracing import MAX_TRACEPARENT_CHARS
 
@@ -49,7 +56,6 @@ MAX_DIGEST_BYTES: Final = 64
 MAX_ENTRIES: Final = 65_536
 #: Tokens or characters of a prompt, and tokens of an answer; a message has room for no more.
 MAX_PROMPT: Final = 2**20
-MAX_SAMPLES: Final = 1_024
 MAX_IMAGES: Final = 64
 #: Last second of the year 9999, since 1970.
 LAST_SECOND: Final = 253_402_300_799
@@ -282,7 +288,8 @@ _BY_FIELD: Final[Mapping[str, _Check]] = {
     "Prepare.trace_context": _text(MAX_TRACEPARENT_CHARS),
     "RankFailed.reason": _ID,
     "Sampling.num_samples": _number(0, MAX_SAMPLES),
-    "Sampling.stop": _text(1_024, printable=False),
+    "Sampling.seed": _number(0, MAX_SEED),
+    "Sampling.stop": _text(MAX_STOP_CHARS, printable=False),
     "SendPlan.num_senders": _number(1, MAX_SENDERS),
     "SetRetentionRequest.num_versions": _anything,
     "StoreAdd.amount": _anything,
@@ -303,8 +310,8 @@ _MAX_ENTRIES: Final[Mapping[str, int]] = {
     "SleepRolloutsRequest.gpu_uuids": 1_024,
     "SampleChunk.logprobs": MAX_PROMPT,
     "SampleChunk.token_ids": MAX_PROMPT,
-    "Sampling.stop": 16,
-    "Sampling.stop_token_ids": 1_024,
+    "Sampling.stop": MAX_STOPS,
+    "Sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
     "TokenIds.ids": MAX_PROMPT,
 }
 #: Whose decoder checks every entry as it comes, and what all of them add up to.

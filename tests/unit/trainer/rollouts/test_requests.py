@@ -26,7 +26,7 @@ from weft_rl.contract.errors import (
     WeftError,
 )
 from weft_rl.contract.names import PolicyVersion
-from weft_rl.contract.sampling import Sampling
+from weft_rl.contract.sampling import MAX_SEED, Sampling
 from weft_rl.v1 import generate_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -83,18 +83,15 @@ def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
         checked_prompts(given)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        None,
-        Sampling(max_tokens=0),
-        Sampling(temperature="hot"),  # type: ignore[arg-type]
-        Sampling(seed=2**70),
-    ],
-)
+@pytest.mark.parametrize("given", [None, {"temperature": 1}, pb.Sampling()])
 def test_sampling_of_another_kind_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match="sampling="):
         check_sampling(given, 1)
+
+
+def test_the_seeds_of_all_samples_are_such_as_a_replica_takes() -> None:
+    ask = _ask(Sampling(seed=MAX_SEED), index=3)
+    assert ask.request(ask.wanted, [2]).sampling.seed == 3 * 5 + 2 - 1
 
 
 @pytest.mark.parametrize("n", [0, True, "2", None, 1.0])
