@@ -62,9 +62,9 @@ async def test_a_base_that_was_pushed_to_is_let_go_of_by_an_operator(
     await asyncio.to_thread(orders.base, rebind=True, coordinator=pool.target)
     await asyncio.to_thread(orders.base, coordinator=pool.target)
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"bound to TinyForCausalLM {REFERENCE.fingerprint[:12]}, and serves base@0" in shown
+    assert f"bound to TinyForCausalLM {REFERENCE.fingerprint[:12]}; its replicas serve" in shown
     assert "no longer bound to TinyForCausalLM; retired: math@1; the next replica" in shown
-    assert "the pool is bound to none" in shown
+    assert "the pool is bound to no base model" in shown
     await pool.restart()
     assert not (await _base(pool)).base_fingerprint
     versions = inspect_pb2.ListVersionsRequest(policy="math")

@@ -169,6 +169,7 @@ async def test_forget(pool: Pool) -> None:
     assert await refusal(forget("base")) == "UNIMPLEMENTED/UNSUPPORTED"
     status, error = await refused(forget("math"))
     assert (status, error.metadata["holder"]) == ("ALREADY_EXISTS/POLICY_OWNED", "trainer")
+    assert all(part in error.message for part in ("lease expires in", "--force", "End the trainer"))
     assert await forget("math", force=True) == [1, 2]
     assert await forget("math") == [], "idempotent"
 

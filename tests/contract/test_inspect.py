@@ -17,7 +17,7 @@ from weft_rl.contract.errors import (
 )
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind
-from weft_rl.v1 import inspect_pb2, publish_pb2, types_pb2
+from weft_rl.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, publish_pb2, types_pb2
 
 
 async def test_lists_in_pages(pool: Pool) -> None:
@@ -49,6 +49,17 @@ async def test_lists_in_pages(pool: Pool) -> None:
     (ended,) = (await inspect.ListTransfers(transfers(page_size=1))).transfers
     after = await inspect.ListTransfers(transfers(page_token=ended.transfer_id))
     assert not after.transfers
+
+
+async def test_a_pool_without_a_base_model_serves_no_version(pool: Pool) -> None:
+    trainer = await pool.trainer()
+    inspect, admin = trainer.inspect, admin_pb2_grpc.AdminServiceStub(trainer.channel)
+    for is_bound in (False, True):
+        if is_bound:
+            await pool.replica()
+        found = await inspect.GetPool(inspect_pb2.GetPoolRequest())
+        base = await admin.GetBase(admin_pb2.GetBaseRequest())
+        assert found.HasField("version_vector") is base.HasField("version_vector") is is_bound
 
 
 @pytest.mark.parametrize("method", ["ListReplicas", "ListPolicies", "ListTransfers", "ListEvents"])

@@ -154,6 +154,15 @@ async def test_acquire_policy(pool: Pool) -> None:
     assert isinstance(error, PolicyOwnedError)
     assert error.metadata["holder"] == "t1"
     assert 0 < float(error.metadata["expires_in_seconds"]) <= 10
+    assert "owned by trainer 't1'" in error.message
+    assert "its lease expires in" in error.message
+    assert error.message.endswith(
+        "end that trainer, wait until its lease has expired, or push under another name"
+    )
+    twin = FakeTrainer(pool.target, "t1")
+    pool.things.append(twin)
+    error = await fails(twin.acquire(), "ALREADY_EXISTS", "POLICY_OWNED")
+    assert error.message.endswith("wait for that, or take it over")
     again = await first.acquire()
     assert again.fencing_token == 1
     for name in ("../up", "x" * 64, ""):

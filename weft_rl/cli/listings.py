@@ -105,7 +105,7 @@ _VERSION_COLUMNS = (
 
 
 def _versions_table(listed: list[tuple[pb.Policy, pb.Version]]) -> FittedTable:
-    table = FittedTable("versions", _VERSION_COLUMNS)
+    table = FittedTable("versions", _VERSION_COLUMNS, empty="no version was pushed yet")
     for policy, version in listed:
         table.add_row(
             f"{version.version.policy}@{version.version.version}",
@@ -158,7 +158,7 @@ def transfers(
         TransferPurpose | None,
         typer.Option(
             metavar="PURPOSE",
-            help=f"List only those of one purpose: {', '.join(TransferPurpose)}. Default: all.",
+            help=f"Show only those of one purpose: {', '.join(TransferPurpose)}. Default: all.",
         ),
     ] = None,
     limit: Limit = 20,
@@ -166,7 +166,12 @@ def transfers(
     wide: Wide = False,
     json_output: Json = False,
 ) -> None:
-    """Show transfers under way, then the last 100 that ended."""
+    """Show pushes and other transfers, under way and ended.
+
+    A push sends a version to all replicas; a clone and a restore bring one replica what it lacks,
+    from another or from its own copy; a rollback serves an earlier version again. The coordinator
+    remembers the last 100 that ended, until it restarts.
+    """
     with connect(coordinator) as channel:
         stub = InspectServiceStub(channel)
         found = (
@@ -201,7 +206,7 @@ _TRANSFER_COLUMNS = (
 
 
 def _transfers_table(listed: list[publish_pb2.Transfer]) -> FittedTable:
-    table = FittedTable("transfers", _TRANSFER_COLUMNS)
+    table = FittedTable("transfers", _TRANSFER_COLUMNS, empty="no such transfer is known")
     for transfer in listed:
         parts = (transfer.forming, transfer.staging, transfer.committing)
         seconds, pause = [*map(duration_from_proto, parts)], duration_from_proto(transfer.pause)
@@ -375,7 +380,8 @@ _ROUTE_COLUMNS = (
 
 
 def _routes_table(listed: pb.WatchRoutesResponse) -> FittedTable:
-    table = FittedTable(f"routes, revision {listed.revision}", _ROUTE_COLUMNS)
+    empty = "no replica may be sent requests: weft status says why"
+    table = FittedTable(f"routes, revision {listed.revision}", _ROUTE_COLUMNS, empty=empty)
     for route in listed.routes:
         serves = vector_text(route.version_vector, most=_MAX_ADAPTERS)
         table.add_row(route.replica_id, route.http_url, route.model_name, serves)

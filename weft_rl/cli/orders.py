@@ -375,7 +375,7 @@ def base(
             response = admin.RebindBase(request, timeout=CALL_SECONDS)
     if rebind:
         names = ", ".join(f"{v.policy}@{v.version}" for v in response.retired_versions)
-        unbound = "the pool was bound to none"
+        unbound = "the pool was bound to no base model"
         if found.base_fingerprint:
             unbound = f"the pool is no longer bound to [bold green]{found.architecture}[/]"
         unbound += f"; retired: {names}" if names else ""
@@ -389,11 +389,11 @@ def base(
 def _show_base(found: pb.GetBaseResponse) -> None:
     """Print what the pool is bound to, and what keeps it from being unbound."""
     if not found.base_fingerprint:
-        print_text(f"the pool is bound to none: {_NEXT_BASE}")
+        print_text(f"the pool is bound to no base model: {_NEXT_BASE}")
         return
     print_text(
-        f"the pool is bound to [bold]{found.architecture}[/] {found.base_fingerprint[:12]}, and "
-        f"serves {vector_text(found.version_vector)}"
+        f"the pool is bound to [bold]{found.architecture}[/] {found.base_fingerprint[:12]}; its "
+        f"replicas serve {vector_text(found.version_vector)}"
     )
     if found.checkpoint_digest:
         print_text(
@@ -408,4 +408,4 @@ def _show_base(found: pb.GetBaseResponse) -> None:
     if hindrances:
         print_text(f"to bind it to another model, first end: {', '.join(hindrances)}")
     else:
-        print_text("weft base --rebind retires what it serves and unbinds it")
+        print_text("it has none now: weft base --rebind retires these versions and unbinds it")

@@ -119,8 +119,9 @@ def rollout(
         str,
         typer.Option(
             metavar="HOST",
-            help="Host by which the coordinator and trainers reach this machine. Default: that of "
-            "--listen.",
+            help="Host by which the coordinator and trainers reach this replica. Default: that of "
+            "--listen; where that is every address (0.0.0.0), the one of this machine's route to "
+            "the coordinator.",
             rich_help_panel=_ADDRESSES,
         ),
     ] = AgentConfig.advertise_host,
@@ -128,7 +129,8 @@ def rollout(
         str,
         typer.Option(
             metavar="URL",
-            help="URL by which clients reach the OpenAI server. Default: its host and port.",
+            help="URL by which clients reach the OpenAI server. Default: http://, --http-host and "
+            "the port; say it with --http-host 0.0.0.0, which nobody can call.",
             rich_help_panel=_ADDRESSES,
         ),
     ] = AgentConfig.http_url,

@@ -19,6 +19,7 @@ from weft_rl.cli.console.table import ColumnSpec, FittedTable, listing_console
 from weft_rl.contract.errors import PeerUnavailableError, TransferTimeoutError
 from weft_rl.contract.names import PolicyVersion, plural, provenance
 from weft_rl.coordinator.decisions.problems import explain_conflict, explain_unused_file
+from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.rpc.channel import open_channel
 from weft_rl.rpc.codec import duration_from_proto
 from weft_rl.rpc.pool_listing import get_pool
@@ -38,15 +39,10 @@ _MAX_REPLICAS = 200
 _MAX_POLICIES, _MAX_NAMED = 20, 3
 #: Version numbers of an adapter that are listed.
 _MAX_NUMBERS = 8
-_STATES = {
-    pb.REPLICA_STATE_READY: ("ready", "green"),
-    pb.REPLICA_STATE_PENDING_WEIGHTS: ("pending weights", "yellow"),
-    pb.REPLICA_STATE_LOST: ("lost", "red"),
-    pb.REPLICA_STATE_QUARANTINED: ("quarantined", "red"),
-    pb.REPLICA_STATE_DRAINING: ("draining", "yellow"),
-    pb.REPLICA_STATE_CORDONED: ("cordoned", "yellow"),
-    pb.REPLICA_STATE_SUSPECT: ("suspect", "yellow"),
-    pb.REPLICA_STATE_ASLEEP: ("asleep", "yellow"),
+_COLOURS = {
+    ReplicaState.READY: "green",
+    ReplicaState.LOST: "red",
+    ReplicaState.QUARANTINED: "red",
 }
 
 
@@ -154,10 +150,16 @@ def _headline(pool: pb.GetPoolResponse) -> Text:
     )
     names = {replica.model_name for replica in pool.replicas}
     of_model = f"of {names.pop()} " if len(names) == 1 else ""
+    vector = pool.version_vector
+    served = vector_text(vector, most=_MAX_NAMED)
+    kept = ""
+    if not _num_replicas(pool):
+        kept = f"; replicas that come serve {served}" if vector.base or vector.adapters else ""
+        served = "nothing"
     return Text.assemble(
         (f"pool {of_model}serves ", "dim"),
-        (vector_text(pool.version_vector, most=_MAX_NAMED), "bold"),
-        (f"   {ready} of {_num_replicas(pool)} replicas ready", "dim"),
+        (served, "bold"),
+        (f"   {ready} of {_num_replicas(pool)} replicas ready{kept}", "dim"),
     )  # fmt: skip
 
 
@@ -231,7 +233,7 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
     table = FittedTable("replicas", columns, caption=_more(more))
     told = _told_of(pool, "replica_id")
     for replica in replicas[:_MAX_REPLICAS]:
-        word, colour = _STATES.get(replica.state, ("unknown", "red"))
+        word, colour = _state(replica.state)
         state = Text(word, colour)
         if replica.report.HasField("drain"):
             state.append(
@@ -254,6 +256,14 @@ def _replicas(pool: pb.GetPoolResponse) -> FittedTable:
             notes=[Text(note, "dim") for note in notes if note],
         )
     return table
+
+
+def _state(state: pb.ReplicaState.ValueType) -> tuple[str, str]:
+    """Return the word and the colour of a replica's state."""
+    if state not in [*ReplicaState]:  # of a newer coordinator
+        return "unknown", "red"
+    known = ReplicaState(state)
+    return known.word, _COLOURS.get(known, "yellow")
 
 
 def _more(number: int) -> str:
@@ -285,7 +295,7 @@ def _out_of_service_elsewhere(pool: pb.GetPoolResponse) -> list[Text]:
     more = pool.num_more_out_of_service
     return [
         Text(
-            f"{order.replica_id} is not in the pool; {_STATES[order.state][0]} by an operator"
+            f"{order.replica_id} is not in the pool; {_state(order.state)[0]} by an operator"
             + (f": {order.reason}" if order.reason else ""),
             "yellow",
         )
@@ -329,7 +339,7 @@ def _policies(pool: pb.GetPoolResponse) -> FittedTable:
             owner = f"{policy.lease.trainer_id} (lease {left:.0f} s)"
         if (text := _missing_text(policy)) and policy.policy not in told:
             notes.append(text)
-        served = f"{policy.policy}@{policy.served_version}"
+        served = _served(pool, policy)
         trained_on = None
         if policy.HasField("trained_on_base_version"):
             trained_on = policy.trained_on_base_version
@@ -347,6 +357,14 @@ def _policies(pool: pb.GetPoolResponse) -> FittedTable:
             notes=[Text(note, "dim") for note in notes],
         )  # fmt: skip
     return table
+
+
+def _served(pool: pb.GetPoolResponse, policy: pb.Policy) -> str:
+    """Format the version that the bare name stands for."""
+    is_base = policy.kind == types_pb2.POLICY_KIND_BASE and bool(pool.base_fingerprint)
+    if policy.served_version or is_base:
+        return f"{policy.policy}@{policy.served_version}"
+    return "nothing yet"
 
 
 def _missing_text(policy: pb.Policy) -> str:

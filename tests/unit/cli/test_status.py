@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from weft_rl.cli import status
 from weft_rl.cli.status import render, stale_draft, vector_text
+from weft_rl.coordinator.decisions.state.values import ReplicaState
 from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -56,11 +59,44 @@ def test_a_usual_pool_fits_80_columns_without_breaking_a_word() -> None:
 
 
 def test_an_empty_pool_says_what_starts_a_replica() -> None:
-    assert shown(pb.GetPoolResponse(version_vector=vector(0), num_policies=1,
-                                    policies=[pb.Policy(policy="base")])).splitlines() == [
-        "pool serves base@0   0 of 0 replicas ready",
-        "no replicas: `weft rollout -- MODEL` starts one",
-    ]  # fmt: skip
+    for served in (None, vector(0)):  # bound to no base model yet, and once its replicas have left
+        assert shown(pb.GetPoolResponse(version_vector=served, num_policies=1,
+                                        policies=[pb.Policy(policy="base")])).splitlines() == [
+            "pool serves nothing   0 of 0 replicas ready",
+            "no replicas: `weft rollout -- MODEL` starts one",
+        ]  # fmt: skip
+    left = shown(pb.GetPoolResponse(version_vector=vector(3, math=2)), width=120)
+    assert left.startswith("pool serves nothing   0 of 0 replicas ready; replicas that come serve ")
+    assert "base@3  math@2" in left
+
+
+@pytest.mark.parametrize(
+    ("name", "fingerprint", "served"),
+    [("nan", "f", "nothing yet"), ("base", "", "nothing yet"), ("base", "f", "base@0")],
+)
+def test_a_policy_whose_pushes_all_failed_serves_nothing(
+    name: str, fingerprint: str, served: str
+) -> None:
+    """But for the base, of which replicas bring base@0."""
+    kind = types_pb2.POLICY_KIND_BASE if name == "base" else types_pb2.POLICY_KIND_ADAPTER
+    policy = pb.Policy(policy=name, kind=kind, last_version=1)
+    text = shown(pb.GetPoolResponse(base_fingerprint=fingerprint, policies=[policy]))
+    assert served in next(line for line in text.splitlines() if f"│ {name}" in line)
+    assert ("@0" in text) is ("@0" in served)
+
+
+def test_states_have_one_word_each_wherever_they_are_told() -> None:
+    replicas = [replica(state, vector(0)) for state in ReplicaState]
+    for one, state in zip(replicas, ReplicaState, strict=True):
+        one.state = pb.ReplicaState.ValueType(state)
+    text = shown(pb.GetPoolResponse(version_vector=vector(0), replicas=replicas), width=120)
+    for name, number in pb.ReplicaState.items():
+        if number:
+            word = name.removeprefix("REPLICA_STATE_").replace("_", " ").lower()
+            assert ReplicaState(number).word == word
+            assert word in text
+    page = Path(status.__file__).parents[1] / "coordinator/page/static/braid.js"
+    assert 'stateWord = (state) => state.replaceAll("_", " ")' in page.read_text()
 
 
 def test_orders_for_replicas_elsewhere_and_how_many_more() -> None:

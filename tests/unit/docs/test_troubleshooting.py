@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.docs.pages import ROOT
+from weft_rl.coordinator.decisions.state.values import ReplicaState
 
 _PACKAGES = ("weft_rl", "trainer_side", "rollout_side")
 _ROWS = re.compile(r"^\| (.+?) \| .+ \| .+ \|$", re.MULTILINE)
@@ -33,6 +34,7 @@ def _templates(source: str) -> Iterator[str]:
 def _printed() -> tuple[str, ...]:
     files = (path for package in _PACKAGES for path in (ROOT / package).rglob("*.py"))
     texts = {text for path in files for text in _templates(path.read_text())}
+    texts |= {state.word for state in ReplicaState}
     return tuple(text for text in texts if " " in text or text.isalpha())
 
 

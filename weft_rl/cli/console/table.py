@@ -70,10 +70,14 @@ class FittedTable:
         title: Line above it.
         columns: Its columns; the first one names the row.
         caption: Line below it.
+        empty: Line that is printed in its place where it has no rows.
     """
 
-    def __init__(self, title: str, columns: Sequence[ColumnSpec], caption: str = "") -> None:
+    def __init__(
+        self, title: str, columns: Sequence[ColumnSpec], caption: str = "", empty: str = ""
+    ) -> None:
         self._title, self._columns, self._caption = title, columns, caption
+        self._empty = empty
         self._rows: list[list[Text]] = []
         self._notes: list[Text] = []
 
@@ -91,6 +95,9 @@ class FittedTable:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
+        if not self._rows and self._empty:
+            yield Text(self._empty, "dim")
+            return
         natural = [max(map(_width, texts)) for texts in self._texts()]
         least = [
             max(min(width, _LEAST_PROSE), *map(_longest_word, texts)) if column.is_prose else width

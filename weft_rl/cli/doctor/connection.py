@@ -158,7 +158,7 @@ def _check_answer(target: str, credentials: Credentials) -> Iterator[Finding]:
     if ready == total and total:
         yield ok("pool", says)
     else:
-        advice = "weft status says why" if total else "start weft rollout"
+        advice = "weft status says why" if total else "start a replica: weft rollout -- MODEL"
         yield warn("pool", says, advice)
 
 

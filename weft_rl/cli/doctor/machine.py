@@ -122,8 +122,9 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
     has_gpus = torch.cuda.is_available()
     names = ["gloo"] * dist.is_gloo_available() + ["NCCL"] * dist.is_nccl_available()
     says = f"torch {torch.__version__} with {' and '.join(names) or 'neither gloo nor NCCL'}"
+    says += " between hosts" if names else ""
     if is_one_sided and not (has_gpus and memory.why_unavailable()):
-        says += "; one-sided between processes of this host"
+        says += ", one-sided between processes of this host"
     if "gloo" not in names:
         yield fail("backends", says, "install a build of torch with torch.distributed")
     elif has_gpus and "NCCL" not in names:
@@ -147,13 +148,13 @@ def _check_torch(*, is_one_sided: bool) -> Iterator[Finding]:
         advice = "compare nvidia-smi's CUDA with torch's, and check CUDA_VISIBLE_DEVICES"
         yield fail("gpus", says, advice)
     else:
-        yield ok("gpus", "none: weights travel between host memories, by gloo")
+        yield ok("gpus", "none: weights travel from host memory to host memory")
 
 
 def _check_sockets() -> Finding:
     """Check the directory of sockets by which processes of one host connect; creates nothing."""
     check, advice = "one_sided_dir", (
-        f"without it gloo transfers what shared memory could: give the user of trainers and "
+        f"without it weights go over gloo that memory could share: give the user of trainers and "
         f"replicas a directory of its own (chmod 700), and name it to both by {DIRECTORY_VARIABLE}"
     )  # fmt: skip
     try:

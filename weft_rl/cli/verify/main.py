@@ -113,7 +113,9 @@ class _Pool:
         self.ready = [r for r in listed.replicas if r.state == pb.REPLICA_STATE_READY]
         self.others = [r for r in listed.replicas if r.state != pb.REPLICA_STATE_READY]
         if not self.ready:
-            raise PeerUnavailableError("no replica is ready", reason="POOL_EMPTY")
+            raise PeerUnavailableError(
+                "no replica is ready: weft status says why", reason="POOL_EMPTY"
+            )
 
     def version(self, name: str) -> PolicyVersion:
         """Return the version that ``base``, ``math`` or ``math@17`` names in this pool.

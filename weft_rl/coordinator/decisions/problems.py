@@ -217,16 +217,16 @@ def _over_another_base(state: PoolState, policies: Sequence[Policy]) -> str:
 
 # -- of replicas -------------------------------------------------------------
 
-#: States other than ready, in the order in which they are shown, with their words.
-_WORDS: Final = {
-    ReplicaState.QUARANTINED: "quarantined",
-    ReplicaState.LOST: "lost",
-    ReplicaState.SUSPECT: "suspect",
-    ReplicaState.PENDING_WEIGHTS: "not ready",
-    ReplicaState.CORDONED: "cordoned",
-    ReplicaState.DRAINING: "draining",
-    ReplicaState.ASLEEP: "asleep",
-}
+#: States other than ready, in the order in which they are shown.
+_SHOWN: Final = (
+    ReplicaState.QUARANTINED,
+    ReplicaState.LOST,
+    ReplicaState.SUSPECT,
+    ReplicaState.PENDING_WEIGHTS,
+    ReplicaState.CORDONED,
+    ReplicaState.DRAINING,
+    ReplicaState.ASLEEP,
+)
 _ORDERED: Final = {ReplicaState.CORDONED, ReplicaState.DRAINING, ReplicaState.ASLEEP}
 _REMEDIES: Final = {
     ReplicaState.LOST: "Look at its log; it comes back as soon as it registers again",
@@ -238,7 +238,7 @@ def _findings_of_replicas(state: PoolState) -> Iterator[_Finding]:
     by_state = dict[ReplicaState, list[Replica]]()
     for replica in state.replicas.values():
         by_state.setdefault(_state(state, replica), []).append(replica)
-    for where in _WORDS:
+    for where in _SHOWN:
         alike = dict[str, list[Replica]]()
         for replica in sorted(by_state.get(where, ()), key=lambda one: one.replica_id):
             if _is_ordered(state, replica):
@@ -266,7 +266,7 @@ def _findings_of_order(
 def _explain_order(where: ReplicaState, order: str, replicas: Sequence[Replica]) -> str:
     names = _named([replica.replica_id for replica in replicas])
     why = _cut(f": {order}", _MAX_REASON_CHARS) if order else ""
-    return f"{len(replicas)} replicas are {_WORDS[where]}{why}. They are {names}"
+    return f"{len(replicas)} replicas are {where.word}{why}. They are {names}"
 
 
 def _is_ordered(state: PoolState, replica: Replica) -> bool:
@@ -295,7 +295,7 @@ def _state(state: PoolState, replica: Replica) -> ReplicaState:
 
 def _explain(state: PoolState, replica: Replica) -> str:
     where, why = explain_state(state, replica)
-    sentences = [f"{replica.replica_id} is {_WORDS.get(where, 'ready')}{why and ': '}{why}"]
+    sentences = [f"{replica.replica_id} is {where.word}{why and ': '}{why}"]
     is_mixed = where is ReplicaState.QUARANTINED and replica.dirty_reason
     if is_mixed:
         what = "is quarantined, for its weights may be mixed: "

@@ -360,7 +360,10 @@ def _answer_describers(change: Change) -> None:
         if some_known and (not missing or change.now >= patience):
             change.reply(ticket, EmptyAnswer())
         elif change.now >= deadline:
-            why = "no replica is in contact that has described its base model"
+            why = (
+                "no replica is in contact that has described its base model: start one "
+                "(weft rollout -- MODEL), or see weft status for why those that run are not"
+            )
             change.refuse([ticket], PeerUnavailableError(why, reason="POOL_EMPTY"))
         else:
             left[ticket] = deadline, patience

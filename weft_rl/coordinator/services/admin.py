@@ -141,7 +141,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.GetBaseResponse(
             base_fingerprint=state.fingerprint,
             architecture=state.architecture,
-            version_vector=vector_to_proto(state.vector),
+            version_vector=vector_to_proto(state.vector) if state.fingerprint else None,
             replica_ids=base_binding.present(state),
             num_transfers=len(state.transfers),
             checkpoint_digest=state.checkpoint.digest if state.checkpoint else b"",

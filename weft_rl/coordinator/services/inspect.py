@@ -12,7 +12,7 @@ import grpc
 
 from weft_rl.contract.errors import NotFoundError
 from weft_rl.contract.names import BASE_POLICY, check_name
-from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.state.pool import PoolState, unknown_policy
 from weft_rl.coordinator.decisions.state.transfer import Transfer
 from weft_rl.coordinator.decisions.step import unknown_transfer
 from weft_rl.coordinator.messages.pages import (
@@ -77,7 +77,9 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         policies = self._policies(_policy_names(state), max_bytes=_PART_BYTES)
         under_way = self._transfers(list(state.transfers.values()), max_bytes=_PART_BYTES)
         known = inspect_pb2.GetPoolResponse(
-            version_vector=vector_to_proto(state.vector, _MOST_ADAPTERS),
+            version_vector=(
+                vector_to_proto(state.vector, _MOST_ADAPTERS) if state.fingerprint else None
+            ),
             replicas=replicas.entries,
             policies=policies.entries,
             active_transfers=under_way.entries,
@@ -139,9 +141,7 @@ class InspectServicer(inspect_pb2_grpc.InspectServiceServicer):
         """See protos/weft/v1/inspect.proto."""
         state = self._driver.state
         if request.policy not in state.policies and request.policy not in state.forgotten:
-            raise NotFoundError(
-                f"no policy {request.policy[:80]!r} is known", reason="POLICY_UNKNOWN"
-            )
+            raise unknown_policy(state, request.policy)
         check_request(request)
         token = number_of(request.page_token)
         before = _NO_VERSION_ABOVE if token is None else min(_NO_VERSION_ABOVE, token)

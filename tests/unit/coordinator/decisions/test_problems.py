@@ -62,7 +62,7 @@ def test_one_that_could_not_switch_says_what_it_lacks_and_how_far_it_is_behind()
     m.answer_commits(m.run_to(Phase.COMMITTING), r1=LOAD_FAILED)
     (problem,) = _found(m)
     assert (problem.severity, problem.replica_id) == (Severity.ERROR, "r1")
-    assert problem.message.startswith("r1 is not ready: lacks math@3")
+    assert problem.message.startswith("r1 is pending weights: lacks math@3")
     assert "(the engine said no)" in problem.message
     assert problem.message.endswith(". It serves math@2, 1 behind")
 

@@ -125,7 +125,7 @@ def test_what_is_wrong_is_told_and_how_far_a_replica_is_behind() -> None:
     answer = reader.poll()
     (problem,) = answer["pool"]["problems"]
     assert (problem["severity"], problem["subject"]) == ("PROBLEM_SEVERITY_ERROR", "r1")
-    assert problem["message"].startswith("r1 is not ready: lacks math@3")
+    assert problem["message"].startswith("r1 is pending weights: lacks math@3")
     (behind,) = [r for r in answer["replicas"] if r["replica_id"] == "r1"]
     assert behind["differences"] == [
         {"policy": "math", "version": "2", "pool_version": "3", "num_behind": "1"}

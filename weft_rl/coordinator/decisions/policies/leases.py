@@ -40,7 +40,7 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     lease = live_lease(policy, change.now)
     if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
         if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
-            raise _owned(policy, lease, change.now)
+            raise _owned(policy, lease, change.now, event.trainer_id)
         lease = None
     if lease and lease.fencing_token < event.last_token <= MAX_NUMBER:
         # A lost catalog gave the session a larger token, of which its earlier call did not know
@@ -87,11 +87,21 @@ def _check_names(event: events.AcquirePolicy) -> None:
         )
 
 
-def _owned(policy: Policy, lease: Lease, now: float) -> PolicyOwnedError:
-    left = lease.expires_at - now
-    return PolicyOwnedError(
+def explain_owner(policy: Policy, lease: Lease, now: float) -> str:
+    """Explain who owns a policy, and until when, for messages."""
+    return (
         f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}); its "
-        f"lease expires in {left:.1f} s unless renewed",
+        f"lease expires in {lease.expires_at - now:.1f} s unless renewed"
+    )
+
+
+def _owned(policy: Policy, lease: Lease, now: float, asking: str) -> PolicyOwnedError:
+    left = lease.expires_at - now
+    advice = "end that trainer, wait until its lease has expired, or push under another name"
+    if asking == lease.trainer_id:  # its own former process, or another that was started as it
+        advice = "wait for that, or take it over"
+    return PolicyOwnedError(
+        f"{explain_owner(policy, lease, now)}: {advice}",
         metadata={
             "holder": lease.trainer_id,
             "expires_in_seconds": f"{left:.3f}",

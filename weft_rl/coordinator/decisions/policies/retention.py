@@ -92,7 +92,7 @@ def pin(change: Change, event: events.Pin) -> None:
             reason="TRANSFER_UNDER_WAY",
         )
     elif event.pinned and version.version not in requestable_versions(change.state, policy):
-        raise NotReadyError(f"{version} was retired, or is being", reason="NOT_RETAINED")
+        raise NotReadyError(f"{version} was retired, or is being retired", reason="NOT_RETAINED")
     elif event.pinned and version not in change.state.copies:
         raise NotReadyError(f"no replica in contact holds {version}", reason="NOT_RETAINED")
     if event.pinned != (version.version in policy.pinned):
@@ -366,9 +366,9 @@ def _check_free(state: PoolState, policy: Policy, now: float, *, by_force: bool)
     lease = live_lease(policy, now)
     if lease is not None and not by_force:
         raise PolicyOwnedError(
-            f"policy {policy.name!r} is owned by trainer {lease.trainer_id!r} ({lease.process}). "
-            "End the trainer first, or say --force, which ends its lease and its push. A trainer "
-            "that goes on brings the policy back with its next push",
+            f"{leases.explain_owner(policy, lease, now)}. End the trainer first, or say --force, "
+            "which ends its lease and its push. A trainer that goes on brings the policy back with "
+            "its next push",
             metadata={"holder": lease.trainer_id},
         )
     for transfer in state.transfers.values():

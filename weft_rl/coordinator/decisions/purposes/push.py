@@ -188,7 +188,8 @@ class Push(Purpose):
         if transfer.waits_for == _FOR_REPLICAS or num_replicas < self.min_replicas:
             return PeerUnavailableError(
                 f"{num_replicas} replicas are in contact and have described their base, the push "
-                f"needs {self.min_replicas}; its time is up{_and_suspects(state)}",
+                f"needs {self.min_replicas}; its time is up{_and_suspects(state)}. Start more, or "
+                "require fewer; weft status lists them",
                 reason="POOL_EMPTY",
             )
         waits_for = transfer.waits_for

@@ -162,7 +162,7 @@ def _targets(state: PoolState, policy: Policy, version: PolicyVersion) -> list[R
     """
     if policy.kind is PolicyKind.ADAPTER:
         if version.version not in requestable_versions(state, policy):
-            raise _not_retained(state, policy, f"{version} was retired, or is being")
+            raise _not_retained(state, policy, f"{version} was retired, or is being retired")
         if version not in state.copies:
             raise _not_retained(state, policy, f"no replica in contact holds {version}")
         return [replica for replica in eligible_targets(state) if holds(replica, version)]

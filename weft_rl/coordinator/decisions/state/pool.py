@@ -493,16 +493,20 @@ def known_policy(state: PoolState, version: PolicyVersion, record: VersionRecord
         raise unknown_policy(state, version.policy)
     started_with = version == PolicyVersion(BASE_POLICY, 0)
     if not started_with and (record is None or record.state not in _SERVED_ONCE):
-        why = ""
-        if record is not None and record.state is VersionState.FAILED:
-            why = f", every replica refused it: {record.failure.message if record.failure else ''}"
+        why = f": weft versions {version.policy} lists those that were"
+        if record is not None and record.failure is not None:
+            is_refused = record.state is VersionState.FAILED
+            what = "every replica refused it" if is_refused else "its push failed"
+            why = f", {what}: {record.failure.message}"
         raise NotFoundError(f"{version} was never served{why}")
     return policy
 
 
 def unknown_policy(state: PoolState, policy: str) -> NotFoundError:
     """Return the error for a call that names an unknown or a forgotten policy."""
-    why = f"no policy {policy[:80]!r} is known"
+    why = f"no policy {policy[:80]!r} is known: weft versions lists those that are"
+    if policy == BASE_POLICY:
+        why = "no version of the base was pushed: base@0 is what replicas were started with"
     if policy in state.forgotten:
         why = f"the policy {policy!r} was forgotten by an operator: a push begins it anew"
     return NotFoundError(why, reason="POLICY_UNKNOWN")

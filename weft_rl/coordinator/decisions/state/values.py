@@ -42,6 +42,11 @@ class ReplicaState(enum.IntEnum):
     SUSPECT = 7
     ASLEEP = 8
 
+    @property
+    def word(self) -> str:
+        """Its word, the same in every message, listing and page."""
+        return self.name.lower().replace("_", " ")
+
 
 class Phase(enum.IntEnum):
     """Phase of a transfer; WAITING and FORMING are both FORMING on the wire."""

@@ -9,14 +9,10 @@ const AXIS = 26;
 const TOP = 30;
 const MIN_PAUSE = 4; // pixels: a pause of milliseconds is to be seen
 
-const words = {
-  ready: "ready", pending_weights: "waits for weights", lost: "lost", quarantined: "quarantined",
-  draining: "draining", cordoned: "cordoned", asleep: "asleep", suspect: "suspect", gone: "gone",
-};
-
 const BOLD = "600";
 
-export const stateWord = (state) => words[state] ?? state;
+/** A replica's state in words, as `weft status` says it. */
+export const stateWord = (state) => state.replaceAll("_", " ");
 
 export class Braid {
   constructor() {

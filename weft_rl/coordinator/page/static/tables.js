@@ -85,7 +85,7 @@ function policyRow(pool, { policy, behind, notTold }) {
   const none = (text) => el("span", { class: "muted" }, text);
   return el("tr", { "data-policy": name },
     el("th", { scope: "row" }, name),
-    el("td", { "data-label": "Serves" }, served || isBase ? chip(versionName(name, served), colour(served)) : none("nothing yet"),
+    el("td", { "data-label": "Serves" }, served || (isBase && pool.facts.pool.base_fingerprint) ? chip(versionName(name, served), colour(served)) : none("nothing yet"),
       ...notes(policy).map((note) => el("small", { class: "bad" }, note))),
     el("td", { "data-label": "Trained on" }, ...trainedOn(pool, policy, isBase, served)),
     el("td", { "data-label": "Replicas behind" }, ...behind.slice(0, NAMED).map((one) => el("span", { class: one.isReady ? "block" : "bad block" }, `${one.name}: ${stale(one)}`)),
