@@ -66,7 +66,9 @@ class GetBaseResponse(_message.Message):
     """The replica that told it first."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
-        """What the pool serves of it and over it: what RebindBase would retire."""
+        """What replicas serve of it and over it, which RebindBase would retire; absent where the pool is
+        bound to none.
+        """
 
     @_builtins.property
     def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

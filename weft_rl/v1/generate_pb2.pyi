@@ -219,9 +219,9 @@ class Sampling(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
-    """Samples of the prompt, at most 1024; 0 means 1."""
+    """Samples of the prompt, at most 1024, and 1 with temperature 0; 0 means 1."""
     temperature: _builtins.float
-    """0 takes the most likely token; unset means 1."""
+    """At least 0, which takes the most likely token; unset means 1."""
     top_p: _builtins.float
     """In (0, 1]; unset means 1."""
     top_k: _builtins.int
@@ -229,18 +229,18 @@ class Sampling(_message.Message):
     min_p: _builtins.float
     """In [0, 1]."""
     repetition_penalty: _builtins.float
-    """Unset means 1."""
+    """Above 0; unset means 1."""
     seed: _builtins.int
-    """Unset: at random."""
+    """From 0 to 2^53 - 1; unset: at random."""
     max_tokens: _builtins.int
     """Of each sample; 0 means as many as the model's context leaves."""
     min_tokens: _builtins.int
-    """Before an end-of-sequence or stop token may come."""
+    """Before an end-of-sequence or stop token may come; at most max_tokens."""
     ignore_eos: _builtins.bool
     """Whether the model's end-of-sequence token ends no sample."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end a sample, at most 16 of 1024 characters; the tokens that make them are
+        """Strings that end a sample, at most 16 of 1 to 1024 characters; the tokens that make them are
         its last ones.
         """
 

@@ -961,7 +961,7 @@ class GetPoolResponse(_message.Message):
     """How many problems are errors, in `problems` or not."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
-        """What a ready replica serves."""
+        """What a ready replica serves; absent before the first replica, when there is nothing to serve."""
 
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:

@@ -88,10 +88,12 @@ class RendezvousServiceServicer(object):
 
     def Attend(self, request_iterator, context):
         """A rank's stream: the rank reports, the coordinator directs. It stays open
-        as long as the group is kept; when it breaks, the rank is dead.
+        as long as the group is kept; when it breaks, the rank is dead. A group that is dropped while
+        nothing moves in it (a member left it, or another takes its place) ends its streams
+        normally.
         Not idempotent: a rank attends once.
         Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
-        ABORTED/EPOCH_FENCED (the group was dropped);
+        ABORTED/EPOCH_FENCED (the group was dropped while a transfer was under way, or before);
         ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
         FAILED_PRECONDITION/REVISION_MISMATCH;
         INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a

@@ -56,10 +56,12 @@ class RendezvousServiceStub:
     """
     Attend: _grpc.StreamStreamMultiCallable[_rendezvous_pb2.AttendRequest, _rendezvous_pb2.AttendResponse]
     """A rank's stream: the rank reports, the coordinator directs. It stays open
-    as long as the group is kept; when it breaks, the rank is dead.
+    as long as the group is kept; when it breaks, the rank is dead. A group that is dropped while
+    nothing moves in it (a member left it, or another takes its place) ends its streams
+    normally.
     Not idempotent: a rank attends once.
     Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
-    ABORTED/EPOCH_FENCED (the group was dropped);
+    ABORTED/EPOCH_FENCED (the group was dropped while a transfer was under way, or before);
     ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
     FAILED_PRECONDITION/REVISION_MISMATCH;
     INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
@@ -97,10 +99,12 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """
     Attend: _aio.StreamStreamMultiCallable[_rendezvous_pb2.AttendRequest, _rendezvous_pb2.AttendResponse]  # type: ignore[assignment]
     """A rank's stream: the rank reports, the coordinator directs. It stays open
-    as long as the group is kept; when it breaks, the rank is dead.
+    as long as the group is kept; when it breaks, the rank is dead. A group that is dropped while
+    nothing moves in it (a member left it, or another takes its place) ends its streams
+    normally.
     Not idempotent: a rank attends once.
     Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
-    ABORTED/EPOCH_FENCED (the group was dropped);
+    ABORTED/EPOCH_FENCED (the group was dropped while a transfer was under way, or before);
     ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
     FAILED_PRECONDITION/REVISION_MISMATCH;
     INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
@@ -153,10 +157,12 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rendezvous_pb2.AttendResponse], _abc.AsyncIterator[_rendezvous_pb2.AttendResponse]]:
         """A rank's stream: the rank reports, the coordinator directs. It stays open
-        as long as the group is kept; when it breaks, the rank is dead.
+        as long as the group is kept; when it breaks, the rank is dead. A group that is dropped while
+        nothing moves in it (a member left it, or another takes its place) ends its streams
+        normally.
         Not idempotent: a rank attends once.
         Statuses: PERMISSION_DENIED/BAD_TOKEN (also for another rank's token);
-        ABORTED/EPOCH_FENCED (the group was dropped);
+        ABORTED/EPOCH_FENCED (the group was dropped while a transfer was under way, or before);
         ALREADY_EXISTS/REQUEST_CONFLICT (the rank attends already);
         FAILED_PRECONDITION/REVISION_MISMATCH;
         INVALID_ARGUMENT/PROTOCOL (the first message is no hello, came later than 10 s, names a
