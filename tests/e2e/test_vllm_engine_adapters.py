@@ -103,6 +103,12 @@ def test_listing_and_unknown_names(served: Served) -> None:
     message = unknown.value.response.json()["error"]["message"]
     assert "`list@3` does not exist" in message
     assert message.endswith("of list there are list@1, list@2")
+    with pytest.raises(httpx.HTTPStatusError) as typo:
+        engine.complete("lists", PROMPT)
+    assert typo.value.response.status_code == 404
+    message = typo.value.response.json()["error"]["message"]
+    assert "`lists` does not exist: ask for tiny, base, " in message
+    assert "list" in message.partition("ask for ")[2]
     assert engine.http.post("/scale_elastic_ep", json={}).status_code == 404
 
 

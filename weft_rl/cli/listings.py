@@ -34,7 +34,7 @@ from weft_rl.v1 import inspect_pb2 as pb
 from weft_rl.v1 import publish_pb2
 from weft_rl.v1.inspect_pb2_grpc import InspectServiceStub
 
-Limit = Annotated[int, typer.Option(help="Number of newest entries.", min=1, max=100_000)]
+Limit = Annotated[int, typer.Option(help="Number of newest entries to show.", min=1, max=100_000)]
 
 _MAX_PAGE = 1000
 _RETRY_SECONDS = 1.0

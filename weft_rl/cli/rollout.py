@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from rollout_side.config import AgentConfig, RolloutConfig, Staging, default_replica_id
 from weft_rl import logs
@@ -33,6 +34,26 @@ _ADDRESSES = "Addresses for other machines"
 _WEIGHTS = "Transfer and storage of weights"
 _STATES = "Readiness, sleep and shutdown"
 _VLLM = "Defaults and checks of vLLM"
+
+
+class CommandBeforeVllm(TyperCommand):
+    """Command whose further arguments, those of vLLM, come after ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options; say of an unknown one where those of vLLM go."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", "")
+            if type(error).__name__ != "NoSuchOption":  # typer has click's, or its own
+                raise
+            alike = getattr(error, "possibilities", None) or ()
+            meant = f" Did you mean {' or '.join(alike)}?" if alike else ""
+            raise typer.BadParameter(
+                f"{option} is no option of weft rollout.{meant} Options of vLLM go after --, as "
+                f"in: weft rollout -- MODEL {option}",
+                ctx=ctx,
+            ) from None
 
 
 def _bytes(option: str, gib: float) -> int:

@@ -113,6 +113,7 @@ MISUSES = [
     "coordinator --tls-cert nowhere.pem",
     "coordinator --access nowhere.toml",
     "rollout",
+    "rollout --enable-lora -- model",
     "rollout --http-port 65536 -- model",
     "rollout --replica-id a/b -- model",
     "rollout --listen nonsense -- model",
@@ -190,3 +191,10 @@ def test_no_number_is_too_long_for_a_typed_error(name, number, given, tmp_path):
 def test_nor_is_a_versions_name(name, asked):
     ended = CliRunner().invoke(app, [name, asked, "-c", "127.0.0.1:1"])
     assert isinstance(ended.exception, InvalidNameError)
+
+
+def test_an_option_of_vllm_before_the_dashes_is_told_where_it_goes():
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["rollout", "--enable-lora", "--", "m"])
+    assert ended.exit_code == 2
+    assert "--enable-lora is no option of weft rollout" in ended.output
+    assert "Options of vLLM go after --, as in: weft rollout -- MODEL --enable-lora" in ended.output

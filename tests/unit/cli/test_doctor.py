@@ -167,3 +167,11 @@ def test_the_doctor_asks_for_the_shared_memory_that_vllm_checks() -> None:
     needed = defaults["max_chunks"] * (message + 1 + ranks)
     assert needed == 10 * (24 * 2**20 + 9)
     assert machine._SHM_BYTES[0] - 16 * 2**20 <= needed <= machine._SHM_BYTES[0]
+
+
+def test_what_carries_weights_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without a GPU was told that gloo does, below the line that names all backends."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = {finding.check: finding.says for finding in machine._check_torch(is_one_sided=True)}
+    assert found["backends"].endswith("between hosts, one-sided between processes of this host")
+    assert "gloo" not in found["gpus"]

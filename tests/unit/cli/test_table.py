@@ -138,3 +138,9 @@ def test_a_terminal_has_its_width_and_all_else_what_it_needs(
     assert int(_on_terminal("--wide")) > 10_000
     monkeypatch.setenv("COLUMNS", "80")
     assert listing_console().width > 10_000
+
+
+def test_a_list_of_nothing_is_a_sentence() -> None:
+    assert printed(FittedTable("things", [ColumnSpec("name")], empty="nothing yet"), 80) == [
+        "nothing yet"
+    ]

@@ -76,7 +76,7 @@ ReplicaId = Annotated[
 ]
 Wide = Annotated[
     bool,
-    typer.Option("--wide", help="Show every column in full; so it is where output is no terminal."),
+    typer.Option("--wide", help="Show every column in full, as where the output is no terminal."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
