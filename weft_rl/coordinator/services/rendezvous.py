@@ -113,7 +113,8 @@ class RendezvousServicer(rendezvous_pb2_grpc.RendezvousServiceServicer):
             self._groups.leave(link, error.message)
             link.end(error)
         except Exception as error:  # noqa: BLE001 (a rank that nobody hears would only stall)
-            if link.has_ended:  # gRPC refuses to read a call that was ended from this side
+            # gRPC refuses to read a call that was ended from this side.
+            if link.has_ended or isinstance(error, grpc.aio.AbortError):
                 self._groups.leave(link, "its stream was ended")
                 return
             _log.warning("rank %d sent a message that cannot be taken", link.rank, exc_info=error)
