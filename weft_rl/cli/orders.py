@@ -21,7 +21,7 @@ from weft_rl.cli.console.options import (
 from weft_rl.cli.console.output import CALL_SECONDS, connect, print_json, print_text, report
 from weft_rl.cli.status import vector_text
 from weft_rl.contract.errors import InvalidNameError, PeerUnavailableError, TransferTimeoutError
-from weft_rl.contract.names import MAX_VERSION, PolicyVersion, check_name, plural
+from weft_rl.contract.names import BASE_POLICY, MAX_VERSION, PolicyVersion, check_name, plural
 from weft_rl.contract.options import DEFAULT_REQUESTS_SECONDS, SWITCH_SECONDS
 from weft_rl.progress import shown
 from weft_rl.rpc.codec import (
@@ -82,10 +82,11 @@ def rollback(
         report(json_output, f"{name} is served already", response)
         return
     pause = duration_from_proto(response.pause)
+    is_instead = response.replaced_version or policy == BASE_POLICY
     report(
         json_output,
-        f"{name} is served again by {plural(len(response.replica_ids), 'replica')}, "
-        f"in place of {policy}@{response.replaced_version}"
+        f"{name} is served again by {plural(len(response.replica_ids), 'replica')}"
+        + (f", in place of {policy}@{response.replaced_version}" if is_instead else "")
         + (f" (paused for {pause:.3f} s)" if pause else ""),
         response,
     )
