@@ -59,7 +59,7 @@ class _WaitingPush:
     """True if a later push of the policy made it pointless before it began."""
 
 
-class _Agreement:
+class _AgreeingThread:
     """Agreement of the ranks on one push, on a thread of its own, after the agreement before it.
 
     Args:
@@ -67,7 +67,7 @@ class _Agreement:
         former: Agreement before this one, if any.
     """
 
-    def __init__(self, agree: Callable[[], None], former: _Agreement | None) -> None:
+    def __init__(self, agree: Callable[[], None], former: _AgreeingThread | None) -> None:
         self._agree = agree
         self._lock = threading.Lock()
         self._ended = Flag()
@@ -97,7 +97,7 @@ class _Agreement:
         """Block until the thread has ended."""
         self._thread.join()
 
-    def _run(self, former: _Agreement | None) -> None:
+    def _run(self, former: _AgreeingThread | None) -> None:
         if former is not None:
             former.join()
         try:
@@ -112,7 +112,7 @@ class _Agreement:
 
 
 @dataclass(frozen=True, eq=False)
-class _Left:
+class _LeftCall:
     """A call that this rank does not come to, after the pushes that wait before it."""
 
     error: BaseException
@@ -135,10 +135,10 @@ class BackgroundPusher:
         self._pushing, self._ranks = pushing, ranks
         self._memory = HostMemory(ranks)
         #: The last agreement of the ranks.
-        self._agreement: _Agreement | None = None
+        self._agreement: _AgreeingThread | None = None
         self._lock = threading.RLock()  # ``with`` it, an interrupt leaves it free, unlike the other
         self._condition = threading.Condition(self._lock)
-        self._queue: deque[_WaitingPush | _Left] = deque()
+        self._queue: deque[_WaitingPush | _LeftCall] = deque()
         self._is_running = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -197,7 +197,7 @@ class BackgroundPusher:
         with self._lock:
             is_idle = not self._queue and not self._is_running
             if not is_idle and not is_told(error):
-                self._queue.append(_Left(error))
+                self._queue.append(_LeftCall(error))
         if is_idle:
             self._pushing.leave(error)
 
@@ -250,7 +250,7 @@ class BackgroundPusher:
                 self._leave(waiting)
                 raise
             return
-        agreement = self._agreement = _Agreement(agree, self._agreement)
+        agreement = self._agreement = _AgreeingThread(agree, self._agreement)
         try:
             agreement.wait()
         except WeftError:
@@ -364,7 +364,7 @@ class BackgroundPusher:
                 waiting = self._queue.popleft()
                 self._is_running = True
                 self._condition.notify_all()
-            if isinstance(waiting, _Left):
+            if isinstance(waiting, _LeftCall):
                 self._pushing.leave(waiting.error)
             else:
                 self._carry_out(waiting)

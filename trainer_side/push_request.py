@@ -125,9 +125,9 @@ class PushRequest:
     kind: str = ""
     """Kind of what is pushed, as text."""
     how: str = ""
-    """How it is pushed, as text; empty at a rank that only follows rank 0."""
+    """Options of the push, as text; empty at a rank that only follows rank 0."""
     beside: int = 0
-    """Number of the call, if the push is carried out beside the training."""
+    """Number of the call, if the push is carried out beside the training; else 0."""
 
     def __post_init__(self) -> None:
         check_replicas(self.require)
@@ -135,7 +135,7 @@ class PushRequest:
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What every rank must ask for alike, by name."""
+        """Arguments that every rank must ask for alike, by name."""
         found: dict[str, object] = {
             "call": "push",
             "policy": self.policy,

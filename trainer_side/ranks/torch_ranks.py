@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from trainer_side.ranks.link import LinkError, RankLink, TrafficKind, meet
 from trainer_side.ranks.mapped_exchange import ExchangeMemory
+from trainer_side.ranks.meeting_place import CallEndedError, MeetingPlace
 from trainer_side.ranks.ranks import (
     NO_ARGUMENTS,
     SENDER,
@@ -33,7 +34,6 @@ from trainer_side.ranks.ranks import (
     is_told,
     told,
 )
-from trainer_side.ranks.rendezvous import CallEndedError, Rendezvous
 from weft_rl.contract.errors import (
     InvalidManifestError,
     InvalidRequestError,
@@ -111,7 +111,7 @@ class TorchRanks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._name = f"weft/{self.members}/{name}"
         self._slots, self._slot = set[int](), 0
-        self._at: Rendezvous | None = None
+        self._at: MeetingPlace | None = None
         self._is_at_call = False
         self._num_links = 0
         self._deadline = 0.0
@@ -126,12 +126,12 @@ class TorchRanks:
     @property
     def number(self) -> int:
         """See ``Ranks.number``."""
-        return self._rendezvous.number
+        return self._place.number
 
     def open(self, deadline: float, arguments: Mapping[str, object] = NO_ARGUMENTS) -> None:
         """See ``Ranks.open``."""
         self._deadline, self._over, self._ended_by = deadline, False, None
-        at = self._rendezvous
+        at = self._place
         at.number += 1
         self._is_at_call = True
         pauses = iter(_PAUSES)
@@ -165,17 +165,17 @@ class TorchRanks:
         """Connect to the other ranks once all are at a call, unless they are linked.
 
         Raises:
-            LinkError: See ``Rendezvous.come`` and ``meet``.
+            LinkError: See ``MeetingPlace.come`` and ``meet``.
         """
         if self._link is not None:
             return
         self._over, self._ended_by, self._sum = False, None, None
-        store = self._rendezvous.come(deadline)
+        store = self._place.come(deadline)
         self._mapped = ExchangeMemory(self)
-        check = self._rendezvous.check
+        check = self._place.check
         self._link = meet(store, self.rank, self.size, deadline, check, encode_error)
         self._num_links += 1
-        self._rendezvous.go_away()
+        self._place.go_away()
 
     def _compare(self, arguments: Mapping[str, object], deadline: float) -> None:
         """Compare a call with those of the other ranks, once all are at it; agree on its number.
@@ -184,7 +184,7 @@ class TorchRanks:
             InvalidRequestError: One makes another call.
             LinkError: Not all came in time.
         """
-        at, link, others = self._rendezvous, self._linked, self._others
+        at, link, others = self._place, self._linked, self._others
         own = {"number": at.number, "by": at.by, "arguments": _as_text(arguments)}
         message = memoryview(json.dumps(own).encode())
         if self.rank == SENDER:
@@ -219,9 +219,9 @@ class TorchRanks:
         """Tell the ranks that have come that others have not, and return the error to raise."""
         with contextlib.suppress(LinkError):
             if self.rank == SENDER:
-                self._rendezvous.give_up(encode_error(error), missing)
+                self._place.give_up(encode_error(error), missing)
             else:
-                self._rendezvous.go_away()
+                self._place.go_away()
         return told(error)
 
     def _end(self, error: WeftError, cause: LinkError) -> WeftError:
@@ -229,7 +229,7 @@ class TorchRanks:
         error for it to raise."""
         reason = cause.reason or encode_error(error)
         with contextlib.suppress(LinkError):
-            self._rendezvous.leave(reason, is_at_call=True)
+            self._place.leave(reason, is_at_call=True)
         self.abandon(error)
         return told(error)
 
@@ -340,7 +340,7 @@ class TorchRanks:
             return
         told(error)
         try:
-            self._rendezvous.leave(encode_error(error), is_at_call=self._is_at_call)
+            self._place.leave(encode_error(error), is_at_call=self._is_at_call)
         except LinkError as failure:
             _log.warning("the other ranks learn late why this one has left: %s", failure)
         self._is_at_call = False
@@ -357,7 +357,7 @@ class TorchRanks:
         self._at = None
 
     @property
-    def _rendezvous(self) -> Rendezvous:
+    def _place(self) -> MeetingPlace:
         if self._at is None:
             # The application's store, under a name of our own: these ranks are one job.
             whole = dist.distributed_c10d._get_default_store()
@@ -368,7 +368,7 @@ class TorchRanks:
             self._slot = next(slot for slot in itertools.count() if slot not in self._slots)
             self._slots.add(self._slot)
             store = PrefixStore(f"{self._name}/{self._slot}", whole)
-            self._at = Rendezvous(store, self.rank, self.size)
+            self._at = MeetingPlace(store, self.rank, self.size)
         return self._at
 
     @property

@@ -103,7 +103,7 @@ def _bounded_protocol(protocol: Any, most: int) -> Any:
             connected[each] = None  # at work: looked at again after the others
         newest.transport.abort()
 
-    class Bounded(protocol):  # type: ignore[misc]
+    class BoundedConnection(protocol):  # type: ignore[misc]
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(connected) >= most:
@@ -114,7 +114,7 @@ def _bounded_protocol(protocol: Any, most: int) -> Any:
             connected.pop(self, None)
             super().connection_lost(exc)
 
-    return Bounded
+    return BoundedConnection
 
 
 class OpenAiServer:

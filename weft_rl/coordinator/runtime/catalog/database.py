@@ -50,7 +50,7 @@ from weft_rl.coordinator.decisions.state.values import (
     VersionState,
     base_content,
 )
-from weft_rl.coordinator.runtime.catalog.descriptors import SpareDescriptors
+from weft_rl.coordinator.runtime.catalog.descriptors import SpareFiles
 from weft_rl.coordinator.runtime.catalog.errors import STRUCTURE, CatalogError, damaged, from_sqlite
 from weft_rl.coordinator.runtime.catalog.file import CatalogFile
 from weft_rl.coordinator.runtime.catalog.schema import (
@@ -123,7 +123,7 @@ class Catalog:
         """Numbers of the events that are kept, ascending, by what they are kept with; None if they
         are to be read."""
         self._last_event = 0
-        self._spare = SpareDescriptors()
+        self._spare = SpareFiles()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Catalog:

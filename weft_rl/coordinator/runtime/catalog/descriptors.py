@@ -24,7 +24,7 @@ _WAIT_SECONDS: Final = 0.1
 _MAX_OTHER: Final = 3
 
 
-class SpareDescriptors:
+class SpareFiles:
     """Descriptors held for SQLite alone; used by one thread at a time."""
 
     def __init__(self) -> None:

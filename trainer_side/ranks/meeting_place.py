@@ -1,4 +1,4 @@
-"""Rendezvous of one trainer's ranks: what they tell each other in the application's store.
+"""Meeting place of one trainer's ranks: what they tell each other in the application's store.
 
 Ranks that are linked need no store. Where they are not, each writes here that it has come to a
 call, or why it does not, and looks what the others have written. Nothing is counted by one rank
@@ -64,7 +64,7 @@ class _Note:
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _MeetingRecord:
     """Meeting that rank 0 has called once all were there."""
 
     number: int
@@ -72,7 +72,7 @@ class _Meeting:
     """Attempt of each rank."""
 
 
-class Rendezvous:
+class MeetingPlace:
     """Place where the ranks of one Publisher meet; used by one thread at a time.
 
     Args:
@@ -129,7 +129,7 @@ class Rendezvous:
             LinkError: A rank has left, or came again: all meet anew.
         """
         self._check_note()
-        found = self._read(_MEETING, _Meeting)
+        found = self._read(_MEETING, _MeetingRecord)
         if found is None or found.number != self._meeting:
             raise LinkError("the ranks meet anew")
         if self._rank == SENDER and self._attempts() != found.attempts:
@@ -193,13 +193,13 @@ class Rendezvous:
             self._meeting = int(self._store.add(_MEETINGS, 1))
         except RuntimeError as error:
             raise _gone(error) from error
-        self._write(_MEETING, _Meeting(self._meeting, attempts))
+        self._write(_MEETING, _MeetingRecord(self._meeting, attempts))
         return True
 
     def _await_call(self) -> bool:
         """Return whether rank 0 has called a meeting with this rank that it was not at yet."""
         self._check_note()
-        found = self._read(_MEETING, _Meeting)
+        found = self._read(_MEETING, _MeetingRecord)
         is_new = found is not None and found.number != self._meeting
         if is_new and found.attempts[self._rank] == self._attempt:
             self._meeting = found.number
@@ -256,7 +256,7 @@ class Rendezvous:
     def _record(self, state: Literal["here", "away", "closed"]) -> _Record:
         return _Record(state, self.number, self.by, self._attempt)
 
-    def _write(self, key: str, value: _Record | _Note | _Meeting) -> None:
+    def _write(self, key: str, value: _Record | _Note | _MeetingRecord) -> None:
         try:
             self._store.set(key, json.dumps(asdict(value)))
         except RuntimeError as error:
