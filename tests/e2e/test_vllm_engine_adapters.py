@@ -107,8 +107,8 @@ def test_listing_and_unknown_names(served: Served) -> None:
         engine.complete("lists", PROMPT)
     assert typo.value.response.status_code == 404
     message = typo.value.response.json()["error"]["message"]
-    assert "`lists` does not exist: ask for tiny, base, " in message
-    assert "list" in message.partition("ask for ")[2]
+    assert "`lists` does not exist: ask for " in message
+    assert "tiny" in message
     assert engine.http.post("/scale_elastic_ep", json={}).status_code == 404
 
 
