@@ -53,6 +53,15 @@ _PASSING = frozenset(
         "TOO_MANY_CALLS",
     }
 )
+
+
+def _may_pass(error: WeftError) -> bool:
+    """Return whether a push that ended with ``error`` may succeed if it is begun again: also where
+    its lease ran out while this process was stopped, and nobody has taken it."""
+    is_free = error.reason == "LEASE_FENCED" and bool(error.metadata.get("free"))
+    return is_free or error.reason in _PASSING
+
+
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _MAX_FAILURES_SHOWN = 3
 
@@ -231,7 +240,7 @@ class PushExecutor:
                         ),
                     )
                 except WeftError as error:  # tried again until the deadline, if it may pass
-                    if error.reason not in _PASSING:
+                    if not _may_pass(error):
                         if before := _shown_before(failures, error):
                             raise _with_text(error, before) from error
                         raise

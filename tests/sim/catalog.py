@@ -14,6 +14,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveCommitted,
     SaveEpoch,
     SaveGeneration,
+    SaveLeaseEnded,
     SaveNumberFloor,
     SaveOutOfService,
     SavePin,
@@ -21,10 +22,12 @@ from weft_rl.coordinator.decisions.state.effects import (
     SavePolicyDropped,
     SavePool,
     SaveRetired,
+    SaveSleep,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.state.pool import Policy, PoolSettings, PoolState
-from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.replicas import sleeps
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolSettings, PoolState, with_owner
+from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     Failure,
@@ -48,6 +51,7 @@ class CatalogModel:
         self.versions: dict[PolicyVersion, VersionRecord] = {}
         self.pins: set[PolicyVersion] = set()
         self.out_of_service: dict[str, OutOfService] = {}
+        self.sleeps: dict[str, StandingSleepOrder] = {}
         self.number_floor = self.token_floor = 0
         self._requests: dict[tuple[str, str], PolicyVersion] = {}
         self._transfers: dict[str, PolicyVersion] = {}
@@ -59,7 +63,7 @@ class CatalogModel:
             setattr(made, name, value.copy() if isinstance(value, dict | set) else value)
         return made
 
-    def open(self, settings: PoolSettings, coordinator_id: str) -> PoolState:
+    def open(self, settings: PoolSettings, coordinator_id: str, now: float) -> PoolState:
         """What a coordinator starts from; counts a generation."""
         self.generation += 1
         base = self.policies.get(BASE_POLICY)
@@ -81,8 +85,7 @@ class CatalogModel:
                 held.setdefault(version.policy, []).append(version.version)
         policies = {
             name: replace(
-                policy,
-                lease=None,
+                with_owner(policy, policy.owner, policy.lease, settings, now),
                 versions=tuple(held.get(name, ())),
                 pinned=tuple(sorted(pin.version for pin in self.pins if pin.policy == name)),
             )
@@ -103,15 +106,20 @@ class CatalogModel:
                 and record.state in (VersionState.COMMITTED, VersionState.RETIRED)
             },
             epoch_counter=self.epoch,
+            restart_over_at=now + (self.generation > 1) * settings.lost_after_seconds,
             opened_generation=self.generation,
             opened_epoch_counter=self.epoch,
             number_floor=self.number_floor,
             token_floor=self.token_floor,
             coordinator_id=coordinator_id,
             secret=f"secret of {coordinator_id}",
-            policies={name: p for name, p in policies.items() if not p.forgotten},
-            forgotten={name: p for name, p in policies.items() if p.forgotten},
+            policies={name: p for name, p in policies.items() if not p.is_over},
+            forgotten={name: p for name, p in policies.items() if p.is_over},
             out_of_service=dict(self.out_of_service),
+            sleeps={
+                name: sleeps.restored(order, now, settings.lease_seconds)
+                for name, order in self.sleeps.items()
+            },
         )
 
     def apply(self, saves: Sequence[Save]) -> None:
@@ -136,6 +144,13 @@ class CatalogModel:
                 case SavePolicyDropped(name=name, token_floor=floor):
                     self.policies.pop(name, None)
                     self.token_floor = floor
+                case SaveLeaseEnded(name=name):
+                    if name in self.policies:
+                        self.policies[name] = replace(self.policies[name], lease=None)
+                case SaveSleep(replica_id=name, order=None):
+                    self.sleeps.pop(name, None)
+                case SaveSleep(replica_id=name, order=StandingSleepOrder() as sleep):
+                    self.sleeps[name] = sleep
                 case SaveVersion(record=record):
                     self._check_own(record)
                     self.versions[record.version] = record

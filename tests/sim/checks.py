@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tests.sim.lease_checks import LeaseChecks, fail
 from tests.sim.loss_checks import LossChecks
 from tests.sim.operator_checks import OperatorChecks
+from tests.sim.sleep_checks import SleepChecks
 from tests.sim.stall_checks import StallChecks
 from tests.sim.transfer_checks import SLACK_SECONDS, TransferChecks
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
@@ -54,6 +55,7 @@ class Checks:
         self._world = world
         self.leases = LeaseChecks(world)
         self.orders = OperatorChecks(world)
+        self.sleeps = SleepChecks()
         self.losses = LossChecks(world)
         self.stalls = StallChecks(world)
         self.transfers = TransferChecks(world)
@@ -71,6 +73,7 @@ class Checks:
         catalog = self._world.catalog
         self.losses.catalog_lost(transfer_ids)
         self.leases.catalog_lost()
+        self.sleeps.catalog_lost()
         self.orders.catalog_lost()
         self._owners = {v: record.transfer_id for v, record in catalog.versions.items()}
         self._newest = {name: policy.last_version for name, policy in catalog.policies.items()}
@@ -130,6 +133,8 @@ class Checks:
             self.transfers.ticked(state)
             self.stalls.ticked(state)
         self.orders.stepped(before, event, state)
+        self.leases.stepped(event, emitted)
+        self.sleeps.stepped(event, state, emitted)
 
     def _announced(self, state: PoolState, told: effects.Announce) -> None:
         if told.kind == "replica_ready" and state.replicas[told.subject].dirty_reason:

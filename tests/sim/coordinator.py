@@ -192,6 +192,10 @@ class SimCoordinator(Process):
         if future is not None:
             if isinstance(answer, effects.LeaseAnswer):
                 self.world.checks.leases.told(answer)
+            elif isinstance(answer, effects.SleepAnswer):
+                self.world.checks.sleeps.told(self.state, answer)
+            elif error is not None:
+                self.world.checks.leases.refused(ticket, error)
             future.set(answer, error)
 
     # -- calls to replicas -----------------------------------------------------

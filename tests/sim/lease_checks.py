@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from weft_rl.coordinator.decisions.state import effects
+from weft_rl.contract.errors import LeaseFencedError, WeftError
+from weft_rl.coordinator.decisions.state import effects, events
 from weft_rl.coordinator.decisions.state.pool import PoolState
 
 if TYPE_CHECKING:
     from tests.sim.trainer import Push, SimTrainer
     from tests.sim.world import World
+
+
+#: Events that may end a lease before its time.
+_ENDING = (events.ReleasePolicy, events.ForgetPolicy)
 
 
 class Violation(AssertionError):
@@ -33,10 +39,17 @@ class LeaseChecks:
         self._holders: dict[tuple[str, int], tuple[str, str]] = {}
         self._newest_token: dict[str, int] = {}
         self._asked: dict[str, set[tuple[str, int]]] = {}
+        #: Until when the last holder of a policy was told that it owns it.
+        self._until: dict[str, tuple[tuple[str, str], float]] = {}
+        #: What was asked under which lease, by the ticket of the coordinator that is up.
+        self._calls: dict[int, tuple[str, int, str]] = {}
+        self._fenced: set[tuple[str, int, str]] = set()
 
     def catalog_lost(self) -> None:
         """The coordinator knows only what it hears, and what an older copy has."""
         self._holders.clear()
+        self._until.clear()
+        self._fenced.clear()
         self._newest_token = {
             name: policy.fencing_token for name, policy in self._world.catalog.policies.items()
         }
@@ -52,10 +65,40 @@ class LeaseChecks:
         known = self._holders.setdefault((answer.policy, lease.fencing_token), holder)
         if known != holder:
             fail(f"token {lease.fencing_token} of {answer.policy}: {known} and {holder}")
+        if (answer.policy, lease.fencing_token, lease.session_id) in self._fenced:
+            fail(f"token {lease.fencing_token} of {answer.policy} is valid again")
+        last, until = self._until.get(answer.policy, (holder, 0.0))
+        if last != holder and self._world.clock.now < until:
+            left = until - self._world.clock.now
+            fail(f"{answer.policy} was taken from {last} by {holder}, {left:.1f} s too early")
+        self._until[answer.policy] = holder, lease.expires_at
         newest = self._newest_token.get(answer.policy, 0)
         if lease.fencing_token < newest:
             fail(f"{answer.policy}: token {lease.fencing_token} after {newest}")
         self._newest_token[answer.policy] = lease.fencing_token
+
+    def stepped(self, event: events.Event, emitted: Sequence[effects.Effect]) -> None:
+        """After every event: a lease ends by its owner, by force, or after its time."""
+        if isinstance(event, events.RenewLease | events.BeginTransfer):
+            self._calls[event.ticket] = event.policy, event.fencing_token, event.session_id
+        now, by_order = self._world.clock.now, isinstance(event, _ENDING)
+        for effect in emitted:
+            if not isinstance(effect, effects.SaveLeaseEnded):
+                continue
+            holder, until = self._until.pop(effect.name, (None, 0.0))
+            if isinstance(event, events.AcquirePolicy):  # its own, by an older token
+                by_order = by_order or (event.trainer_id, event.session_id) == holder
+            if now < until and not by_order:
+                fail(f"{holder}'s lease of {effect.name} ended {until - now:.1f} s too early")
+
+    def coordinator_started(self) -> None:
+        """Tickets are counted anew."""
+        self._calls.clear()
+
+    def refused(self, ticket: int, error: WeftError) -> None:
+        """A caller hears that its call is refused."""
+        if isinstance(error, LeaseFencedError) and (asked := self._calls.get(ticket)):
+            self._fenced.add(asked)
 
     def acquired(self, trainer: SimTrainer, policy: str, token: int, last_token: int) -> None:
         """A trainer has heard its token. Whatever became of the catalog, one that tells

@@ -122,9 +122,12 @@ class SimTrainer(Process):
                     )
                 except (PeerUnavailableError, TransferTimeoutError):
                     pass
-                except WeftError:
+                except WeftError as error:
                     if self.tokens.get(policy) == token:
                         del self.tokens[policy]
+                        if isinstance(error, LeaseFencedError) and "holder" not in error.metadata:
+                            with contextlib.suppress(WeftError):
+                                yield from self._token(policy)
 
     def _call(self, method: str, timeout: float, **args: Any) -> Future:
         return self.world.network.call(self, "coordinator", method, timeout, **args)

@@ -115,7 +115,9 @@ class World:
     def start_coordinator(self) -> None:
         """Start or restart it from its catalog."""
         coordinator_id = f"c{next(self.numbers)}"
-        self.coordinator = SimCoordinator(self, self.catalog.open(self.settings, coordinator_id))
+        state = self.catalog.open(self.settings, coordinator_id, self.clock.now)
+        self.checks.leases.coordinator_started()
+        self.coordinator = SimCoordinator(self, state)
         self.network.processes["coordinator"] = self.coordinator
 
     def start_replica(self, name: str, kind: Kind) -> None:

@@ -317,8 +317,8 @@ class CoordinatorClient:
             try:
                 return self.call(partial(call, token), deadline, waits_for)
             except LeaseFencedError as error:
-                # Expired while we were away (a long step under a debugger, a restart
-                # of the coordinator): acquire anew once, or learn who holds it.
+                # Expired while we were away (a long step under a debugger, a coordinator
+                # that lost its catalog): acquire it anew once, or learn who holds it.
                 self.leases.forget(policy)
                 if fenced or error.metadata.get("holder"):  # somebody took it over
                     raise

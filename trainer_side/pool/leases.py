@@ -111,7 +111,7 @@ class RivalHolder:
     """
 
     takeover: bool
-    _first: tuple[str, str] | None = None
+    _first: tuple[int, int] | None = None
 
     def displaced_token(self, holder: Mapping[str, str]) -> int:
         """Return the token of the lease to take over now; 0 to wait.
@@ -124,11 +124,13 @@ class RivalHolder:
 
     def is_alive(self, holder: Mapping[str, str]) -> bool:
         """Return whether the lease was renewed, or taken by another process, since the first
-        refusal."""
-        seen = holder.get("fencing_token", ""), holder.get("num_renewals", "")
-        if self._first is None:
-            self._first = seen
-        return seen != self._first
+        refusal. A coordinator that was restarted counts renewals from 0."""
+        token, renewals = (int(holder.get(key) or 0) for key in ("fencing_token", "num_renewals"))
+        first = self._first
+        if first is None or (token == first[0] and renewals < first[1]):
+            self._first = token, renewals
+            return False
+        return (token, renewals) != first
 
 
 def describe(trainer_id: str, policy: str, holder: Mapping[str, str], text: str) -> str:
@@ -148,6 +150,8 @@ def describe(trainer_id: str, policy: str, holder: Mapping[str, str], text: str)
 
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
+# For the release of all leases together.
+_RELEASE_SECONDS = 2.0
 _RETRY_SECONDS = 0.25
 # Renewed this many times in each time to live: two may be lost.
 _RENEWALS = 3
@@ -155,6 +159,7 @@ _RENEWALS = 3
 
 @dataclass
 class _HeldLease:
+    kind: types_pb2.PolicyKind.ValueType
     token: int
     time_to_live_seconds: float
     lost_version: int = 0
@@ -170,9 +175,10 @@ class _HeldLease:
 class Leases:
     """Leases of the policies that one publisher owns; thread-safe.
 
-    A background thread renews each lease three times in its time to live, and
-    forgets one that was fenced: the next push acquires it anew, or is told who
-    holds it.
+    A background thread renews each lease three times in its time to live. One that was fenced
+    though nobody else holds it (it ran out while this process was stopped, or the coordinator
+    lost its catalog) is acquired anew at once. One that somebody took over is forgotten: the next
+    push acquires it, or is told who holds it.
 
     Args:
         takeover: True if the first lease of each policy is taken from a living process of this
@@ -223,16 +229,7 @@ class Leases:
             if policy in self._held:
                 return self._held[policy].token
             was_held = policy in self._known
-            last_version, last_token = self._last.get(policy, (0, 0))
-        request = pb.AcquirePolicyRequest(
-            trainer_id=self._trainer_id,
-            session_id=self.session_id,
-            policy=policy,
-            kind=kind,
-            process=this_process(),
-            last_version=last_version,
-            last_fencing_token=last_token,
-        )
+        request = self._acquire_request(policy, kind)
         rival = RivalHolder(takeover=self._takeover and not was_held)
         waiting = False
         while True:
@@ -262,14 +259,38 @@ class Leases:
                     waiting = True
                 if self._stop.wait(_RETRY_SECONDS):
                     raise error from rpc_error
+        return self._note_acquired(kind, response)
+
+    def _acquire_request(
+        self, policy: str, kind: types_pb2.PolicyKind.ValueType
+    ) -> pb.AcquirePolicyRequest:
+        with self._lock:
+            last_version, last_token = self._last.get(policy, (0, 0))
+        return pb.AcquirePolicyRequest(
+            trainer_id=self._trainer_id,
+            session_id=self.session_id,
+            policy=policy,
+            kind=kind,
+            process=this_process(),
+            last_version=last_version,
+            last_fencing_token=last_token,
+        )
+
+    def _note_acquired(
+        self, kind: types_pb2.PolicyKind.ValueType, response: pb.AcquirePolicyResponse
+    ) -> int:
+        """Note an acquired lease; return its token."""
         lease = response.lease
         with self._lock:
+            last_version, last_token = self._last.get(lease.policy, (0, 0))
             last_version = max(last_version, response.last_version)
-            self._last[policy] = last_version, max(last_token, lease.fencing_token)
-            self._held[policy] = _HeldLease(
-                lease.fencing_token, duration_from_proto(lease.time_to_live)
-            )
-            self._known.add(policy)
+            self._last[lease.policy] = last_version, max(last_token, lease.fencing_token)
+            held = _HeldLease(kind, lease.fencing_token, duration_from_proto(lease.time_to_live))
+            if (former := self._held.get(lease.policy)) is not None:  # the same need is told once
+                held.lost_version = former.lost_version
+                held.answered_version = former.answered_version
+            self._held[lease.policy] = held
+            self._known.add(lease.policy)
         return lease.fencing_token
 
     def _refused(self, policy: str, error: PolicyOwnedError, was_held: bool) -> WeftError:
@@ -306,25 +327,33 @@ class Leases:
             held = self._held.get(policy)
             return held.token if held else 0
 
-    def forget(self, policy: str) -> None:
-        """Drop the record of a lease that was fenced."""
+    def forget(self, policy: str, token: int = 0) -> None:
+        """Drop the record of a lease that was fenced; 0 stands for whichever token is held."""
         with self._lock:
-            self._held.pop(policy, None)
+            if (held := self._held.get(policy)) is not None and token in (0, held.token):
+                del self._held[policy]
 
     def close(self) -> None:
-        """Release every lease, best effort; block at most some seconds."""
+        """Release every lease, best effort; block at most some seconds.
+
+        What a coordinator that is away is not told ends with the lease, once it is back.
+        """
         self._stop.set()
         self._thread.join(_CALL_SECONDS)
         with self._lock:
             held, self._held = self._held, {}
+        give_up_at = time.monotonic() + _RELEASE_SECONDS
         for policy, lease in held.items():
             request = pb.ReleasePolicyRequest(
                 policy=policy, fencing_token=lease.token, session_id=self.session_id
             )
             try:
-                self._stub.ReleasePolicy(request, timeout=2.0)
+                left = max(0.1, give_up_at - time.monotonic())
+                self._stub.ReleasePolicy(request, timeout=left)
             except grpc.RpcError as error:
                 _log.info("could not release %s: %s", policy, error_from_rpc(error))
+                if time.monotonic() >= give_up_at:
+                    break
 
     def _renew(self) -> None:
         while not self._stop.wait(self._interval()):
@@ -336,16 +365,33 @@ class Leases:
                 )
                 try:
                     response = self._stub.RenewLease(request, timeout=lease.time_to_live_seconds)
+                    lease.time_to_live_seconds = duration_from_proto(response.lease.time_to_live)
                     self._note(policy, lease, response.publish_again_version)
                 except grpc.RpcError as rpc_error:
-                    error = error_from_rpc(rpc_error)
-                    if isinstance(error, PeerUnavailableError | TransferTimeoutError):
-                        _log.warning("could not renew %s yet: %s", policy, error)
-                    else:
-                        _log.warning("lost the lease of %s: %s", policy, error)
-                        self.forget(policy)
+                    self._renewal_failed(policy, lease, error_from_rpc(rpc_error))
                 except Exception:  # noqa: BLE001 (no lease would be renewed any more)
                     _log.exception("renewing %s failed; it is tried again", policy)
+
+    def _renewal_failed(self, policy: str, lease: _HeldLease, error: WeftError) -> None:
+        """Keep a lease that could not be renewed, or acquire it anew where nobody else holds it;
+        else forget it."""
+        is_free = isinstance(error, LeaseFencedError) and not error.metadata.get("holder")
+        if is_free and not self._stop.is_set():
+            _log.warning("acquiring %s anew: %s", policy, error)
+            request = self._acquire_request(policy, lease.kind)
+            try:
+                response = self._stub.AcquirePolicy(request, timeout=lease.time_to_live_seconds)
+            except grpc.RpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+            else:
+                self._note_acquired(lease.kind, response)
+                self._note(policy, self._held[policy], response.publish_again_version)
+                return
+        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+            _log.warning("could not renew %s yet: %s", policy, error)
+        else:
+            _log.warning("lost the lease of %s: %s", policy, error)
+            self.forget(policy, lease.token)
 
     def _note(self, policy: str, held: _HeldLease, lost_version: int) -> None:
         with self._lock:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from weft_rl.coordinator.config import CoordinatorConfig
-from weft_rl.coordinator.decisions.state.pool import PoolState
+from weft_rl.coordinator.decisions.replicas import sleeps
+from weft_rl.coordinator.decisions.state.pool import PoolState, with_owner
 from weft_rl.coordinator.page.document import Document, pages
 from weft_rl.coordinator.page.history import History
 from weft_rl.coordinator.runtime.catalog.database import Catalog, Snapshot
@@ -202,6 +203,10 @@ class Coordinator:
 
 def _initial_state(known: Snapshot, config: CoordinatorConfig) -> PoolState:
     now, restarted = time.monotonic(), known.generation > 1
+    policies = [
+        with_owner(policy, *known.owners.get(policy.name, ("", None)), config.settings, now)
+        for policy in known.policies
+    ]
     return PoolState(
         settings=config.settings,
         generation=known.generation,
@@ -219,9 +224,13 @@ def _initial_state(known: Snapshot, config: CoordinatorConfig) -> PoolState:
         token_floor=known.token_floor,
         coordinator_id=secrets.token_hex(8),
         secret=secrets.token_hex(32),
-        policies={policy.name: policy for policy in known.policies if not policy.forgotten},
-        forgotten={policy.name: policy for policy in known.policies if policy.forgotten},
+        policies={policy.name: policy for policy in policies if not policy.is_over},
+        forgotten={policy.name: policy for policy in policies if policy.is_over},
         out_of_service=known.out_of_service,
+        sleeps={
+            replica_id: sleeps.restored(order, now, config.settings.lease_seconds)
+            for replica_id, order in known.sleeps.items()
+        },
     )
 
 

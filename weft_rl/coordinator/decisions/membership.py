@@ -297,23 +297,22 @@ def leave(change: Change, event: events.Leave) -> None:
     replica = change.state.replicas.get(event.replica_id)
     if replica and replica.incarnation == event.incarnation:
         _remove(change, replica, "it left the pool")
+        sleeps.end(change, event.replica_id)
         is_drained = replica.drain is not None
         kind = EventKind.REPLICA_LEFT if is_drained else EventKind.REPLICA_LOST
         change.announce(kind, replica.replica_id, "it left the pool")
     change.reply(event.ticket, EmptyAnswer())
 
 
-#: Ticks come every 0.25 s; after a longer gap the coordinator itself was stopped or
-#: starved, and others' silence says nothing.
-ASLEEP_SECONDS = 1.0
-
-
 def forgive_own_sleep(change: Change) -> None:
-    """Grant replicas and owners of leases as much time as the coordinator's own ticks missed."""
-    gap = change.now - change.state.tick_at
-    change.state = replace(change.state, tick_at=change.now)
-    if not ASLEEP_SECONDS < gap < float("inf"):
+    """Grant replicas and owners of leases as much time as the coordinator's own ticks missed.
+
+    Before any event is decided: the first after such a gap may be what the gap has kept waiting.
+    """
+    gap = change.state.missed_seconds(change.now)
+    if not gap:
         return
+    change.state = replace(change.state, tick_at=change.now)
     stalls.forgive(change, gap)
     for replica in list(change.state.replicas.values()):
         last_heard = replica.last_heard + gap

@@ -14,6 +14,7 @@ from weft_rl.contract.errors import (
     PeerUnavailableError,
     WeftError,
 )
+from weft_rl.contract.names import BASE_POLICY
 from weft_rl.coordinator.decisions import membership
 from weft_rl.coordinator.decisions.policies import leases, republishing, retention
 from weft_rl.coordinator.decisions.purposes import push, rollback
@@ -72,10 +73,14 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         of former steps) are on disk.
     """
     change = Change(state, now)
+    membership.forgive_own_sleep(change)
+    awake = change.state
     try:
         _apply(change, event)
     except WeftError as error:
-        change = Change(state, now)  # a refused request changes nothing
+        change = Change(awake, now)  # a refused request changes nothing
+        if isinstance(error, LeaseFencedError):  # but that its lease is over is durable first
+            leases.end_overdue(change, getattr(event, "policy", BASE_POLICY))
         change.refuse([_ticket_of(event)], error)
     if change.state.unserved:
         withdrawals.decide(change)
@@ -104,7 +109,7 @@ def _apply(change: Change, event: events.Event) -> None:
     """Apply one event; a request is refused by the error that is raised."""
     match event:
         case events.Tick():
-            membership.forgive_own_sleep(change)
+            change.state = replace(change.state, tick_at=change.now)
             membership.find_lost(change)
             leases.expire_leases(change)
             sleeps.watch(change)

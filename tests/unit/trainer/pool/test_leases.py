@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from trainer_side.pool.leases import Leases, NoticeQueue
+from weft_rl.contract.errors import LeaseFencedError
 from weft_rl.rpc.codec import duration_to_proto
+from weft_rl.rpc.status import InvalidResponseError
 from weft_rl.v1 import publish_pb2 as pb
 from weft_rl.v1 import types_pb2
 
@@ -25,6 +27,7 @@ class Coordinator:
         self.renewals = 0
         self.token, self.last_version = 1, 0
         self.asked: list[Any] = []
+        self.fenced: LeaseFencedError | None = None
         self.renewed = threading.Condition()
 
     def AcquirePolicy(self, request: Any, **kwargs: Any) -> pb.AcquirePolicyResponse:  # noqa: N802
@@ -37,6 +40,9 @@ class Coordinator:
         with self.renewed:
             self.renewals += 1
             self.renewed.notify_all()
+            if self.fenced is not None:
+                error, self.fenced = self.fenced, None
+                raise InvalidResponseError(error)
             return pb.RenewLeaseResponse(
                 lease=self._lease(request.policy), publish_again_version=self.lost
             )
@@ -165,5 +171,37 @@ def test_what_fails_at_a_renewal_does_not_end_the_renewing(
         coordinator.say(3)
         assert leases.held_token("math")
         assert "ZeroDivisionError" in caplog.text
+    finally:
+        leases.close()
+
+
+def test_a_lease_that_nobody_holds_is_acquired_anew_by_the_renewal() -> None:
+    coordinator, told = Coordinator(), list[str]()
+    leases = Leases(coordinator, "trainer", told.append)  # type: ignore[arg-type]
+    try:
+        leases.token("math", ADAPTER, time.monotonic() + 10)
+        coordinator.say(3)
+        coordinator.token, coordinator.last_version = 9, 5
+        coordinator.fenced = LeaseFencedError("it ran out")
+        coordinator.say(3)
+        assert [request.kind for request in coordinator.asked] == [ADAPTER, ADAPTER]
+        assert coordinator.asked[1].last_fencing_token == 1
+        assert leases.held_token("math") == 9
+        assert told == ["math"], "the same need is told once"
+    finally:
+        leases.close()
+
+
+def test_a_lease_that_another_holds_is_left_to_it() -> None:
+    coordinator = Coordinator()
+    leases = Leases(coordinator, "trainer")  # type: ignore[arg-type]
+    try:
+        leases.token("math", ADAPTER, time.monotonic() + 10)
+        coordinator.fenced = LeaseFencedError("it was taken", metadata={"holder": "other"})
+        deadline = time.monotonic() + 10
+        while leases.held_token("math"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(coordinator.asked) == 1
     finally:
         leases.close()

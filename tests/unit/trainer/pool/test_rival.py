@@ -35,6 +35,14 @@ def test_a_silent_holder_is_waited_for() -> None:
         assert not rival.is_alive(_holder())
 
 
+def test_a_coordinator_that_was_restarted_counts_renewals_anew() -> None:
+    rival = RivalHolder(takeover=False)
+    assert not rival.is_alive(_holder(renewals=5))
+    assert not rival.is_alive(_holder(renewals=0))
+    assert not rival.is_alive(_holder(renewals=0))
+    assert rival.is_alive(_holder(renewals=1))
+
+
 @pytest.mark.parametrize("seen", [_holder(renewals=6), _holder(token=4)])
 def test_a_holder_that_renews_or_is_followed_by_another_is_alive(seen: dict[str, str]) -> None:
     rival = RivalHolder(takeover=False)

@@ -1,6 +1,13 @@
-"""Leases: one owner a policy, a fencing token that only grows, expiry."""
+"""Leases: one owner a policy, a fencing token that only grows, expiry.
+
+Who owns a policy is durable, and so is the end of a lease: before it is told to anybody. A
+coordinator that starts again grants each lease its whole time anew, by the same token. So an
+owner that lives goes on, and one that died meanwhile is waited for once.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.errors import (
@@ -18,10 +25,12 @@ from weft_rl.coordinator.decisions.state.effects import (
     EmptyAnswer,
     EventKind,
     LeaseAnswer,
+    SaveLeaseEnded,
     SavePolicy,
 )
 from weft_rl.coordinator.decisions.state.pool import (
     MAX_NUMBER,
+    NOBODY_HOLDS_IT,
     Lease,
     Policy,
     PoolState,
@@ -38,7 +47,9 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     policy = change.state.policies.get(event.policy)
     policy = policy or numbering.new_policy(change.state, event.policy, event.kind)
     lease = live_lease(policy, change.now)
-    if lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
+    if lease and lease.is_outdated(event.last_token):
+        lease = None
+    elif lease and (lease.trainer_id, lease.session_id) != (event.trainer_id, event.session_id):
         if (lease.trainer_id, lease.fencing_token) != (event.trainer_id, event.displaced_token):
             raise _owned(policy, lease, change.now, event.trainer_id)
         lease = None
@@ -54,7 +65,6 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
         token = numbering.next_token(policy, event.last_token)
         lease = Lease(event.trainer_id, event.session_id, token, 0.0, event.process)
         policy = replace(policy, fencing_token=token, owner=event.owner)
-        change.emit(SavePolicy(policy))
         change.announce(
             EventKind.LEASE_ACQUIRED, event.policy, f"by trainer {event.trainer_id}, token {token}"
         )
@@ -124,9 +134,17 @@ def renew(change: Change, event: events.RenewLease) -> None:
 
 
 def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
-    seconds = change.state.settings.lease_seconds
-    lease = replace(lease, expires_at=change.now + seconds, num_renewals=lease.num_renewals + 1)
-    change.put_policy(replace(policy, lease=lease))
+    seconds, known = change.state.settings.lease_seconds, lease.seconds
+    lease = replace(
+        lease,
+        expires_at=change.now + seconds,
+        num_renewals=lease.num_renewals + 1,
+        seconds=seconds,
+    )
+    policy = replace(policy, lease=lease)
+    change.put_policy(policy)
+    if seconds != known:  # it is new, or its owner was told another time by a former coordinator
+        change.emit(SavePolicy(policy))
     lost = publish_again_version(change.state, policy.name)
     change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds, lost))
 
@@ -142,6 +160,19 @@ def release(change: Change, event: events.ReleasePolicy) -> None:
         _abort_transfers(change, policy.name, "its trainer gave the lease back")
         _drop_unused(change, policy.name)
     change.reply(event.ticket, EmptyAnswer())
+
+
+def end_overdue(change: Change, name: str) -> bool:
+    """End the lease of a policy if it ran out since the last tick; return whether it did.
+
+    Called before anybody is told that it did: a coordinator that started from the catalog
+    meanwhile would take the token for valid again.
+    """
+    policy = change.state.policies.get(name)
+    if policy is None or policy.lease is None or change.now < policy.lease.expires_at:
+        return False
+    _expire(change, policy)
+    return True
 
 
 def expire_leases(change: Change) -> None:
@@ -164,14 +195,22 @@ def _expire(
         why = f"trainer {lease.trainer_id!r} took its lease over: {displaced_by.process}"
     else:
         why = f"the lease of trainer {lease.trainer_id!r} expired"
-    end(change, policy, why)
+    is_taken = displaced_by is not None and displaced_by.session_id != lease.session_id
+    holder = {"holder": displaced_by.trainer_id} if displaced_by else {}
+    end(change, policy, why, holder if is_taken else NOBODY_HOLDS_IT)
 
 
-def end(change: Change, policy: Policy, why: str) -> None:
-    """End a lease, and abort the pushes under it."""
+def end(
+    change: Change, policy: Policy, why: str, metadata: Mapping[str, str] | None = None
+) -> None:
+    """End a lease, and abort the pushes under it.
+
+    Args:
+        metadata: Metadata of their failure.
+    """
     _put_free(change, policy)
     change.announce(EventKind.LEASE_RELEASED, policy.name, why)
-    _abort_transfers(change, policy.name, why)
+    _abort_transfers(change, policy.name, why, metadata)
     _drop_unused(change, policy.name)
 
 
@@ -191,14 +230,18 @@ def _put_free(change: Change, policy: Policy) -> None:
     A policy that was forgotten, and got no version since, stays so.
     """
     free = replace(policy, lease=None)
+    change.emit(SaveLeaseEnded(free.name))
     if free.forgotten:
         change.put_away(free)
     else:
         change.put_policy(free)
 
 
-def _abort_transfers(change: Change, policy: str, why: str) -> None:
-    failure = Failure("LEASE_FENCED", f"the push of {policy!r} was given up: {why}")
+def _abort_transfers(
+    change: Change, policy: str, why: str, metadata: Mapping[str, str] | None = None
+) -> None:
+    text = f"the push of {policy!r} was given up: {why}"
+    failure = Failure("LEASE_FENCED", text, dict(metadata or {}))
     for transfer in list(change.state.transfers.values()):
         is_leased = transfer.purpose.fencing_token is not None and transfer.policy == policy
         if is_leased and transfer.uncommitted:

@@ -37,6 +37,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.layout.runs import check_layout
 from weft_rl.contract.layout.send_plan import check_send_plan
 from weft_rl.contract.names import BASE_POLICY
+from weft_rl.coordinator.decisions.policies import leases
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
@@ -117,6 +118,8 @@ class Push(Purpose):
 
     def admit(self, change: Change, transfer: Transfer, queue: AdmissionQueue) -> Iterable[str]:
         replicas = queue.targets(transfer.kind)
+        if leases.end_overdue(change, transfer.policy):
+            return ()  # the push has ended with it
         try:
             waits_for = self._try(change, transfer, replicas, queue)
         except WeftError as error:
@@ -302,6 +305,8 @@ class Push(Purpose):
     # -- the commit point and its end ---------------------------------------------
 
     def on_staged(self, change: Change, transfer: Transfer, digest: ContentDigest) -> None:
+        if leases.end_overdue(change, transfer.policy):
+            return
         policy = change.state.policies[transfer.policy]
         lease = live_lease(policy, change.now)
         if lease is None or lease.fencing_token != self.fencing_token:

@@ -2,8 +2,10 @@
 
 A trainer's order is a part of its lease of the base: when that ends, the replicas wake. An
 operator's stands until an operator wakes them. Orders are carried out by calls. These are
-repeated until the replica says of itself what was ordered, also after its restart. A replica
-carries its sleep, so a coordinator that is restarted knows again.
+repeated until the replica says of itself what was ordered, also after its restart.
+
+Orders are durable, and so is their end. A replica carries its sleep, too: a coordinator whose
+catalog was lost, or is an older copy, adopts the order from it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from weft_rl.contract.options import DISCARDS, SWITCH_SECONDS
 from weft_rl.coordinator.decisions.replicas.out_of_service import unknown_replica
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
-from weft_rl.coordinator.decisions.state.effects import CallSleep, CallWake, SleepAnswer
+from weft_rl.coordinator.decisions.state.effects import (
+    CallSleep,
+    CallWake,
+    SaveSleep,
+    SleepAnswer,
+)
 from weft_rl.coordinator.decisions.state.pool import Lease, live_lease, require_lease
 from weft_rl.coordinator.decisions.state.replica import Replica, SleepWait, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.replica_state import is_unsettled
@@ -29,6 +36,7 @@ from weft_rl.coordinator.decisions.state.values import Failure
 
 #: Between two calls to a replica that does not do as it is told.
 RETRY_SECONDS = 2.0
+_NEVER = float("inf")
 # Replicas that an error names as left asleep.
 _MAX_NAMED = 8
 # Reasons that are no refusal: the call is made again.
@@ -125,11 +133,18 @@ def adopt(change: Change, event: events.Register) -> None:
     """Adopt the order behind the sleep that a replica carries from a former coordinator."""
     state = change.state
     known_here = event.last_coordinator_id == state.coordinator_id
-    asleep = event.report.asleep
-    if asleep is None or known_here or event.replica_id in state.sleeps:
+    asleep, known = event.report.asleep, state.sleeps.get(event.replica_id)
+    if asleep is None or known_here:
         return
+    if known is not None:  # by the catalog, which does not say whether it was carried out
+        _put(change, event.replica_id, replace(known, confirmed=True))
+        return
+    if 0 < event.last_generation < state.opened_generation and (
+        event.last_epoch <= state.opened_epoch_counter
+    ):
+        return  # this catalog would know of it: it is over
     trainer_id, level = asleep.trainer_id, asleep.level
-    until = change.now + state.settings.lease_seconds if trainer_id else float("inf")
+    until = change.now + state.settings.lease_seconds if trainer_id else _NEVER
     order = StandingSleepOrder(trainer_id=trainer_id, level=level, until=until, confirmed=True)
     _put(change, event.replica_id, order)
 
@@ -182,9 +197,14 @@ def watch(change: Change) -> None:
     _adopt_token(change)
     lease = _base_lease(change)
     token = lease.fencing_token if lease else 0
+    # After a restart a replica may load its model for minutes before it registers.
+    forgets = (
+        change.now >= change.state.restart_over_at + change.state.settings.forget_after_seconds
+    )
     for name, order in list(change.state.sleeps.items()):
         ended = order.fencing_token != token if order.fencing_token else change.now >= order.until
-        if (ended and order.trainer_id) or name not in change.state.replicas:
+        is_gone = forgets and name not in change.state.replicas
+        if (ended and order.trainer_id) or is_gone:
             _drop(change, name)
     for replica in list(change.state.replicas.values()):
         due = change.now >= replica.sleep_call_until and not replica.lost
@@ -274,9 +294,28 @@ def _call_again(change: Change, replica: Replica) -> None:
     change.put_replica(replace(replica, sleep_call_until=change.now + RETRY_SECONDS))
 
 
+def restored(order: StandingSleepOrder, now: float, seconds: float) -> StandingSleepOrder:
+    """Return an order of the catalog as a coordinator starts with it.
+
+    Args:
+        seconds: Time after which it ends if its trainer is not heard, where no lease does.
+    """
+    return replace(order, confirmed=False, until=now + seconds if order.trainer_id else _NEVER)
+
+
 def _put(change: Change, name: str, order: StandingSleepOrder) -> None:
     change.touched.add(name)
+    known = change.state.sleeps.get(name)
+    if known is None or restored(known, 0.0, 0.0) != restored(order, 0.0, 0.0):
+        change.next_epoch()  # a replica that has heard of it knows more than an older catalog
+        change.emit(SaveSleep(name, order))
     change.state = replace(change.state, sleeps={**change.state.sleeps, name: order})
+
+
+def end(change: Change, name: str) -> None:
+    """End the order to a replica that leaves the pool, if there is one."""
+    if name in change.state.sleeps:
+        _drop(change, name)
 
 
 def _drop(change: Change, name: str) -> None:
@@ -286,6 +325,9 @@ def _drop(change: Change, name: str) -> None:
     ended.
     """
     change.touched.add(name)
+    if name in change.state.sleeps:
+        change.next_epoch()
+        change.emit(SaveSleep(name, None))
     replica = change.state.replicas.get(name)
     if replica is not None and replica.sleep_call_until > change.now:
         change.put_replica(replace(replica, sleep_call_until=change.now))

@@ -13,7 +13,7 @@ from weft_rl.contract.layout.manifest import Manifest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.replica_report import DrainNote
 from weft_rl.coordinator.decisions.state.pool import FitKey, Lease, Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.transfer import Group, Transfer
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
@@ -80,7 +80,7 @@ class SaveEpoch:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Counters and alias of a policy."""
+    """Counters, alias, owner and lease of a policy."""
 
     policy: Policy
     durable: bool = True
@@ -141,6 +141,23 @@ class SaveOutOfService:
 
 
 @dataclass(frozen=True)
+class SaveLeaseEnded:
+    """End of the lease of a policy, whose owner stays its last one."""
+
+    name: str
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class SaveSleep:
+    """Order to a replica to sleep; None where it is over."""
+
+    replica_id: str
+    order: StandingSleepOrder | None
+    durable: bool = True
+
+
+@dataclass(frozen=True)
 class SaveEvent:
     """Event that outlives the coordinator; see ``event_kinds``."""
 
@@ -165,6 +182,8 @@ Save = (
     | SaveCommitted
     | SavePin
     | SaveOutOfService
+    | SaveLeaseEnded
+    | SaveSleep
     | SaveEvent
 )
 

@@ -38,6 +38,8 @@ from weft_rl.coordinator.decisions.state.values import (
 
 #: Versions of the base whose content is remembered, the newest; older ones are taken for others.
 MAX_BASE_CONTENTS = 1024
+#: Ticks come every 0.25 s.
+_MAX_TICK_GAP_SECONDS = 1.0
 #: The content of base@0, whose bytes lie in files, in no layout of a push.
 _STARTED_WITH: Final = b""
 
@@ -101,7 +103,11 @@ UNKNOWN_PROCESS = TrainerProcess()
 
 @dataclass(frozen=True)
 class Lease:
-    """A trainer's ownership of a policy until ``expires_at``."""
+    """A trainer's ownership of a policy until ``expires_at``.
+
+    Durable: who holds it, by which token, and for how long at a time. When it expires is not: a
+    renewal would cost a write each.
+    """
 
     trainer_id: str
     session_id: str
@@ -109,12 +115,24 @@ class Lease:
     expires_at: float
     process: TrainerProcess = UNKNOWN_PROCESS
     num_renewals: int = 0
-    """Number of renewals; grows with each sign of life of the owner."""
+    """Number of renewals; grows with each sign of life of the owner, from 0 at each start of the
+    coordinator."""
+    seconds: float = 0.0
+    """Time to live that the owner was told."""
+
+    def is_outdated(self, token: int) -> bool:
+        """Return whether the lease was followed by another one, as a larger token shows that a
+        trainer was given.
+
+        So it is where the catalog is an older copy. A lease that its owner has renewed since the
+        start is no such one.
+        """
+        return self.num_renewals == 0 and self.fencing_token < token <= MAX_NUMBER
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A stream of versions. All but ``lease`` and ``owner`` is durable."""
+    """A stream of versions; durable, but for the time at which ``lease`` expires."""
 
     name: str
     kind: PolicyKind
@@ -134,7 +152,26 @@ class Policy:
     forgotten: bool = False
     """True if an operator has forgotten it, and nothing of it was committed since."""
     owner: str = ""
-    """Last owner of its lease, as ``events.AcquirePolicy.owner``; empty since a restart."""
+    """Last owner of its lease, as ``events.AcquirePolicy.owner``."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if it was forgotten and no trainer has taken it up since."""
+        return self.forgotten and self.lease is None
+
+
+def with_owner(
+    policy: Policy, owner: str, lease: Lease | None, settings: PoolSettings, now: float
+) -> Policy:
+    """Return a policy of the catalog as a coordinator starts with it.
+
+    Its lease lives on for as long as its owner was told, or is told from now on: the owner may
+    have been heard just before the former coordinator ended.
+    """
+    if lease is not None:
+        grace = max(lease.seconds, settings.lease_seconds)
+        lease = replace(lease, expires_at=now + grace, num_renewals=0)
+    return replace(policy, owner=owner, lease=lease)
 
 
 def live_lease(policy: Policy, now: float) -> Lease | None:
@@ -291,7 +328,7 @@ class PoolState:
     conflicts: Mapping[PolicyVersion, Mapping[bytes, tuple[str, ...]]] = field(default_factory=dict)
     """Versions under whose number replicas hold unlike bytes; holders by digest."""
     sleeps: Mapping[str, StandingSleepOrder] = field(default_factory=dict)
-    """Orders to sleep, by replica of the pool; not durable, the replica remembers its own."""
+    """Orders to sleep, by replica; durable, and the replica remembers its own, too."""
     sleep_waits: Mapping[int, SleepWait] = field(default_factory=dict)
     """Calls that wait for replicas to sleep or wake, by ticket."""
     order_number: int = 0
@@ -391,6 +428,12 @@ class PoolState:
         content = _STARTED_WITH if version == 0 else self.base_contents.get(version)
         return _STARTED_WITH if content in self.as_started else content
 
+    def missed_seconds(self, now: float) -> float:
+        """Return for how long the coordinator itself was stopped or starved, as its ticks show; 0
+        while they come in time. Others' silence meanwhile says nothing."""
+        gap = now - self.tick_at
+        return gap if _MAX_TICK_GAP_SECONDS < gap < float("inf") else 0.0
+
     def wall(self, now: float) -> float:
         """Convert ``now`` to seconds since 1970."""
         return now + self.wall_offset_seconds
@@ -411,6 +454,10 @@ def registered_replica(state: PoolState, replica_id: str, incarnation: str) -> R
     return replica
 
 
+#: Metadata of LEASE_FENCED where the caller may acquire the lease anew.
+NOBODY_HOLDS_IT: Final = {"free": "true"}
+
+
 def require_lease(
     state: PoolState, policy_name: str, fencing_token: int, now: float, session_id: str = ""
 ) -> tuple[Policy, Lease]:
@@ -424,10 +471,11 @@ def require_lease(
     """
     policy = state.policies.get(policy_name)
     lease = live_lease(policy, now) if policy else None
-    if policy is None or lease is None:
+    if policy is None or lease is None or lease.is_outdated(fencing_token):
         raise LeaseFencedError(
             f"no lease of policy {policy_name[:80]!r} is held: it expired or was never taken; "
-            "acquire it again"
+            "acquire it again",
+            metadata=NOBODY_HOLDS_IT,
         )
     if lease.fencing_token != fencing_token or session_id not in ("", lease.session_id):
         raise LeaseFencedError(

@@ -17,7 +17,7 @@ from weft_rl.coordinator.decisions.state.values import HeldVersion, PolicyKind, 
 class StandingSleepOrder:
     """Order to a replica to sleep until somebody wakes it, or its trainer's lease has ended.
 
-    Not durable: the replica remembers it.
+    Durable, but for ``until`` and ``confirmed``.
     """
 
     trainer_id: str
@@ -34,7 +34,7 @@ class StandingSleepOrder:
     until: float = float("inf")
     """Time at which an order that a replica has told of ends unless its trainer is heard."""
     confirmed: bool = False
-    """True if the replica has slept by it."""
+    """True if the replica has slept by it, or came asleep to a coordinator that was restarted."""
 
 
 @dataclass(frozen=True)

@@ -405,6 +405,8 @@ def admit(change: Change) -> None:
         return
     queue = AdmissionQueue(change.state, change.now)
     for transfer in queue.waiting():
+        if transfer.transfer_id not in change.state.transfers:
+            continue  # it has ended with the lease of one before it
         queue.take(purpose_of(transfer).admit(change, transfer, queue))
 
 

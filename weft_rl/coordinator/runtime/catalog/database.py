@@ -29,6 +29,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveEpoch,
     SaveEvent,
     SaveGeneration,
+    SaveLeaseEnded,
     SaveNumberFloor,
     SaveOutOfService,
     SavePin,
@@ -36,11 +37,12 @@ from weft_rl.coordinator.decisions.state.effects import (
     SavePolicyDropped,
     SavePool,
     SaveRetired,
+    SaveSleep,
     SaveVersion,
 )
 from weft_rl.coordinator.decisions.state.event_kinds import KEPT_WITH, MAX_KEPT
-from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Policy
-from weft_rl.coordinator.decisions.state.replica import OutOfService
+from weft_rl.coordinator.decisions.state.pool import MAX_BASE_CONTENTS, Lease, Policy
+from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     BoundCheckpoint,
     ContentDigest,
@@ -65,8 +67,10 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     EVENTS,
     FORGOTTEN,
     META,
+    OWNERS,
     PINS,
     POLICIES,
+    SLEEPS,
     VERSIONS,
     WITHDRAWN,
     Rows,
@@ -74,8 +78,13 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     checkpoint_to_text,
     event_from_row,
     event_to_row,
+    owner_from_row,
+    owner_to_row,
+    sleep_from_row,
+    sleep_to_row,
     version_from_row,
     version_to_row,
+    without_lease,
 )
 
 __all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "Catalog", "CatalogError", "Snapshot"]
@@ -108,6 +117,10 @@ class Snapshot:
     as_started: frozenset[bytes] = frozenset()
     events: tuple[SaveEvent, ...] = ()
     """Events of former coordinators, oldest first."""
+    owners: Mapping[str, tuple[str, Lease | None]] = field(default_factory=dict)
+    """Last owner of each policy, and its lease, which has no expiry here."""
+    sleeps: Mapping[str, StandingSleepOrder] = field(default_factory=dict)
+    """Orders to sleep, by replica."""
 
 
 class Catalog:
@@ -243,6 +256,8 @@ class Catalog:
             self._base_contents(),
             frozenset(content for (content,) in self._rows.select(AS_STARTED, {})),
             tuple(past for row in self._events() if (past := event_from_row(row)) is not None),
+            {row[0]: owner_from_row(row) for row in self._rows.select(OWNERS, {})},
+            {row[0]: sleep_from_row(row) for row in self._rows.select(SLEEPS, {})},
         )
 
     def _events(self) -> list[tuple[Any, ...]]:
@@ -321,8 +336,12 @@ class Catalog:
                     rows.put(FORGOTTEN, (p.name,))
                 else:
                     rows.delete(FORGOTTEN, {"name": p.name})
+                owner = OWNERS.values(owner_to_row(p))
+                if rows.select(OWNERS, {"policy": p.name}) != [owner]:  # with a push it is
+                    rows.put(OWNERS, owner)
             case SavePolicyDropped(name=name, token_floor=floor):
                 rows.delete(POLICIES, {"name": name})
+                rows.delete(OWNERS, {"policy": name})
                 rows.put(POLICIES, (_NAMELESS, PolicyKind.ADAPTER, 0, floor, 0, 0))
             case SaveVersion():
                 rows.put(VERSIONS, version_to_row(save.record))
@@ -338,6 +357,13 @@ class Catalog:
                 rows.delete(WITHDRAWN, {"replica_id": name})
             case SaveOutOfService(replica_id=name, order=OutOfService() as order):
                 rows.put(WITHDRAWN, (name, order.state, order.reason))
+            case SaveLeaseEnded(name=name):
+                for known in rows.select(OWNERS, {"policy": name}):
+                    rows.put(OWNERS, without_lease(known))
+            case SaveSleep(replica_id=name, order=None):
+                rows.delete(SLEEPS, {"replica_id": name})
+            case SaveSleep(replica_id=name, order=StandingSleepOrder() as order):
+                rows.put(SLEEPS, sleep_to_row(name, order))
             case SaveEvent():
                 self._put_event(save)
 

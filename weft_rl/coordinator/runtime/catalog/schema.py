@@ -15,6 +15,7 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     BASES_AS_STARTED,
     COUNTS,
     FORGOTTEN_POLICIES,
+    OWNERS_AND_SLEEPS,
     PAST_EVENTS,
     Rows,
 )
@@ -72,6 +73,7 @@ _STEPS: Final = (
     FORGOTTEN_POLICIES,
     BASES_AS_STARTED,
     PAST_EVENTS,
+    OWNERS_AND_SLEEPS,
 )
 SCHEMA_VERSION: Final = len(_STEPS)
 #: Longest that opening a catalog waits for another program that has it open.

@@ -21,6 +21,8 @@ from weft_rl.contract.checkpoint import FileDigest
 from weft_rl.contract.names import PolicyVersion
 from weft_rl.contract.tensors import DataType
 from weft_rl.coordinator.decisions.state.effects import Announce, EventKind, SaveEvent
+from weft_rl.coordinator.decisions.state.pool import Lease, Policy, TrainerProcess
+from weft_rl.coordinator.decisions.state.replica import StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
     AdapterSpec,
     BoundCheckpoint,
@@ -173,6 +175,36 @@ FORGOTTEN: Final = Table("forgotten", {"name": str}, ("name",), "that a policy w
 AS_STARTED: Final = Table(
     "as_started", {"content": bytes}, ("content",), "that a pushed base holds the bytes of base@0"
 )
+OWNERS: Final = Table(
+    "owners",
+    {
+        "policy": str,
+        "owner": str,
+        "trainer_id": str,
+        "session_id": str,
+        "fencing_token": int,
+        "seconds": float,
+        "host": str,
+        "host_key": str,
+        "pid": int,
+        "start_time": float,
+    },
+    ("policy",),
+    "who owns a policy, and by which lease",
+)
+SLEEPS: Final = Table(
+    "sleeps",
+    {
+        "replica_id": str,
+        "trainer_id": str,
+        "fencing_token": int,
+        "level": int,
+        "aborts": int,
+        "seconds": float,
+    },
+    ("replica_id",),
+    "an order to a replica to sleep",
+)
 EVENTS: Final = Table(
     "events",
     {
@@ -188,7 +220,18 @@ EVENTS: Final = Table(
     "something that has happened",
     # Of a later Weft, a kind may be unknown: such events are kept, and told by none but it.
 )
-TABLES: Final = (META, POLICIES, VERSIONS, PINS, WITHDRAWN, FORGOTTEN, AS_STARTED, EVENTS)
+TABLES: Final = (
+    META,
+    POLICIES,
+    VERSIONS,
+    PINS,
+    WITHDRAWN,
+    FORGOTTEN,
+    AS_STARTED,
+    EVENTS,
+    OWNERS,
+    SLEEPS,
+)
 
 #: Schema 4: what this file adds to each table that was there.
 COUNTS: Final = """
@@ -197,7 +240,7 @@ CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
     f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
     f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
     for table in TABLES
-    if table not in (FORGOTTEN, AS_STARTED, EVENTS)
+    if table not in (FORGOTTEN, AS_STARTED, EVENTS, OWNERS, SLEEPS)
 )
 #: Schema 5.
 FORGOTTEN_POLICIES: Final = """
@@ -216,6 +259,20 @@ CREATE TABLE events (
   message TEXT NOT NULL, policy TEXT, version INTEGER, checksum BLOB NOT NULL DEFAULT x''
 );
 INSERT INTO counts VALUES ('events', 0);
+"""
+#: Schema 8. From ``trainer_id`` on an owner's row is its lease; NULL where it holds none.
+OWNERS_AND_SLEEPS: Final = """
+CREATE TABLE owners (
+  policy TEXT PRIMARY KEY, owner TEXT NOT NULL, trainer_id TEXT, session_id TEXT,
+  fencing_token INTEGER, seconds REAL, host TEXT, host_key TEXT, pid INTEGER, start_time REAL,
+  checksum BLOB NOT NULL DEFAULT x''
+);
+CREATE TABLE sleeps (
+  replica_id TEXT PRIMARY KEY, trainer_id TEXT NOT NULL, fencing_token INTEGER NOT NULL,
+  level INTEGER NOT NULL, aborts INTEGER NOT NULL, seconds REAL NOT NULL,
+  checksum BLOB NOT NULL DEFAULT x''
+);
+INSERT INTO counts VALUES ('owners', 0), ('sleeps', 0);
 """
 
 
@@ -361,6 +418,58 @@ def version_from_row(row: Sequence[Any]) -> VersionRecord:
         content_digest=ContentDigest(*row[9:12]) if row[9] is not None else None,
         adapter=AdapterSpec(*row[12:16]) if row[12] is not None else None,
         failure=Failure(row[16], row[17]) if row[16] is not None else None,
+    )
+
+
+def owner_to_row(policy: Policy) -> tuple[Any, ...]:
+    """Encode a policy's owner and lease as the values of its row, in the order of the columns."""
+    lease = policy.lease
+    if lease is None:
+        return without_lease((policy.name, policy.owner))
+    process = lease.process
+    return (
+        policy.name,
+        policy.owner,
+        lease.trainer_id,
+        lease.session_id,
+        lease.fencing_token,
+        lease.seconds,
+        process.host,
+        process.host_key,
+        process.pid,
+        process.start_time,
+    )
+
+
+def without_lease(row: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an owner's row once its lease has ended."""
+    return (*row[:2], *(None,) * 8)
+
+
+def owner_from_row(row: Sequence[Any]) -> tuple[str, Lease | None]:
+    """Decode a policy's owner and lease from the values of its row; the lease has no expiry yet."""
+    _, owner, trainer_id, session_id, token, seconds, *process = row
+    if trainer_id is None:
+        return owner, None
+    started = TrainerProcess(*process)
+    return owner, Lease(trainer_id, session_id, token, 0.0, started, seconds=seconds)
+
+
+def sleep_to_row(replica_id: str, order: StandingSleepOrder) -> tuple[Any, ...]:
+    """Encode an order to sleep as the values of its row, in the order of the columns."""
+    how = (order.level, order.aborts, order.seconds)
+    return (replica_id, order.trainer_id, order.fencing_token, *how)
+
+
+def sleep_from_row(row: Sequence[Any]) -> StandingSleepOrder:
+    """Decode an order to sleep from the values of its row."""
+    _, trainer_id, token, level, aborts, seconds = row
+    return StandingSleepOrder(
+        trainer_id=trainer_id,
+        fencing_token=token,
+        level=level,
+        aborts=bool(aborts),
+        seconds=seconds,
     )
 
 
