@@ -937,6 +937,7 @@ class GetPoolResponse(_message.Message):
     PROBLEMS_FIELD_NUMBER: _builtins.int
     NUM_MORE_PROBLEMS_FIELD_NUMBER: _builtins.int
     NUM_ERRORS_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     base_fingerprint: _builtins.str
     """Fingerprint of its base model; empty before the first replica."""
     weft_version: _builtins.str
@@ -959,6 +960,8 @@ class GetPoolResponse(_message.Message):
     """How many more there are."""
     num_errors: _builtins.int
     """How many problems are errors, in `problems` or not."""
+    pool_id: _builtins.str
+    """See RegisterResponse.pool_id."""
     @_builtins.property
     def version_vector(self) -> _types_pb2.VersionVector:
         """What a ready replica serves; absent before the first replica, when there is nothing to serve."""
@@ -1037,10 +1040,11 @@ class GetPoolResponse(_message.Message):
         problems: _abc.Iterable[Global___Problem] | None = ...,
         num_more_problems: _builtins.int = ...,
         num_errors: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base_checkpoint", b"base_checkpoint", "last_transfer", b"last_transfer", "time", b"time", "version_vector", b"version_vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_transfers", b"active_transfers", "base_checkpoint", b"base_checkpoint", "base_fingerprint", b"base_fingerprint", "coordinator_generation", b"coordinator_generation", "last_transfer", b"last_transfer", "next_policy_page_token", b"next_policy_page_token", "next_replica_page_token", b"next_replica_page_token", "next_transfer_page_token", b"next_transfer_page_token", "num_errors", b"num_errors", "num_more_out_of_service", b"num_more_out_of_service", "num_more_problems", b"num_more_problems", "num_policies", b"num_policies", "out_of_service", b"out_of_service", "policies", b"policies", "pool_id", b"pool_id", "problems", b"problems", "protocol_revision", b"protocol_revision", "replica_counts", b"replica_counts", "replicas", b"replicas", "time", b"time", "unused_files", b"unused_files", "version_vector", b"version_vector", "version_vectors", b"version_vectors", "weft_version", b"weft_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -301,6 +301,7 @@ class AcquirePolicyRequest(_message.Message):
     LAST_FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     DISPLACED_TOKEN_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """The trainer's stable name, as chosen by its user; same rule as policy names."""
     session_id: _builtins.str
@@ -323,6 +324,8 @@ class AcquirePolicyRequest(_message.Message):
     """If not 0: end the lease of this token first, if a process of this same trainer_id
     holds it: its pushes fail with LEASE_FENCED, which names this process.
     """
+    pool_id: _builtins.str
+    """AcquirePolicyResponse.pool_id that this publisher was told; empty where none."""
     @_builtins.property
     def process(self) -> Global___TrainerProcess:
         """The process that asks; told to whom the lease is refused later."""
@@ -338,10 +341,11 @@ class AcquirePolicyRequest(_message.Message):
         last_fencing_token: _builtins.int = ...,
         process: Global___TrainerProcess | None = ...,
         displaced_token: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "last_fencing_token", b"last_fencing_token", "last_version", b"last_version", "policy", b"policy", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["displaced_token", b"displaced_token", "kind", b"kind", "last_fencing_token", b"last_fencing_token", "last_version", b"last_version", "policy", b"policy", "pool_id", b"pool_id", "process", b"process", "session_id", b"session_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -432,10 +436,13 @@ class AcquirePolicyResponse(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     LAST_VERSION_FIELD_NUMBER: _builtins.int
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     last_version: _builtins.int
     """Newest version ever assigned; 0 when none."""
     publish_again_version: _builtins.int
     """See RenewLeaseResponse.publish_again_version."""
+    pool_id: _builtins.str
+    """See RegisterResponse.pool_id."""
     @_builtins.property
     def lease(self) -> Global___Lease:
         """Now held by the caller."""
@@ -446,10 +453,11 @@ class AcquirePolicyResponse(_message.Message):
         lease: Global___Lease | None = ...,
         last_version: _builtins.int = ...,
         publish_again_version: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_version", b"last_version", "lease", b"lease", "publish_again_version", b"publish_again_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_version", b"last_version", "lease", b"lease", "pool_id", b"pool_id", "publish_again_version", b"publish_again_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -464,6 +472,7 @@ class RenewLeaseRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The lease's policy."""
     fencing_token: _builtins.int
@@ -473,16 +482,19 @@ class RenewLeaseRequest(_message.Message):
     coordinator whose catalog was lost may give a token again before it has heard
     of it.
     """
+    pool_id: _builtins.str
+    """See AcquirePolicyRequest.pool_id."""
     def __init__(
         self,
         *,
         policy: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
         session_id: _builtins.str = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "policy", b"policy", "pool_id", b"pool_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,6 +508,7 @@ class RenewLeaseResponse(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     PUBLISH_AGAIN_VERSION_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     publish_again_version: _builtins.int
     """The served version, if a replica lacks it and no replica in contact holds a
     copy of it, in memory or in a spill directory: the owner is asked to publish
@@ -504,6 +517,8 @@ class RenewLeaseResponse(_message.Message):
     that number. 0 when there is no such need; it ends when a newer version is
     served, or when a replica that holds the version is back.
     """
+    pool_id: _builtins.str
+    """See RegisterResponse.pool_id."""
     @_builtins.property
     def lease(self) -> Global___Lease:
         """Renewed from now."""
@@ -513,10 +528,11 @@ class RenewLeaseResponse(_message.Message):
         *,
         lease: Global___Lease | None = ...,
         publish_again_version: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "publish_again_version", b"publish_again_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "pool_id", b"pool_id", "publish_again_version", b"publish_again_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,8 +118,11 @@ class PublishServiceServicer(object):
 
     def AcquirePolicy(self, request, context):
         """Takes the lease of a policy, or answers the caller's own lease again.
-        Idempotent for one trainer_id and session_id.
-        Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
+        Idempotent for one trainer_id and session_id. Who holds a lease outlives the coordinator,
+        which grants each one its whole time anew as it starts.
+        Statuses: INVALID_ARGUMENT/INVALID_NAME or INVALID_REQUEST (a number that nobody can have
+        counted to); FAILED_PRECONDITION/POOL_MISMATCH (the publisher was told of another pool;
+        metadata `pool_id` and `given`); ALREADY_EXISTS/POLICY_OWNED (another
         trainer, or another process of this one, holds it; metadata `holder`,
         `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
         process `host`, `host_key`, `pid`, `start_time`, where it gave them);
@@ -132,7 +135,9 @@ class PublishServiceServicer(object):
 
     def RenewLease(self, request, context):
         """Extends a lease by its time to live.
-        Idempotent. Statuses: ABORTED/LEASE_FENCED (expired or taken over).
+        Idempotent. Statuses: ABORTED/LEASE_FENCED (taken over: metadata `holder`; or metadata
+        `free`: it expired, or is not known, and may be acquired anew);
+        FAILED_PRECONDITION/POOL_MISMATCH (as AcquirePolicy).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,8 +47,11 @@ class PublishServiceStub:
     """
     AcquirePolicy: _grpc.UnaryUnaryMultiCallable[_publish_pb2.AcquirePolicyRequest, _publish_pb2.AcquirePolicyResponse]
     """Takes the lease of a policy, or answers the caller's own lease again.
-    Idempotent for one trainer_id and session_id.
-    Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
+    Idempotent for one trainer_id and session_id. Who holds a lease outlives the coordinator,
+    which grants each one its whole time anew as it starts.
+    Statuses: INVALID_ARGUMENT/INVALID_NAME or INVALID_REQUEST (a number that nobody can have
+    counted to); FAILED_PRECONDITION/POOL_MISMATCH (the publisher was told of another pool;
+    metadata `pool_id` and `given`); ALREADY_EXISTS/POLICY_OWNED (another
     trainer, or another process of this one, holds it; metadata `holder`,
     `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
     process `host`, `host_key`, `pid`, `start_time`, where it gave them);
@@ -57,7 +60,9 @@ class PublishServiceStub:
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]
     """Extends a lease by its time to live.
-    Idempotent. Statuses: ABORTED/LEASE_FENCED (expired or taken over).
+    Idempotent. Statuses: ABORTED/LEASE_FENCED (taken over: metadata `holder`; or metadata
+    `free`: it expired, or is not known, and may be acquired anew);
+    FAILED_PRECONDITION/POOL_MISMATCH (as AcquirePolicy).
     """
     ReleasePolicy: _grpc.UnaryUnaryMultiCallable[_publish_pb2.ReleasePolicyRequest, _publish_pb2.ReleasePolicyResponse]
     """Gives a lease back, so that another trainer need not wait for its expiry.
@@ -165,8 +170,11 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """
     AcquirePolicy: _aio.UnaryUnaryMultiCallable[_publish_pb2.AcquirePolicyRequest, _publish_pb2.AcquirePolicyResponse]  # type: ignore[assignment]
     """Takes the lease of a policy, or answers the caller's own lease again.
-    Idempotent for one trainer_id and session_id.
-    Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
+    Idempotent for one trainer_id and session_id. Who holds a lease outlives the coordinator,
+    which grants each one its whole time anew as it starts.
+    Statuses: INVALID_ARGUMENT/INVALID_NAME or INVALID_REQUEST (a number that nobody can have
+    counted to); FAILED_PRECONDITION/POOL_MISMATCH (the publisher was told of another pool;
+    metadata `pool_id` and `given`); ALREADY_EXISTS/POLICY_OWNED (another
     trainer, or another process of this one, holds it; metadata `holder`,
     `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
     process `host`, `host_key`, `pid`, `start_time`, where it gave them);
@@ -175,7 +183,9 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_publish_pb2.RenewLeaseRequest, _publish_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease by its time to live.
-    Idempotent. Statuses: ABORTED/LEASE_FENCED (expired or taken over).
+    Idempotent. Statuses: ABORTED/LEASE_FENCED (taken over: metadata `holder`; or metadata
+    `free`: it expired, or is not known, and may be acquired anew);
+    FAILED_PRECONDITION/POOL_MISMATCH (as AcquirePolicy).
     """
     ReleasePolicy: _aio.UnaryUnaryMultiCallable[_publish_pb2.ReleasePolicyRequest, _publish_pb2.ReleasePolicyResponse]  # type: ignore[assignment]
     """Gives a lease back, so that another trainer need not wait for its expiry.
@@ -298,8 +308,11 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.AcquirePolicyResponse, _abc.Awaitable[_publish_pb2.AcquirePolicyResponse]]:
         """Takes the lease of a policy, or answers the caller's own lease again.
-        Idempotent for one trainer_id and session_id.
-        Statuses: INVALID_ARGUMENT/INVALID_NAME; ALREADY_EXISTS/POLICY_OWNED (another
+        Idempotent for one trainer_id and session_id. Who holds a lease outlives the coordinator,
+        which grants each one its whole time anew as it starts.
+        Statuses: INVALID_ARGUMENT/INVALID_NAME or INVALID_REQUEST (a number that nobody can have
+        counted to); FAILED_PRECONDITION/POOL_MISMATCH (the publisher was told of another pool;
+        metadata `pool_id` and `given`); ALREADY_EXISTS/POLICY_OWNED (another
         trainer, or another process of this one, holds it; metadata `holder`,
         `expires_in_seconds`, `fencing_token` and `num_renewals` of its lease, and of its
         process `host`, `host_key`, `pid`, `start_time`, where it gave them);
@@ -314,7 +327,9 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_publish_pb2.RenewLeaseResponse, _abc.Awaitable[_publish_pb2.RenewLeaseResponse]]:
         """Extends a lease by its time to live.
-        Idempotent. Statuses: ABORTED/LEASE_FENCED (expired or taken over).
+        Idempotent. Statuses: ABORTED/LEASE_FENCED (taken over: metadata `holder`; or metadata
+        `free`: it expired, or is not known, and may be acquired anew);
+        FAILED_PRECONDITION/POOL_MISMATCH (as AcquirePolicy).
         """
 
     @_abc_1.abstractmethod

@@ -450,6 +450,7 @@ class RegisterRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica's stable name; same rule as policy names."""
     incarnation: _builtins.str
@@ -470,6 +471,8 @@ class RegisterRequest(_message.Message):
     """RegisterResponse.coordinator_id of the coordinator that it registered with last."""
     protocol_revision: _builtins.int
     """Protocol revision of the replica's process. See types.proto."""
+    pool_id: _builtins.str
+    """RegisterResponse.pool_id that it was told; empty of a process that was told none."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What it can take."""
@@ -511,10 +514,11 @@ class RegisterRequest(_message.Message):
         checkpoint: Global___Checkpoint | None = ...,
         out_of_service: Global___OutOfService | None = ...,
         protocol_revision: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "out_of_service", b"out_of_service", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "protocol_revision", b"protocol_revision", "replica_id", b"replica_id", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "held_versions", b"held_versions", "http_url", b"http_url", "incarnation", b"incarnation", "last_coordinator_generation", b"last_coordinator_generation", "last_coordinator_id", b"last_coordinator_id", "last_epoch", b"last_epoch", "model_name", b"model_name", "out_of_service", b"out_of_service", "pool_id", b"pool_id", "protocol_revision", b"protocol_revision", "replica_id", b"replica_id", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -644,6 +648,7 @@ class RegisterResponse(_message.Message):
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     reference_wanted: _builtins.bool
     """Whether PutReference must be called before a push can be accepted."""
     coordinator_generation: _builtins.int
@@ -660,6 +665,11 @@ class RegisterResponse(_message.Message):
     """See HeartbeatResponse.order_number."""
     epoch: _builtins.int
     """How far epochs, and orders of operators, are counted: of `last_epoch` as GroupPlan.epoch is."""
+    pool_id: _builtins.str
+    """Names the pool, whose catalog keeps it. A coordinator with a new catalog takes it from the
+    first replica or trainer that names one, and is empty until it is decided. A process that was
+    told it stays with that pool.
+    """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often to call Heartbeat."""
@@ -679,10 +689,11 @@ class RegisterResponse(_message.Message):
         order_number: _builtins.int = ...,
         out_of_service: Global___OutOfService | None = ...,
         epoch: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "out_of_service", b"out_of_service", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "coordinator_id", b"coordinator_id", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "order_number", b"order_number", "out_of_service", b"out_of_service", "pool_id", b"pool_id", "reference_wanted", b"reference_wanted", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -916,6 +927,7 @@ class HeartbeatResponse(_message.Message):
     ABSENT_POLICIES_FIELD_NUMBER: _builtins.int
     OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether the replica may be routed to: it holds everything the pool serves, is
     neither taken out of service nor draining, and has said that it is open.
@@ -943,6 +955,8 @@ class HeartbeatResponse(_message.Message):
     """
     epoch: _builtins.int
     """See RegisterResponse.epoch."""
+    pool_id: _builtins.str
+    """See RegisterResponse.pool_id."""
     @_builtins.property
     def drain(self) -> Global___Drain:
         """Set when it is to drain."""
@@ -984,10 +998,11 @@ class HeartbeatResponse(_message.Message):
         absent_policies: _abc.Iterable[Global___AbsentPolicy] | None = ...,
         out_of_service: Global___OutOfService | None = ...,
         epoch: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "epoch", b"epoch", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "out_of_service", b"out_of_service", "pinned_base_versions", b"pinned_base_versions", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_policies", b"absent_policies", "base_doubt", b"base_doubt", "coordinator_generation", b"coordinator_generation", "drain", b"drain", "epoch", b"epoch", "held_versions_wanted", b"held_versions_wanted", "in_transfer", b"in_transfer", "lacking", b"lacking", "lacking_more", b"lacking_more", "order_number", b"order_number", "out_of_service", b"out_of_service", "pinned_base_versions", b"pinned_base_versions", "pool_id", b"pool_id", "ready", b"ready", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,11 +78,14 @@ class RegistryServiceServicer(object):
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-        side-group backend that the pool's weights move over), REVISION_MISMATCH;
+        side-group backend that the pool's weights move over), REVISION_MISMATCH,
+        POOL_MISMATCH (it was told of another pool; metadata `pool_id` and `given`);
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
         CheckReplica);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
-        the name of an adapter that the pool serves; metadata `policy`).
+        the name of an adapter that the pool serves; metadata `policy`) or INVALID_REQUEST (a
+        generation, an epoch or a version that nobody can have counted to: above 2^52, and above what
+        this coordinator has counted).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +117,8 @@ class RegistryServiceServicer(object):
     def Heartbeat(self, request, context):
         """Says that a replica lives and what it serves.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
-        coordinator restarted or had given this replica up).
+        coordinator restarted or had given this replica up);
+        INVALID_ARGUMENT/INVALID_REQUEST (a version that nobody can have counted to).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

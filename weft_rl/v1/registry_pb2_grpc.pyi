@@ -40,11 +40,14 @@ class RegistryServiceStub:
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-    side-group backend that the pool's weights move over), REVISION_MISMATCH;
+    side-group backend that the pool's weights move over), REVISION_MISMATCH,
+    POOL_MISMATCH (it was told of another pool; metadata `pool_id` and `given`);
     ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
     CheckReplica);
     INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
-    the name of an adapter that the pool serves; metadata `policy`).
+    the name of an adapter that the pool serves; metadata `policy`) or INVALID_REQUEST (a
+    generation, an epoch or a version that nobody can have counted to: above 2^52, and above what
+    this coordinator has counted).
     """
     CheckReplica: _grpc.UnaryUnaryMultiCallable[_registry_pb2.CheckReplicaRequest, _registry_pb2.CheckReplicaResponse]
     """Says whether a replica could register by this name now: asked before it loads a
@@ -64,7 +67,8 @@ class RegistryServiceStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_registry_pb2.HeartbeatRequest, _registry_pb2.HeartbeatResponse]
     """Says that a replica lives and what it serves.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
-    coordinator restarted or had given this replica up).
+    coordinator restarted or had given this replica up);
+    INVALID_ARGUMENT/INVALID_REQUEST (a version that nobody can have counted to).
     """
     ReportCheckpoint: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ReportCheckpointRequest, _registry_pb2.ReportCheckpointResponse]
     """Says what base@0 is at a replica, once that is known: Register does not wait
@@ -91,11 +95,14 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Idempotent for one replica_id and incarnation.
     Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
     pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-    side-group backend that the pool's weights move over), REVISION_MISMATCH;
+    side-group backend that the pool's weights move over), REVISION_MISMATCH,
+    POOL_MISMATCH (it was told of another pool; metadata `pool_id` and `given`);
     ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
     CheckReplica);
     INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
-    the name of an adapter that the pool serves; metadata `policy`).
+    the name of an adapter that the pool serves; metadata `policy`) or INVALID_REQUEST (a
+    generation, an epoch or a version that nobody can have counted to: above 2^52, and above what
+    this coordinator has counted).
     """
     CheckReplica: _aio.UnaryUnaryMultiCallable[_registry_pb2.CheckReplicaRequest, _registry_pb2.CheckReplicaResponse]  # type: ignore[assignment]
     """Says whether a replica could register by this name now: asked before it loads a
@@ -115,7 +122,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_registry_pb2.HeartbeatRequest, _registry_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Says that a replica lives and what it serves.
     Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
-    coordinator restarted or had given this replica up).
+    coordinator restarted or had given this replica up);
+    INVALID_ARGUMENT/INVALID_REQUEST (a version that nobody can have counted to).
     """
     ReportCheckpoint: _aio.UnaryUnaryMultiCallable[_registry_pb2.ReportCheckpointRequest, _registry_pb2.ReportCheckpointResponse]  # type: ignore[assignment]
     """Says what base@0 is at a replica, once that is known: Register does not wait
@@ -145,11 +153,14 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent for one replica_id and incarnation.
         Statuses: FAILED_PRECONDITION/BASE_MISMATCH (another base model than the
         pool's; metadata has both fingerprints), BACKEND_MISMATCH (without the
-        side-group backend that the pool's weights move over), REVISION_MISMATCH;
+        side-group backend that the pool's weights move over), REVISION_MISMATCH,
+        POOL_MISMATCH (it was told of another pool; metadata `pool_id` and `given`);
         ALREADY_EXISTS/REQUEST_CONFLICT (a live replica has this id; metadata as
         CheckReplica);
         INVALID_ARGUMENT/INVALID_NAME (the id is none, or Capabilities.served_names has
-        the name of an adapter that the pool serves; metadata `policy`).
+        the name of an adapter that the pool serves; metadata `policy`) or INVALID_REQUEST (a
+        generation, an epoch or a version that nobody can have counted to: above 2^52, and above what
+        this coordinator has counted).
         """
 
     @_abc_1.abstractmethod
@@ -187,7 +198,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_registry_pb2.HeartbeatResponse, _abc.Awaitable[_registry_pb2.HeartbeatResponse]]:
         """Says that a replica lives and what it serves.
         Idempotent. Statuses: NOT_FOUND/REPLICA_UNKNOWN (register again: the
-        coordinator restarted or had given this replica up).
+        coordinator restarted or had given this replica up);
+        INVALID_ARGUMENT/INVALID_REQUEST (a version that nobody can have counted to).
         """
 
     @_abc_1.abstractmethod

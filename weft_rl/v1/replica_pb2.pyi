@@ -32,6 +32,7 @@ class JoinGroupRequest(_message.Message):
     TRAINER_ID_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     IS_PROBE_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     trainer_id: _builtins.str
@@ -42,6 +43,8 @@ class JoinGroupRequest(_message.Message):
     loads or sends has answered or ended, and nothing is sent there. It replaces no
     group but a former one that asks the same.
     """
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def group(self) -> _publish_pb2.GroupPlan:
         """The group; `rank` is that of receiver 0, further ones follow."""
@@ -53,10 +56,11 @@ class JoinGroupRequest(_message.Message):
         trainer_id: _builtins.str = ...,
         group: _publish_pb2.GroupPlan | None = ...,
         is_probe: _builtins.bool = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "is_probe", b"is_probe", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "is_probe", b"is_probe", "pool_id", b"pool_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,6 +97,7 @@ class CommitTransferRequest(_message.Message):
     ALIAS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
@@ -105,6 +110,8 @@ class CommitTransferRequest(_message.Message):
     """SHA-256 of the layout that the bytes lie in."""
     incarnation: _builtins.str
     """Process that is meant, as registered; empty is any."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What it is served as."""
@@ -128,10 +135,11 @@ class CommitTransferRequest(_message.Message):
         alias: _builtins.int = ...,
         layout_digest: _builtins.bytes = ...,
         incarnation: _builtins.str = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "content_digest", b"content_digest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias", b"alias", "content_digest", b"content_digest", "coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "pool_id", b"pool_id", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,10 +201,13 @@ class LoadTransferRequest(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
     """Whose buckets."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """What they are of."""
@@ -212,10 +223,11 @@ class LoadTransferRequest(_message.Message):
         transfer_id: _builtins.str = ...,
         version: _types_pb2.PolicyVersion | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "pool_id", b"pool_id", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,19 +258,23 @@ class DiscardTransferRequest(_message.Message):
 
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
     """What was staged."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         transfer_id: _builtins.str = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "pool_id", b"pool_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,8 +318,11 @@ class RetireVersionsRequest(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     MISTAKEN_VERSIONS_FIELD_NUMBER: _builtins.int
     ENDED_POLICIES_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """Which; one that an alias stands for stays, but those of `ended_policies`."""
@@ -328,10 +347,11 @@ class RetireVersionsRequest(_message.Message):
         versions: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
         mistaken_versions: _abc.Iterable[_types_pb2.HeldVersion] | None = ...,
         ended_policies: _abc.Iterable[_builtins.str] | None = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "ended_policies", b"ended_policies", "mistaken_versions", b"mistaken_versions", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "ended_policies", b"ended_policies", "mistaken_versions", b"mistaken_versions", "pool_id", b"pool_id", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -489,12 +509,15 @@ class SendVersionRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     transfer_id: _builtins.str
     """Names it on the Attend stream."""
     nonce: _builtins.int
     """Repeated in every bucket's trailer."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Which version."""
@@ -516,10 +539,11 @@ class SendVersionRequest(_message.Message):
         group: _publish_pb2.GroupPlan | None = ...,
         nonce: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "timeout", b"timeout", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "nonce", b"nonce", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "group", b"group", "nonce", b"nonce", "pool_id", b"pool_id", "timeout", b"timeout", "transfer_id", b"transfer_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,10 +576,13 @@ class SwitchVersionRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SPILLED_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     incarnation: _builtins.str
     """Process that is meant, as registered; empty is any."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """To which version."""
@@ -571,10 +598,11 @@ class SwitchVersionRequest(_message.Message):
         version: _types_pb2.PolicyVersion | None = ...,
         spilled: Global___SpilledCopy | None = ...,
         incarnation: _builtins.str = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "pool_id", b"pool_id", "spilled", b"spilled", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -674,6 +702,7 @@ class RefuseRequestsRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     REFUSE_REASON_FIELD_NUMBER: _builtins.int
     ORDER_NUMBER_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     incarnation: _builtins.str
@@ -682,6 +711,8 @@ class RefuseRequestsRequest(_message.Message):
     """Why new requests are to be refused; empty to take them again."""
     order_number: _builtins.int
     """See HeartbeatResponse.order_number."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     def __init__(
         self,
         *,
@@ -689,10 +720,11 @@ class RefuseRequestsRequest(_message.Message):
         incarnation: _builtins.str = ...,
         refuse_reason: _builtins.str = ...,
         order_number: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "order_number", b"order_number", "refuse_reason", b"refuse_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "order_number", b"order_number", "pool_id", b"pool_id", "refuse_reason", b"refuse_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -736,6 +768,7 @@ class SleepRequest(_message.Message):
     WHEN_RUNNING_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     incarnation: _builtins.str
@@ -746,6 +779,8 @@ class SleepRequest(_message.Message):
     """What becomes of running requests."""
     level: _builtins.int
     """vLLM's level: 1 (0 is taken for it) moves the weights to host memory, 2 discards them."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Longest time until they have ended."""
@@ -759,10 +794,11 @@ class SleepRequest(_message.Message):
         when_running: _registry_pb2.WhenRunning.ValueType = ...,
         timeout: _duration_pb2.Duration | None = ...,
         level: _builtins.int = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "level", b"level", "timeout", b"timeout", "trainer_id", b"trainer_id", "when_running", b"when_running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "level", b"level", "pool_id", b"pool_id", "timeout", b"timeout", "trainer_id", b"trainer_id", "when_running", b"when_running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -800,19 +836,23 @@ class WakeUpRequest(_message.Message):
 
     COORDINATOR_GENERATION_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    POOL_ID_FIELD_NUMBER: _builtins.int
     coordinator_generation: _builtins.int
     """Of the coordinator that orders."""
     incarnation: _builtins.str
     """Process that is meant, as registered; empty is any."""
+    pool_id: _builtins.str
+    """Pool of that coordinator; empty is any."""
     def __init__(
         self,
         *,
         coordinator_generation: _builtins.int = ...,
         incarnation: _builtins.str = ...,
+        pool_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_generation", b"coordinator_generation", "incarnation", b"incarnation", "pool_id", b"pool_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

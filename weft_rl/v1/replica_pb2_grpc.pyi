@@ -28,10 +28,14 @@ GRPC_VERSION: str
 
 class ReplicaServiceStub:
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do one whose
+    generation, epoch or order number the coordinator that the replica registered with has not
+    counted to, as a heartbeat asks it, and orders to switch that are meant for another process of
+    the replica.
     Statuses of all calls but GetStatus, beside their own: INVALID_ARGUMENT/INVALID_REQUEST
-    or INVALID_NAME (they name no transfer, or no version); DEADLINE_EXCEEDED/DEADLINE (the
+    (they name no transfer, or a number to which no coordinator can have counted)
+    or INVALID_NAME (they name no version); FAILED_PRECONDITION/POOL_MISMATCH (the order is of
+    another pool than the replica was told of); DEADLINE_EXCEEDED/DEADLINE (the
     engine's workers did not answer in time; nothing has changed); INTERNAL/LOAD_FAILED (as
     for CommitTransfer).
     """
@@ -164,10 +168,14 @@ class ReplicaServiceStub:
 @_typing.type_check_only
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do one whose
+    generation, epoch or order number the coordinator that the replica registered with has not
+    counted to, as a heartbeat asks it, and orders to switch that are meant for another process of
+    the replica.
     Statuses of all calls but GetStatus, beside their own: INVALID_ARGUMENT/INVALID_REQUEST
-    or INVALID_NAME (they name no transfer, or no version); DEADLINE_EXCEEDED/DEADLINE (the
+    (they name no transfer, or a number to which no coordinator can have counted)
+    or INVALID_NAME (they name no version); FAILED_PRECONDITION/POOL_MISMATCH (the order is of
+    another pool than the replica was told of); DEADLINE_EXCEEDED/DEADLINE (the
     engine's workers did not answer in time; nothing has changed); INTERNAL/LOAD_FAILED (as
     for CommitTransfer).
     """
@@ -296,10 +304,14 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     """On each replica, called by the coordinator. Orders carry the coordinator's
-    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do orders
-    to switch that are meant for another process of the replica.
+    generation; one of an older coordinator answers ABORTED/EPOCH_FENCED. So do one whose
+    generation, epoch or order number the coordinator that the replica registered with has not
+    counted to, as a heartbeat asks it, and orders to switch that are meant for another process of
+    the replica.
     Statuses of all calls but GetStatus, beside their own: INVALID_ARGUMENT/INVALID_REQUEST
-    or INVALID_NAME (they name no transfer, or no version); DEADLINE_EXCEEDED/DEADLINE (the
+    (they name no transfer, or a number to which no coordinator can have counted)
+    or INVALID_NAME (they name no version); FAILED_PRECONDITION/POOL_MISMATCH (the order is of
+    another pool than the replica was told of); DEADLINE_EXCEEDED/DEADLINE (the
     engine's workers did not answer in time; nothing has changed); INTERNAL/LOAD_FAILED (as
     for CommitTransfer).
     """
