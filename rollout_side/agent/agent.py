@@ -19,6 +19,7 @@ from rollout_side.agent.registration import (
     HeartbeatOrders,
     HeldVersions,
     OrderKey,
+    OrderSource,
     Registration,
     ReplicaDeclaration,
 )
@@ -33,6 +34,7 @@ from rollout_side.engine import (
     UnservedPolicy,
 )
 from rollout_side.waits import seconds_to_tick
+from weft_rl.contract.counts import check_counted
 from weft_rl.contract.errors import WeftError
 from weft_rl.contract.names import PolicyVersion, VersionVector
 from weft_rl.contract.replica_report import DrainNote, ReplicaReport, ReplicaWork
@@ -44,6 +46,8 @@ _log = logging.getLogger(__name__)
 #: notice that this replica is not ready.
 NOTICE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+# For the coordinator to say whether an order is its own.
+_CONFIRM_SECONDS = 3.0
 
 
 class Drainer:
@@ -135,6 +139,9 @@ class Agent:
         self._in_transfer = False
         self._closed = self._ordered = ""
         self._order = OrderKey(0, 0)
+        # How far the coordinator has counted, as it said last; None before it has answered.
+        self._told: OrderSource | None = None
+        self._num_told = 0
         self._pins_ordered: tuple[int, ...] = ()
         self._absent: Mapping[str, UnservedPolicy] = {}
         self._last_epoch = 0
@@ -319,7 +326,9 @@ class Agent:
     def order_refusal(self, order: OrderKey, reason: str) -> bool:
         """Refuse new requests from now on, or take them again if ``reason`` is empty. An order
         older than the last changes nothing. Return whether the reason changed."""
-        if order < self._order:
+        # One of before the first registration may be of a coordinator that this one never had.
+        is_of_none = self._told is not None and self._told.generation < self._order.generation
+        if order < self._order and not is_of_none:
             return False
         changes = reason != self._ordered
         self._ordered = reason
@@ -328,6 +337,28 @@ class Agent:
         if changes:
             _log.info("new requests are %s", f"refused: {reason}" if reason else "taken")
         return changes
+
+    async def check_source(self, order: OrderSource) -> None:
+        """Refuse an order that is not of the coordinator that this replica is registered with.
+
+        What it has told may be older than its order: it is asked once more, for a few seconds at
+        most.
+
+        Raises:
+            StaleEpochError: It has not counted so far.
+            NotReadyError: ``POOL_MISMATCH``.
+            InvalidRequestError: No coordinator can have counted so far.
+        """
+        check_counted("coordinator generation", order.generation)
+        check_counted("epoch", order.epoch)
+        check_counted("order number", order.number)
+        # An answer that is on its way may be older than the order: the one after it counts.
+        enough, deadline = self._num_told + 2, time.monotonic() + _CONFIRM_SECONDS
+        while self._told is not None and (error := self._told.objection(order)) is not None:
+            if self._num_told >= enough or time.monotonic() >= deadline:
+                raise error
+            self.hurry()
+            await asyncio.sleep(_POLL_SECONDS)
 
     def hurry(self) -> None:
         """Send the next heartbeat at once, so that the coordinator learns the state and answers."""
@@ -362,6 +393,10 @@ class Agent:
             async with asyncio.timeout(seconds_to_tick()):
                 await self._answered.wait()
         self._answered.clear()
+
+    def _take_told(self, told: OrderSource) -> None:
+        self._told = told
+        self._num_told += 1
 
     def _take_answer(self, answer: HeartbeatOrders) -> None:
         self._answered.set()
@@ -403,6 +438,9 @@ class Agent:
         def take_answer(answer: HeartbeatOrders) -> None:
             loop.call_soon_threadsafe(self._take_answer, answer)
 
+        def take_told(told: OrderSource) -> None:
+            loop.call_soon_threadsafe(self._take_told, told)
+
         def take_order(order: OrderKey, reason: str) -> None:
             loop.call_soon_threadsafe(self.order_refusal, order, reason)
 
@@ -419,6 +457,7 @@ class Agent:
             on_failed=fail,
             on_answer=take_answer,
             on_ordered=take_order,
+            on_told=take_told,
         )
         self.registration = registration
         await self.serving.refresh(self._pins_ordered)  # registration names what is spilled

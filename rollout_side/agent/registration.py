@@ -15,13 +15,16 @@ from rollout_side.config import AgentConfig
 from rollout_side.engine import UnservedPolicy
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import READING, Checkpoint, not_compared
+from weft_rl.contract.counts import HEAD_ROOM, check_counted
 from weft_rl.contract.errors import (
     CapacityError,
     InvalidNameError,
     InvalidRequestError,
     NotFoundError,
+    NotReadyError,
     PeerUnavailableError,
     RequestConflictError,
+    StaleEpochError,
     TransferTimeoutError,
     WeftError,
 )
@@ -87,6 +90,41 @@ class OrderKey:
     generation: int
     """Generation of the coordinator that gave the order."""
     number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderSource:
+    """Coordinator that has given an order, or an answer, and how far it has counted."""
+
+    generation: int
+    pool_id: str = ""
+    """Empty is any."""
+    epoch: int = 0
+    """Epoch of the side group that is to be joined; 0 for none."""
+    number: int = 0
+    """Number of an order to refuse requests; 0 for none."""
+
+    def objection(self, order: OrderSource) -> WeftError | None:
+        """Return why an order is not of the coordinator that has answered so; None if it may be."""
+        if order.pool_id and self.pool_id and order.pool_id != self.pool_id:
+            return NotReadyError(
+                f"the order is of pool {order.pool_id[:80]}, and this replica belongs to pool "
+                f"{self.pool_id}: an address leads to another replica than before. To move this "
+                "one, restart it with that pool's coordinator",
+                reason="POOL_MISMATCH",
+                metadata={"pool_id": self.pool_id, "given": order.pool_id[:80]},
+            )
+        for what, given, told in (
+            ("coordinator generation", order.generation, self.generation),
+            ("epoch", order.epoch, self.epoch + HEAD_ROOM),
+            ("number", order.number, self.number + HEAD_ROOM),
+        ):
+            if given > told:
+                return StaleEpochError(
+                    f"the order is of {what} {given}, to which this replica's coordinator has not "
+                    "counted"
+                )
+        return None
 
 
 @dataclass(frozen=True)
@@ -248,6 +286,8 @@ class Registration:
         on_answer: Called on this object's thread with the answer to each heartbeat.
         on_ordered: Called on this object's thread with the order to refuse requests, and its
             reason, that registration returned.
+        on_told: Called on this object's thread with how far the coordinator has counted, as each
+            answer says.
     """
 
     def __init__(
@@ -259,6 +299,7 @@ class Registration:
         on_failed: Callable[[WeftError], None],
         on_answer: Callable[[HeartbeatOrders], None],
         on_ordered: Callable[[OrderKey, str], None] = lambda order, reason: None,
+        on_told: Callable[[OrderSource], None] = lambda told: None,
     ) -> None:
         #: Set while the coordinator knows this process.
         self.registered = threading.Event()
@@ -266,9 +307,11 @@ class Registration:
         self.ready = threading.Event()
         #: Generation of the last coordinator that registered it; only grows.
         self.coordinator_generation = 0
+        #: Pool that it was told of, with which it stays; empty before.
+        self.pool_id = ""
         self._config, self._declaration = config, declaration
         self._current, self._on_failed, self._on_answer = current, on_failed, on_answer
-        self._on_ordered = on_ordered
+        self._on_ordered, self._on_told = on_ordered, on_told
         self._channel = open_channel(config.coordinator)
         self._stub = RegistryServiceStub(self._channel)
         self._interval_seconds = _RETRY_SECONDS
@@ -444,8 +487,12 @@ class Registration:
             last_coordinator_id=self._coordinator_id,
             checkpoint=checkpoint_to_proto(now.checkpoint),
             protocol_revision=PROTOCOL_REVISION,
+            pool_id=self.pool_id,
         )
         response = self._stub.Register(request, timeout=_CALL_SECONDS)
+        if response.coordinator_id != self._coordinator_id:
+            self._check_pool(response.pool_id)
+        self._check_numbers(response)
         self._conflict_since = None
         self._reported_checkpoint = now.checkpoint
         self._held_reported = now.held
@@ -458,6 +505,7 @@ class Registration:
         if response.reference_wanted:
             self._stub.PutReference(self._reference_chunks(), timeout=_REFERENCE_SECONDS)
         self._was_registered = True
+        self._tell(response)
         _log.info(
             "registered as %s with coordinator generation %d",
             config.replica_id,
@@ -486,12 +534,14 @@ class Registration:
             held_versions_complete=self._held_wanted,
         )
         response = self._stub.Heartbeat(request, timeout=_CALL_SECONDS)
+        self._check_numbers(response)
         self._held_reported, self._held_wanted = now.held, response.held_versions_wanted
         self._record_orders(response)
         # It grows if another replica was registered by a later coordinator.
         self.coordinator_generation = max(
             self.coordinator_generation, response.coordinator_generation
         )
+        self._tell(response)
         self._answered_at = time.monotonic()
         if self._away:
             _log.info("in contact with the coordinator again")
@@ -513,6 +563,42 @@ class Registration:
         is_ordered = response.HasField("out_of_service")
         self._out_of_service = response.out_of_service if is_ordered else None
         self._epoch = max(self._epoch, response.epoch)
+        self.pool_id = response.pool_id or self.pool_id
+
+    def _tell(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
+        source = OrderSource(
+            generation=self.coordinator_generation,
+            pool_id=self.pool_id,
+            epoch=self._epoch,
+            number=response.order_number,
+        )
+        self._on_told(source)
+
+    def _check_pool(self, pool_id: str) -> None:
+        """Refuse a coordinator of another pool.
+
+        Raises:
+            NotReadyError: ``POOL_MISMATCH``.
+        """
+        if pool_id and self.pool_id and pool_id != self.pool_id:
+            raise NotReadyError(
+                f"{self._config.coordinator} leads to the coordinator of pool {pool_id}, and this "
+                f"replica belongs to pool {self.pool_id}; to move it, restart it",
+                reason="POOL_MISMATCH",
+            )
+
+    def _check_numbers(self, response: pb.RegisterResponse | pb.HeartbeatResponse) -> None:
+        """Refuse numbers that leave no room to count on.
+
+        Raises:
+            NotReadyError: Names the number.
+        """
+        try:
+            check_counted("coordinator generation", response.coordinator_generation)
+            check_counted("epoch", response.epoch)
+            check_counted("order number", response.order_number)
+        except InvalidRequestError as error:  # it is no fault of this replica, nor for good
+            raise NotReadyError(f"{self._config.coordinator} answers: {error.message}") from error
 
     def _held_to_report(
         self, held: frozenset[tuple[PolicyVersion, bytes, bool]]

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from rollout_side.agent.agent import Agent
-from rollout_side.agent.registration import OrderKey
+from rollout_side.agent.registration import OrderKey, OrderSource
 from rollout_side.agent.serving import VersionCopy
 from rollout_side.engine import (
     FinishReason,
@@ -25,6 +25,7 @@ from rollout_side.engine import (
 )
 from weft_rl.contract.capabilities import Capabilities
 from weft_rl.contract.checkpoint import StoredTensor, checkpoint_digest
+from weft_rl.contract.counts import check_counted
 from weft_rl.contract.errors import InvalidRequestError, StaleEpochError, WeftError
 from weft_rl.contract.group import GroupTicket
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
@@ -60,9 +61,22 @@ def _version(message: types_pb2.PolicyVersion) -> PolicyVersion:
 
     Raises:
         InvalidNameError: Its policy has no valid name.
+        InvalidRequestError: Nobody can have counted so far.
     """
     check_name(message.policy, "policy")
+    check_counted("version", message.version)
     return version_from_proto(message)
+
+
+def _source(request: Any) -> OrderSource:
+    """Return the coordinator that an order names."""
+    has_group = isinstance(request, pb.JoinGroupRequest | pb.SendVersionRequest)
+    return OrderSource(
+        generation=request.coordinator_generation,
+        pool_id=request.pool_id,
+        epoch=request.group.epoch if has_group else 0,
+        number=request.order_number if isinstance(request, pb.RefuseRequestsRequest) else 0,
+    )
 
 
 def _named(transfer_id: str) -> str:
@@ -145,6 +159,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.JoinGroupResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         order = JoinOrder(
             ticket=self._ticket(request.group, agent.engine.capabilities),
             trainer_id=request.trainer_id,
@@ -158,6 +173,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.CommitTransferResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         self._check_incarnation(request.incarnation)
         with self._signed(), self._traced("weft.switch", context, request.version) as span:
             times = await agent.serving.commit(_copy(request, _version(request.version)))
@@ -176,6 +192,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.LoadTransferResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         with self._traced("weft.load", context, request.version):
             await agent.serving.load_in_place(
                 _named(request.transfer_id),
@@ -189,6 +206,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SwitchVersionResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         self._check_incarnation(request.incarnation)
         with self._signed(), self._traced("weft.switch", context, request.version) as span:
             version, has_copy = _version(request.version), request.HasField("spilled")
@@ -238,6 +256,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SendVersionResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         version = _version(request.version)
         order = SendOrder(
             ticket=self._ticket(request.group, None),
@@ -276,6 +295,7 @@ class ReplicaServicer(ReplicaServiceServicer):
         self, request: pb.DiscardTransferRequest, context: _Context
     ) -> pb.DiscardTransferResponse:
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         agent = self._agent
         await agent.serving.discard(_named(request.transfer_id))
         return pb.DiscardTransferResponse(
@@ -288,6 +308,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.RetireVersionsResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         mistaken = request.mistaken_versions
         await agent.serving.drop_mistaken(
             [(_version(held.version), held.content_digest) for held in mistaken]
@@ -305,6 +326,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.RefuseRequestsResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         self._check_incarnation(request.incarnation)
         order = OrderKey(request.coordinator_generation, request.order_number)
         agent.order_refusal(order, request.refuse_reason)
@@ -316,6 +338,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.SleepResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         self._check_incarnation(request.incarnation)
         order = SleepOrder(
             trainer_id=request.trainer_id,
@@ -331,6 +354,7 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.WakeUpResponse:
         agent = self._agent
         self._check_generation(request.coordinator_generation)
+        await self._agent.check_source(_source(request))
         self._check_incarnation(request.incarnation)
         await agent.wake_up()
         return pb.WakeUpResponse(

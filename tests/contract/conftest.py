@@ -60,7 +60,12 @@ class Pool:
         return await made.start()
 
     async def trainer(self, trainer_id: str = "trainer", policy: str = "math") -> FakeTrainer:
+        """A trainer that owns a policy; after a restart, the process that owned it before."""
         made = FakeTrainer(self.target, trainer_id, policy)
+        for former in self.things:
+            is_it = isinstance(former, FakeTrainer) and former.target != self.target
+            if is_it and (former.trainer_id, former.policy) == (trainer_id, policy):
+                made.session_id = former.session_id
         self.things.append(made)
         return await made.ready()
 

@@ -110,7 +110,7 @@ async def test_request_ids_and_versions_survive_a_restart(pool: Pool) -> None:
     cut = await trainer.begin(request_id="two")
     await pool.restart()
     replica.breaks_at = ""
-    replica.target = trainer.target = pool.target
+    replica.target = pool.target
     await replica.channel.close()
     await replica.server.stop(0)
     again = await pool.replica()

@@ -52,7 +52,7 @@ async def test_a_restarted_coordinator_counts_who_is_there(pool: Pool) -> None:
     pushed = await trainer.push()
     await pool.restart()
     replica.target = pool.target
-    again = await pool.trainer("other")
+    again = await pool.trainer()
     transfer = await again.wait(pushed.transfer_id)
     assert not transfer.serving_replica_ids
     (remark,) = missing_replicas(transfer)

@@ -5,6 +5,7 @@ base has NUM_TENSORS float32 tensors of ELEMENTS each. It answers each line of i
 standard input with a line of JSON about what it serves, and ends when that closes.
 With ``--keep`` it keeps what is loaded; with ``--worker`` it receives in a worker process; with
 ``--ranks`` a second process is a further rank;
+with ``--sleeps`` it can be put to sleep, on the GPU that trainers of the matrix use;
 with ``--in-place`` it loads bases as they come, and others can clone what it serves; with
 ``--traces`` it exports spans.
 """
@@ -37,6 +38,7 @@ async def describe(agent: Agent, engine: EngineDouble | WorkerDouble) -> dict[st
     return {
         "base": agent.serving.vector.base,
         "adapters": {name: list(e.versions) for name, e in agent.serving.vector.adapters.items()},
+        "asleep": getattr(engine, "asleep", None) is not None,
         **await engine.holds(),
     }
 
@@ -51,6 +53,8 @@ async def main(coordinator: str, replica_id: str, num_tensors: int, elements: in
     settings: dict[str, Any] = (
         {"in_place": True, "is_readable": True} if "--in-place" in sys.argv else {}
     )
+    if "--sleeps" in sys.argv:
+        settings |= {"gpu_uuids": ("GPU-a",), "can_sleep": True}
     tracer = NO_TRACER
     if "--traces" in sys.argv:
         settings["tracer"] = tracer = open_tracer("weft-replica", replica_id)

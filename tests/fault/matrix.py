@@ -25,6 +25,7 @@ PUSH_SECONDS, SLACK_SECONDS = 25.0, 5.0
 STOP_SECONDS = 6.0
 #: The coordinator's: after so long without a word who hangs is waited for no more.
 STALL_SECONDS = 2.5
+LEASE_SECONDS = 4
 #: What anybody may wait beyond that, and what a push takes besides.
 PROMISED_SECONDS, A_PUSH_SECONDS = 2.0, 1.5
 #: Signals that leave a replica's process beating, by role: whoever waits must not for long.
@@ -39,8 +40,8 @@ _STUCK = {
 END_SECONDS = 10.0
 COORDINATOR = (
     "coordinator", "--heartbeat-seconds", "0.3", "--lost-after-seconds", "3",
-    "--lease-seconds", "4", "--stall-seconds", str(STALL_SECONDS), "--retain-versions", "1",
-    "--log-level", "warning",
+    "--lease-seconds", str(LEASE_SECONDS), "--stall-seconds", str(STALL_SECONDS),
+    "--retain-versions", "1", "--log-level", "warning",
 )  # fmt: skip
 
 
@@ -106,6 +107,8 @@ class Case:
             args.append("--ranks")
         if self.strike.in_place:
             args.append("--in-place")
+        if self.strike.asleep:
+            args.append("--sleeps")
         process = self._start(name, "tests.doubles.replica_process", *args, armed=armed)
         process.line(lambda text: text == "ready", 60)
 
@@ -135,6 +138,8 @@ class Case:
 
     def run(self) -> Outcome:
         """Strike during a push, then show that the pool is as it must be."""
+        if self.strike.asleep:
+            return self._run_asleep()
         pushed: dict[int, float] = {}
         if self.strike.point != "in rendezvous":  # there the group must be a new one
             first = self.push(1.0)
@@ -173,6 +178,35 @@ class Case:
         pushed[last["version"]] = 3.0
         self._check(last["version"], pushed)
         return Outcome(self.strike, outcome, push_seconds, recovery_seconds)
+
+    def _run_asleep(self) -> Outcome:
+        """Strike while replicas sleep: they sleep on, and the base stays its trainer's."""
+        pushed = {self.push(1.0)["version"]: 1.0}
+        if self.strike.point == "asleep":
+            self._tell("sleep")
+        self.strike.armed.touch()
+        if self.strike.point != "asleep":
+            self.processes["trainer"].tell(f"sleep 0 {PUSH_SECONDS}")
+        struck_at, pid = self.strike.await_struck(PUSH_SECONDS)
+        self._undo(struck_at, pid)
+        ended = time.time()
+        if self.strike.point != "asleep":
+            ended = self._answer(["trainer"])["ended"]
+        until = time.monotonic() + 2 * LEASE_SECONDS
+        while time.monotonic() < until:
+            for name in REPLICAS:
+                self.processes[name].tell("?")
+                assert self.processes[name].answer(20)["asleep"], f"{name} woke by itself"
+            time.sleep(0.2)
+        self._tell("wake")
+        last = self.push(3.0)
+        pushed[last["version"]] = 3.0
+        self._check(last["version"], pushed)
+        return Outcome(self.strike, "asleep", ended - struck_at, last["ended"] - struck_at)
+
+    def _tell(self, what: str) -> None:
+        self.processes["trainer"].tell(f"{what} 0 {PUSH_SECONDS}")
+        self._answer(["trainer"])
 
     def _push_other(self) -> None:
         self.processes["other"].tell(f"push 9 {PUSH_SECONDS}")

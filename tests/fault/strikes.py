@@ -36,6 +36,8 @@ LOOP = "LOOP"
 HANG_SECONDS = 15.0
 #: Where the base is none of it: a version of another policy is dropped.
 RETIRE = "in retire"
+#: Where nothing is pushed: replicas are put to sleep; they sleep, and a lease is renewed.
+SLEEP_POINTS = ("inside sleep", "asleep")
 #: The replica that is struck.
 VICTIM = "replica-1"
 #: "at a bucket" is this many buckets into the push.
@@ -62,6 +64,11 @@ class Strike:
     def in_place(self) -> bool:
         """Whether the replicas load in place."""
         return ROLES[self.role].in_place
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the replicas can be put to sleep, and are."""
+        return self.point in SLEEP_POINTS
 
     @property
     def pool_env(self) -> dict[str, str]:
@@ -368,6 +375,13 @@ def _coordinator(strike: Strike) -> None:
     if strike.point == "at the first bucket":
         _before(live_groups.LiveGroups, "_verified", strike)
         return
+    if strike.point == "inside sleep":
+
+        def is_sleep(self: Any, effect: Any) -> bool:
+            return isinstance(effect, effects.CallSleep)
+
+        _before(driver.Driver, "_carry_out", strike, is_sleep)
+        return
     if strike.point == "inside commit":
 
         def is_commit(self: Any, effect: Any) -> bool:
@@ -380,6 +394,7 @@ def _coordinator(strike: Strike) -> None:
         "in rendezvous": events.RankAttends,
         "before commit": events.RankStaged,
         "after commit": events.CommitAnswered,
+        "asleep": events.RenewLease,
     }[strike.point]
     _before(driver, "step", strike, lambda state, event, now: isinstance(event, kind))
 
@@ -420,6 +435,7 @@ ROLES = {
     "replica worker": Role(VICTIM, _worker, _AND_RETIRE, signals=(*SIGNALS, HANG)),
     "replica loop": Role(VICTIM, _loop, _AND_RETIRE, signals=(LOOP,)),
     "coordinator": Role("coordinator", _coordinator),
+    "coordinator, of sleepers": Role("coordinator", _coordinator, SLEEP_POINTS),
     "trainer sender, in place": Role("trainer", _trainer, _FROM_A_BUCKET[:3], in_place=True),
     "replica, in place": Role(
         VICTIM, _loading, _FROM_A_BUCKET, signals=(*SIGNALS, HANG), in_place=True

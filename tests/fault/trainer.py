@@ -1,13 +1,15 @@
 """A trainer process for the kill matrix: pushes the base as often as it is told.
 
 ``python -m tests.fault.trainer COORDINATOR [RANK STORE SIZE MAX_SENDERS]``: each line "push
-VALUE TIMEOUT" of its standard input is one push; it answers one line of JSON. With RANK it is
+VALUE TIMEOUT" of its standard input is one push; it answers one line of JSON. "sleep" puts the
+replicas on its GPU to sleep until "wake". With RANK it is
 one of SIZE, which meet in the file STORE and hold an equal part of each tensor. With --adapter
 it is another trainer, which pushes an adapter to whoever is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.doubles.replica_weights import BUCKET_BYTES, model
-from trainer_side import Publisher
+from trainer_side import Publisher, rollout_sleep
 from weft_rl.contract.errors import WeftError
 
 
@@ -74,6 +76,7 @@ def push(
 
 def main() -> None:
     """Serve until standard input closes."""
+    rollout_sleep.used_gpus = lambda: ["GPU-a"]
     coordinator, *ranked = sys.argv[1:]
     max_senders = None
     if ranked == ["--adapter"]:
@@ -100,9 +103,17 @@ def main() -> None:
 
 def _serve(publisher: Publisher, adapter: Path | None = None) -> None:
     print("ready", flush=True)
+    asleep = contextlib.ExitStack()
     for line in sys.stdin:
-        _, value, timeout_seconds = line.split()
-        outcome = push(publisher, float(value), float(timeout_seconds), adapter)
+        what, value, timeout_seconds = line.split()
+        if what == "sleep":
+            names = asleep.enter_context(publisher.rollouts_asleep())
+            outcome: dict[str, Any] = {"asleep": names, "ended": time.time()}
+        elif what == "wake":
+            asleep.close()
+            outcome = {"asleep": (), "ended": time.time()}
+        else:
+            outcome = push(publisher, float(value), float(timeout_seconds), adapter)
         print(json.dumps(outcome), flush=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tests.sim.lease_checks import fail
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion
+from weft_rl.coordinator.decisions.replicas import sleeps
 from weft_rl.coordinator.decisions.state.effects import (
     Save,
     SaveAsStarted,
@@ -21,11 +22,11 @@ from weft_rl.coordinator.decisions.state.effects import (
     SavePolicy,
     SavePolicyDropped,
     SavePool,
+    SavePoolId,
     SaveRetired,
     SaveSleep,
     SaveVersion,
 )
-from weft_rl.coordinator.decisions.replicas import sleeps
 from weft_rl.coordinator.decisions.state.pool import Policy, PoolSettings, PoolState, with_owner
 from weft_rl.coordinator.decisions.state.replica import OutOfService, StandingSleepOrder
 from weft_rl.coordinator.decisions.state.values import (
@@ -44,6 +45,7 @@ class CatalogModel:
 
     def __init__(self) -> None:
         self.generation = self.epoch = 0
+        self.pool_id = ""
         self.fingerprint = self.architecture = ""
         self.checkpoint: BoundCheckpoint | None = None
         self.as_started: frozenset[bytes] = frozenset()
@@ -113,6 +115,9 @@ class CatalogModel:
             token_floor=self.token_floor,
             coordinator_id=coordinator_id,
             secret=f"secret of {coordinator_id}",
+            pool_id=self.pool_id,
+            fresh_pool_id=f"pool of {coordinator_id}",
+            started_at=now,
             policies={name: p for name, p in policies.items() if not p.is_over},
             forgotten={name: p for name, p in policies.items() if p.is_over},
             out_of_service=dict(self.out_of_service),
@@ -129,6 +134,8 @@ class CatalogModel:
                 case SavePool():
                     self.fingerprint, self.architecture = save.fingerprint, save.architecture
                     self.checkpoint, self.as_started = None, frozenset()
+                case SavePoolId(pool_id=pool_id):
+                    self.pool_id = pool_id
                 case SaveCheckpoint(checkpoint=bound):
                     self.checkpoint = bound
                 case SaveAsStarted(content=content):

@@ -26,7 +26,7 @@ class SimRegistration:
 
     def __init__(self, replica: SimReplica) -> None:
         self._replica = replica
-        self._coordinator_id = ""
+        self._coordinator_id = self._pool_id = ""
         self._told: frozenset[HeldVersion] = frozenset()
         self._held_wanted = False
         self._out_of_service: OutOfService | None = None
@@ -65,6 +65,7 @@ class SimRegistration:
                 replica.generation = max(replica.generation, answer.generation)
                 self._out_of_service = answer.out_of_service
                 replica.last_epoch = max(replica.last_epoch, answer.epoch)
+                self._pool_id = answer.pool_id
                 replica.obey(replica.generation, answer.order_number, answer.refuse_reason)
                 replica.pins_told = answer.pinned_bases
                 replica.drain.hear(answer, is_noted=note is not None)
@@ -106,11 +107,12 @@ class SimRegistration:
             last_epoch=replica.last_epoch,
             last_coordinator_id=self._coordinator_id,
             out_of_service=self._out_of_service,
+            pool_id=self._pool_id,
         )
         self._told = held
         replica.world.checks.losses.registered(replica, answer.generation)
         replica.generation = max(replica.generation, answer.generation)
-        self._coordinator_id = answer.coordinator_id
+        self._coordinator_id, self._pool_id = answer.coordinator_id, answer.pool_id
         self._out_of_service = answer.out_of_service
         replica.last_epoch = max(replica.last_epoch, answer.epoch)
         replica.obey(replica.generation, answer.order_number, answer.refuse_reason)

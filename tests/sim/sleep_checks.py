@@ -1,4 +1,4 @@
-"""What must be true of replicas that a trainer has put to sleep: they sleep while it owns the base."""
+"""What must be true of replicas that a trainer puts to sleep: they sleep while it owns the base."""
 
 from __future__ import annotations
 

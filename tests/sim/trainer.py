@@ -67,6 +67,7 @@ class SimTrainer(Process):
         #: Its further ranks, which send with it in some pushes; ended with it.
         self.others = [Process(world.clock, f"{name}.1")] * world.random.choice([0, 0, 1])
         self._senders: list[Sender] = []
+        self._pool_id = ""
         self.spawn(self._renew())
         self.worker.spawn(self._train())
 
@@ -113,13 +114,14 @@ class SimTrainer(Process):
             for policy, token in list(self.tokens.items()):
                 try:
                     seconds = self.world.settings.lease_seconds
-                    yield self._call(
+                    answer = yield self._call(
                         "renew",
                         seconds,
                         policy=policy,
                         fencing_token=token,
                         session_id=self.session,
                     )
+                    self._pool_id = answer.pool_id
                 except (PeerUnavailableError, TransferTimeoutError):
                     pass
                 except WeftError as error:
@@ -266,7 +268,9 @@ class SimTrainer(Process):
                 kind=kind,
                 last_version=last_version,
                 last_token=last_token,
+                pool_id=self._pool_id,
             )
+            self._pool_id = answer.pool_id
             self.tokens[policy] = token = answer.lease.fencing_token
             self.world.checks.leases.acquired(self, policy, token, last_token)
             self._last[policy] = max(last_version, answer.last_version), max(last_token, token)

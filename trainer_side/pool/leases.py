@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from weft_rl.contract.counts import check_counted
 from weft_rl.contract.errors import (
     LeaseFencedError,
     PeerUnavailableError,
@@ -201,6 +202,8 @@ class Leases:
         self._trainer_id = trainer_id
         #: Random: what tells this publisher from others with its trainer_id.
         self.session_id = secrets.token_hex(8)
+        # Pool that the coordinator told: one of another pool refuses this publisher.
+        self._pool_id = ""
         self._lock = threading.RLock()  # a signal handler may ask while its thread has it
         self._held: dict[str, _HeldLease] = {}
         #: Policies that were ever held: none of them is taken over by force again.
@@ -274,6 +277,7 @@ class Leases:
             process=this_process(),
             last_version=last_version,
             last_fencing_token=last_token,
+            pool_id=self._pool_id,
         )
 
     def _note_acquired(
@@ -281,7 +285,10 @@ class Leases:
     ) -> int:
         """Note an acquired lease; return its token."""
         lease = response.lease
+        check_counted("fencing token", lease.fencing_token)
+        check_counted(f"version {lease.policy}@", response.last_version)
         with self._lock:
+            self._pool_id = response.pool_id or self._pool_id
             last_version, last_token = self._last.get(lease.policy, (0, 0))
             last_version = max(last_version, response.last_version)
             self._last[lease.policy] = last_version, max(last_token, lease.fencing_token)
@@ -361,11 +368,16 @@ class Leases:
                 held = dict(self._held)
             for policy, lease in held.items():
                 request = pb.RenewLeaseRequest(
-                    policy=policy, fencing_token=lease.token, session_id=self.session_id
+                    policy=policy,
+                    fencing_token=lease.token,
+                    session_id=self.session_id,
+                    pool_id=self._pool_id,
                 )
                 try:
                     response = self._stub.RenewLease(request, timeout=lease.time_to_live_seconds)
                     lease.time_to_live_seconds = duration_from_proto(response.lease.time_to_live)
+                    with self._lock:
+                        self._pool_id = response.pool_id or self._pool_id
                     self._note(policy, lease, response.publish_again_version)
                 except grpc.RpcError as rpc_error:
                     self._renewal_failed(policy, lease, error_from_rpc(rpc_error))
@@ -387,7 +399,8 @@ class Leases:
                 self._note_acquired(lease.kind, response)
                 self._note(policy, self._held[policy], response.publish_again_version)
                 return
-        if isinstance(error, PeerUnavailableError | TransferTimeoutError):
+        is_elsewhere = error.reason == "POOL_MISMATCH"  # its own pool's may be back in a moment
+        if is_elsewhere or isinstance(error, PeerUnavailableError | TransferTimeoutError):
             _log.warning("could not renew %s yet: %s", policy, error)
         else:
             _log.warning("lost the lease of %s: %s", policy, error)

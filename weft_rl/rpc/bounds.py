@@ -242,6 +242,7 @@ _BY_NAME: Final[Mapping[str, _Check]] = {
     "message": _kept(MAX_TEXT_CHARS),
     "nonce": _anything,
     "policy": _ID,
+    "pool_id": _ID,
     "reason": _kept(MAX_REASON_CHARS),
     "replica_id": _ID,
     "request_id": _ID,

@@ -18,7 +18,12 @@ from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name, name_
 from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.recovery import catch_up
-from weft_rl.coordinator.decisions.replicas import base_binding, out_of_service, sleeps
+from weft_rl.coordinator.decisions.replicas import (
+    base_binding,
+    out_of_service,
+    pool_identity,
+    sleeps,
+)
 from weft_rl.coordinator.decisions.replicas.out_of_service import (
     adopt,
     refuse_reason,
@@ -53,6 +58,8 @@ def register(change: Change, event: events.Register) -> None:
     """Take a replica into the pool, or note its new process."""
     old = change.state.replicas.get(event.replica_id)
     _check_registration(change.state, event, old, change.now)
+    pool_identity.check(change, f"replica {event.replica_id!r}", event.pool_id)
+    numbering.check_registration(change.state, event)
     if old and old.incarnation != event.incarnation:
         _remove(change, old, "another process of it registered")
         old = None
@@ -102,6 +109,7 @@ def register(change: Change, event: events.Register) -> None:
         change.state.order_number,
         change.state.out_of_service.get(replica.replica_id),
         change.state.epoch_counter,
+        change.state.pool_id,
     )
     change.reply(event.ticket, answer)
     tell_at_registration(change, replica)
@@ -183,6 +191,7 @@ def heartbeat(change: Change, event: events.Heartbeat) -> None:
     """Note that a replica lives and what it serves."""
     replica = registered_replica(change.state, event.replica_id, event.incarnation)
     report = event.report
+    numbering.check_report(change.state, event.replica_id, report, event.held)
     is_new = report.vector != replica.vector
     if not is_new:  # one copy: it is compared and listed more often than it changes
         report = replace(report, vector=replica.vector)
@@ -261,6 +270,7 @@ def _heartbeat_answer(change: Change, replica: Replica) -> HeartbeatAnswer:
         absent=_absent(state),
         out_of_service=state.out_of_service.get(name),
         epoch=state.epoch_counter,
+        pool_id=state.pool_id,
     )
 
 

@@ -73,7 +73,8 @@ def step(state: PoolState, event: events.Event, now: float) -> tuple[PoolState, 
         of former steps) are on disk.
     """
     change = Change(state, now)
-    membership.forgive_own_sleep(change)
+    if not isinstance(event, events.Register):  # a silent process is judged by its own silence
+        membership.forgive_own_sleep(change)
     awake = change.state
     try:
         _apply(change, event)

@@ -490,6 +490,7 @@ def pool_to_proto(
         ],
         num_more_problems=found.num_more,
         num_errors=found.num_errors,
+        pool_id=state.pool_id,
     )
 
 

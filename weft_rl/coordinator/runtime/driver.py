@@ -98,6 +98,7 @@ class Driver:
             commit_seconds,
             trace_context,
             state.settings.stall_seconds,
+            lambda: self.state.pool_id,
         )
         self._writer = ThreadPoolExecutor(1, "weft-catalog")
         self._queue: deque[events.Event] = deque()

@@ -194,6 +194,7 @@ class ReplicaCaller:
         commit_seconds: Longest time that a replica may take to switch.
         trace_context: Returns the traceparent of a transfer; empty where nobody traces.
         stall_seconds: Longest time that a replica may say nothing.
+        pool_id: Returns the identity of the pool; repeated in every order, too.
     """
 
     def __init__(
@@ -204,8 +205,10 @@ class ReplicaCaller:
         commit_seconds: float,
         trace_context: Callable[[str], str] = untraced,
         stall_seconds: float = 0.0,
+        pool_id: Callable[[], str] = str,
     ) -> None:
         self._reader = reader
+        self._pool_id = pool_id
         self._least_seconds = stall_seconds + _AFTER_STALL_SECONDS
         self._trace_context = trace_context
         self._generation = generation
@@ -295,6 +298,7 @@ class ReplicaCaller:
     async def _join(self, call: effects.CallJoin) -> None:
         request = replica_pb2.JoinGroupRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             trainer_id=call.group.trainer_id,
             group=group_to_proto(call.group, call.group.ranks_from(call.first_rank)),
             is_probe=call.group.is_probe,
@@ -311,6 +315,7 @@ class ReplicaCaller:
     async def _load(self, call: effects.CallLoad) -> None:
         request = replica_pb2.LoadTransferRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
             timeout=duration_to_proto(call.timeout_seconds),
@@ -329,6 +334,7 @@ class ReplicaCaller:
     async def _commit(self, call: effects.CallCommit) -> None:
         request = replica_pb2.CommitTransferRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
             adapter=adapter_to_proto(call.adapter) if call.adapter else None,
@@ -344,6 +350,7 @@ class ReplicaCaller:
     async def _switch(self, call: effects.CallSwitch) -> None:
         request = replica_pb2.SwitchVersionRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             version=version_to_proto(call.version),
             incarnation=call.incarnation,
         )
@@ -354,6 +361,7 @@ class ReplicaCaller:
     async def _restore(self, call: effects.CallRestore) -> None:
         request = replica_pb2.SwitchVersionRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             version=version_to_proto(call.version),
             spilled=replica_pb2.SpilledCopy(
                 transfer_id=call.transfer_id,
@@ -408,6 +416,7 @@ class ReplicaCaller:
     async def _send(self, call: effects.CallSend) -> None:
         request = replica_pb2.SendVersionRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             transfer_id=call.transfer_id,
             version=version_to_proto(call.version),
             group=group_to_proto(call.group, call.group.senders),
@@ -425,7 +434,9 @@ class ReplicaCaller:
 
     async def _discard(self, call: effects.CallDiscard) -> None:
         request = replica_pb2.DiscardTransferRequest(
-            coordinator_generation=self._generation(), transfer_id=call.transfer_id
+            coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
+            transfer_id=call.transfer_id,
         )
         try:
             response = await self._reader.stub(call.address).DiscardTransfer(
@@ -447,6 +458,7 @@ class ReplicaCaller:
     async def _retire(self, call: effects.CallRetire) -> None:
         request = replica_pb2.RetireVersionsRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             versions=map(version_to_proto, call.versions),
             mistaken_versions=map(held_to_proto, call.mistaken),
             ended_policies=call.ended,
@@ -465,6 +477,7 @@ class ReplicaCaller:
     async def _refuse(self, call: effects.CallRefuse) -> None:
         request = replica_pb2.RefuseRequestsRequest(
             coordinator_generation=self._generation(),
+            pool_id=self._pool_id(),
             incarnation=call.incarnation,
             refuse_reason=call.reason,
             order_number=call.number,
@@ -486,6 +499,7 @@ class ReplicaCaller:
     async def _sleep_or_wake(self, call: effects.CallSleep | effects.CallWake) -> None:
         stub, asleep, failure, dirty_reason = self._reader.stub(call.address), None, None, ""
         request = sleep_request(call, self._generation())
+        request.pool_id = self._pool_id()
         try:
             if isinstance(request, replica_pb2.SleepRequest):
                 response = await stub.Sleep(request, timeout=call.timeout_seconds)

@@ -173,6 +173,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 request.last_version,
                 request.last_fencing_token,
                 CALLER.get(),
+                request.pool_id,
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)
@@ -180,6 +181,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             lease=lease_to_proto(answer.policy, answer.lease, answer.time_to_live),
             last_version=answer.last_version,
             publish_again_version=answer.publish_again_version,
+            pool_id=answer.pool_id,
         )
 
     async def RenewLease(
@@ -188,13 +190,15 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """See protos/weft/v1/publish.proto."""
         answer = await self._driver.call(
             lambda ticket: events.RenewLease(
-                ticket, request.policy, request.fencing_token, request.session_id
+                ticket, request.policy, request.fencing_token, request.session_id, request.pool_id
             )
         )
         assert isinstance(answer, effects.LeaseAnswer)
         lease = lease_to_proto(answer.policy, answer.lease, answer.time_to_live)
         return publish_pb2.RenewLeaseResponse(
-            lease=lease, publish_again_version=answer.publish_again_version
+            lease=lease,
+            publish_again_version=answer.publish_again_version,
+            pool_id=answer.pool_id,
         )
 
     async def ReleasePolicy(

@@ -78,6 +78,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 last_coordinator_id=request.last_coordinator_id,
                 checkpoint=checkpoint,
                 out_of_service=_order_from_proto(request),
+                pool_id=request.pool_id,
             )
         )
         assert isinstance(answer, effects.RegisterAnswer)
@@ -90,6 +91,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             order_number=answer.order_number,
             out_of_service=_order_to_proto(answer.out_of_service),
             epoch=answer.epoch,
+            pool_id=answer.pool_id,
         )
 
     async def CheckReplica(
@@ -167,6 +169,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             base_doubt=answer.base_doubt,
             out_of_service=_order_to_proto(answer.out_of_service),
             epoch=answer.epoch,
+            pool_id=answer.pool_id,
             absent_policies=[
                 registry_pb2.AbsentPolicy(
                     policy=one.policy, last_version=one.last_version, reason=one.reason

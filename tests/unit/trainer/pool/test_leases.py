@@ -33,7 +33,9 @@ class Coordinator:
     def AcquirePolicy(self, request: Any, **kwargs: Any) -> pb.AcquirePolicyResponse:  # noqa: N802
         self.asked.append(request)
         return pb.AcquirePolicyResponse(
-            lease=self._lease(request.policy), last_version=self.last_version
+            lease=self._lease(request.policy),
+            last_version=self.last_version,
+            publish_again_version=self.lost,
         )
 
     def RenewLease(self, request: Any, **kwargs: Any) -> pb.RenewLeaseResponse:  # noqa: N802

@@ -19,6 +19,7 @@ from weft_rl.contract.errors import (
 from weft_rl.contract.names import BASE_POLICY, check_adapter_name, check_name
 from weft_rl.coordinator.decisions.policies import numbering
 from weft_rl.coordinator.decisions.policies.republishing import publish_again_version
+from weft_rl.coordinator.decisions.replicas import pool_identity
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
@@ -46,6 +47,8 @@ def acquire(change: Change, event: events.AcquirePolicy) -> None:
     _check_names(event)
     policy = change.state.policies.get(event.policy)
     policy = policy or numbering.new_policy(change.state, event.policy, event.kind)
+    pool_identity.check(change, f"trainer {event.trainer_id!r}", event.pool_id)
+    numbering.check_told(policy, event)
     lease = live_lease(policy, change.now)
     if lease and lease.is_outdated(event.last_token):
         lease = None
@@ -127,6 +130,8 @@ def _owned(policy: Policy, lease: Lease, now: float, asking: str) -> PolicyOwned
 
 def renew(change: Change, event: events.RenewLease) -> None:
     """Extend a lease that is still live."""
+    if event.pool_id:
+        pool_identity.check(change, f"this trainer of {event.policy!r}", event.pool_id)
     policy, lease = require_lease(
         change.state, event.policy, event.fencing_token, change.now, event.session_id
     )
@@ -146,7 +151,8 @@ def _answer(change: Change, ticket: int, policy: Policy, lease: Lease) -> None:
     if seconds != known:  # it is new, or its owner was told another time by a former coordinator
         change.emit(SavePolicy(policy))
     lost = publish_again_version(change.state, policy.name)
-    change.reply(ticket, LeaseAnswer(policy.name, lease, policy.last_version, seconds, lost))
+    numbers = policy.last_version, seconds, lost
+    change.reply(ticket, LeaseAnswer(policy.name, lease, *numbers, change.state.pool_id))
 
 
 def release(change: Change, event: events.ReleasePolicy) -> None:

@@ -2,7 +2,9 @@
 
 The catalog counts them, but it may have been lost, or be an older copy. Replicas and trainers
 report the highest number of each that they know. Where one is beyond the catalog's, the count
-continues ``LEAP`` above it, since others may know still higher ones.
+continues ``LEAP`` above it, since others may know still higher ones. A number that nobody can have
+counted to is refused, with whoever tells it: followed, it would leave no room to count on; passed
+over, numbers would go back.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from weft_rl.containers.frozen import replace
+from weft_rl.contract.counts import MAX_FOLLOWED, check_followed
 from weft_rl.contract.errors import InvalidNameError
 from weft_rl.contract.names import BASE_POLICY, PolicyVersion, check_name
+from weft_rl.contract.replica_report import ReplicaReport
 from weft_rl.coordinator.decisions.state import events
 from weft_rl.coordinator.decisions.state.change import Change
 from weft_rl.coordinator.decisions.state.effects import (
@@ -22,7 +26,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SaveNumberFloor,
     SavePolicy,
 )
-from weft_rl.coordinator.decisions.state.pool import MAX_NUMBER, Policy, PoolState, UncertainAlias
+from weft_rl.coordinator.decisions.state.pool import Policy, PoolState, UncertainAlias
 from weft_rl.coordinator.decisions.state.replica import Replica
 from weft_rl.coordinator.decisions.state.values import HeldVersionRecord, PolicyKind
 
@@ -54,14 +58,60 @@ def is_unused(state: PoolState, policy: Policy) -> bool:
     )
 
 
+def check_told(policy: Policy, event: events.AcquirePolicy) -> None:
+    """Refuse a trainer that tells of numbers which nobody can have counted to.
+
+    Raises:
+        InvalidRequestError: Names the number.
+    """
+    who = f"trainer {event.trainer_id!r}"
+    check_followed(who, f"version {policy.name}@", event.last_version, policy.last_version)
+    check_followed(who, "fencing token", event.last_token, policy.fencing_token)
+
+
+def check_registration(state: PoolState, event: events.Register) -> None:
+    """Refuse a replica that tells of numbers which nobody can have counted to.
+
+    Raises:
+        InvalidRequestError: Names the number.
+    """
+    who = f"replica {event.replica_id!r}"
+    check_followed(who, "coordinator generation", event.last_generation, state.generation)
+    check_followed(who, "epoch", event.last_epoch, state.epoch_counter)
+    check_report(state, event.replica_id, event.report, event.held)
+
+
+def check_report(
+    state: PoolState,
+    replica_id: str,
+    report: ReplicaReport,
+    held: Iterable[HeldVersionRecord] = (),
+) -> None:
+    """Refuse a report of versions which nobody can have counted to.
+
+    Raises:
+        InvalidRequestError: Names the version.
+    """
+    bases = (report.vector.base, *report.retained)
+    highest = [PolicyVersion(BASE_POLICY, max(bases))]
+    for name, entry in report.vector.adapters.items():
+        highest.append(PolicyVersion(name, max((*entry.versions, entry.alias))))
+    for version in (*highest, *report.spilled, *(one.held.version for one in held)):
+        if version.version > MAX_FOLLOWED:
+            name = version.policy
+            policy = state.policies.get(name) or state.forgotten.get(name)
+            known = policy.last_version if policy else 0
+            check_followed(f"replica {replica_id!r}", f"version {name}@", version.version, known)
+
+
 def replica_registers(change: Change, event: events.Register) -> None:
     """Continue above the generation and the epoch that a replica has heard of."""
     state = change.state
     generation, epoch = event.last_generation, event.last_epoch
     # The same, and of another: that one's catalog does not know of us, or ours of it.
     is_ours = event.last_coordinator_id == state.coordinator_id
-    is_behind = state.generation < generation + (not is_ours) <= MAX_NUMBER
-    is_older = not is_ours and state.epoch_counter < epoch <= MAX_NUMBER
+    is_behind = state.generation < generation + (not is_ours)
+    is_older = not is_ours and state.epoch_counter < epoch
     if is_behind:
         change.state = replace(change.state, generation=generation + 1)
         change.emit(SaveGeneration(generation + 1))
@@ -80,7 +130,7 @@ def replica_registers(change: Change, event: events.Register) -> None:
         )
         _leap_all(change)
         question_all(change)
-    if state.epoch_counter < epoch <= MAX_NUMBER:
+    if state.epoch_counter < epoch:
         change.state = replace(change.state, epoch_counter=epoch)
         change.emit(SaveEpoch(epoch))
 
@@ -130,7 +180,7 @@ def _go_above(change: Change, heard: Iterable[PolicyVersion]) -> None:
         state = change.state
         policy = state.policies.get(version.policy) or state.forgotten.get(version.policy)
         known = policy.last_version if policy else 0
-        if not known < version.version <= MAX_NUMBER:
+        if version.version <= known:
             continue
         if policy is None:
             try:
@@ -162,13 +212,13 @@ def _raise(change: Change, policy: Policy, last_version: int) -> None:
 
 def trainer_asks(change: Change, policy: Policy, event: events.AcquirePolicy) -> Policy:
     """Return the policy, with its count above what a trainer was told of."""
-    if policy.last_version < event.last_version <= MAX_NUMBER:
+    if policy.last_version < event.last_version:
         return replace(policy, last_version=event.last_version + LEAP)
     return policy
 
 
 def next_token(policy: Policy, last_token: int) -> int:
     """Return a policy's next fencing token, above ``last_token`` that its trainer was given."""
-    if policy.fencing_token < last_token <= MAX_NUMBER:
+    if policy.fencing_token < last_token:
         return last_token + LEAP
     return policy.fencing_token + 1

@@ -47,11 +47,17 @@ def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
     """Put the replicas to sleep that share a GPU with the owner of the base's lease."""
     state, token = change.state, event.fencing_token
     _, lease = require_lease(state, BASE_POLICY, token, change.now, event.session_id)
-    names = sorted(
+    names = {
         replica.replica_id
         for replica in state.replicas.values()
         if not replica.lost and not event.gpu_uuids.isdisjoint(replica.capabilities.gpu_uuids)
-    )
+    }
+    # Ordered before a restart, and not back yet: the call may be one that was made again.
+    names |= {
+        name
+        for name, order in state.sleeps.items()
+        if order.fencing_token == token and name not in state.replicas
+    }
     order = StandingSleepOrder(
         trainer_id=lease.trainer_id,
         fencing_token=token,
@@ -59,7 +65,7 @@ def sleep_rollouts(change: Change, event: events.SleepRollouts) -> None:
         aborts=event.aborts,
         seconds=event.seconds,
     )
-    _sleep(change, event.ticket, names, order, event.answer_by)
+    _sleep(change, event.ticket, sorted(names), order, event.answer_by)
 
 
 def sleep_replica(change: Change, event: events.SleepReplica) -> None:
@@ -75,7 +81,7 @@ def sleep_replica(change: Change, event: events.SleepReplica) -> None:
 def _sleep(
     change: Change, ticket: int, names: list[str], order: StandingSleepOrder, answer_by: float
 ) -> None:
-    replicas = [change.state.replicas[name] for name in names]
+    replicas = [change.state.replicas[name] for name in names if name in change.state.replicas]
     unable = [replica for replica in replicas if not replica.capabilities.can_sleep]
     if unable:
         raise NotReadyError(
@@ -252,7 +258,9 @@ def forget_caller(change: Change, ticket: int) -> bool:
 
 def _is_pending(change: Change, name: str, wait: SleepWait) -> bool:
     replica, order = change.state.replicas.get(name), change.state.sleeps.get(name)
-    if replica is None or replica.lost:
+    if replica is None:  # it may come back awake
+        return wait.asleep and order is not None and change.now < change.state.restart_over_at
+    if replica.lost:
         return False
     if wait.asleep:  # an order that is gone was ended meanwhile
         return order is not None and not order.confirmed

@@ -38,6 +38,14 @@ class SavePool:
 
 
 @dataclass(frozen=True)
+class SavePoolId:
+    """Identity of the pool; see pool_identity.py."""
+
+    pool_id: str
+    durable: bool = True
+
+
+@dataclass(frozen=True)
 class SaveGeneration:
     """Generation above those of later coordinators that replicas have heard of."""
 
@@ -170,6 +178,7 @@ class SaveEvent:
 
 Save = (
     SavePool
+    | SavePoolId
     | SaveGeneration
     | SaveNumberFloor
     | SaveCheckpoint
@@ -201,6 +210,7 @@ class LeaseAnswer:
     time_to_live: float
     publish_again_version: int = 0
     """Version that the owner is asked to publish again; 0 for none."""
+    pool_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,6 +239,7 @@ class RegisterAnswer:
     """The operator's order that stands, to be told to the next coordinator."""
     epoch: int = 0
     """Number that groups and orders are counted up to."""
+    pool_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -269,6 +280,7 @@ class HeartbeatAnswer:
     """The operator's order that stands, as in ``RegisterAnswer``."""
     epoch: int = 0
     """Number that groups and orders are counted up to, as in ``RegisterAnswer``."""
+    pool_id: str = ""
 
 
 @dataclass(frozen=True)

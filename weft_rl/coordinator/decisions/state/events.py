@@ -51,6 +51,8 @@ class AcquirePolicy:
     """Largest token by which the trainer owned a lease of the policy."""
     identity: str = ""
     """Identity that its credentials have shown; empty where nobody is asked."""
+    pool_id: str = ""
+    """Pool that it was told of."""
 
     @property
     def owner(self) -> str:
@@ -67,6 +69,8 @@ class RenewLease:
     fencing_token: int
     session_id: str = ""
     """Session whose lease it must be; empty for any."""
+    pool_id: str = ""
+    """Pool that it was told of."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,8 @@ class Register:
     checkpoint: Checkpoint = NOT_TOLD
     out_of_service: OutOfService | None = None
     """Operator's order that it was told last."""
+    pool_id: str = ""
+    """Pool that it was told of."""
 
 
 @dataclass(frozen=True)

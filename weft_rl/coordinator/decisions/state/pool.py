@@ -14,6 +14,7 @@ from typing import Final
 
 from weft_rl.containers.frozen import replace
 from weft_rl.contract.capabilities import Capabilities
+from weft_rl.contract.counts import MAX_FOLLOWED
 from weft_rl.contract.errors import LeaseFencedError, NotFoundError
 from weft_rl.contract.names import BASE_POLICY, AdapterVersions, PolicyVersion, VersionVector
 from weft_rl.coordinator.decisions.state.replica import (
@@ -43,9 +44,8 @@ _MAX_TICK_GAP_SECONDS = 1.0
 #: The content of base@0, whose bytes lie in files, in no layout of a push.
 _STARTED_WITH: Final = b""
 
-#: A larger number that a peer reports is its error, and is not followed: nobody counts so far.
-#: Counts that continue from here stay within the bounds of ``weft.v1``.
-MAX_NUMBER: Final = 2**52
+#: A larger number that a peer reports is its error, and is refused.
+MAX_NUMBER: Final = MAX_FOLLOWED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +246,12 @@ class PoolState:
     generation: int = 1
     coordinator_id: str = ""
     """Id of the coordinator, random for each process."""
+    pool_id: str = ""
+    """Identity of the pool; durable, empty until the first replica or trainer has come to a new
+    catalog."""
+    fresh_pool_id: str = ""
+    """Identity that a new catalog is given if nobody tells one; random for each process."""
+    started_at: float = float("-inf")
     secret: str = field(default="", repr=False)
     """Secret that the tokens of probes are derived from; random for each process, never sent."""
     wall_offset_seconds: float = 0.0

@@ -36,6 +36,7 @@ from weft_rl.coordinator.decisions.state.effects import (
     SavePolicy,
     SavePolicyDropped,
     SavePool,
+    SavePoolId,
     SaveRetired,
     SaveSleep,
     SaveVersion,
@@ -70,6 +71,7 @@ from weft_rl.coordinator.runtime.catalog.tables import (
     OWNERS,
     PINS,
     POLICIES,
+    POOL,
     SLEEPS,
     VERSIONS,
     WITHDRAWN,
@@ -121,6 +123,7 @@ class Snapshot:
     """Last owner of each policy, and its lease, which has no expiry here."""
     sleeps: Mapping[str, StandingSleepOrder] = field(default_factory=dict)
     """Orders to sleep, by replica."""
+    pool_id: str = ""
 
 
 class Catalog:
@@ -258,6 +261,7 @@ class Catalog:
             tuple(past for row in self._events() if (past := event_from_row(row)) is not None),
             {row[0]: owner_from_row(row) for row in self._rows.select(OWNERS, {})},
             {row[0]: sleep_from_row(row) for row in self._rows.select(SLEEPS, {})},
+            next((pool_id for (pool_id,) in self._rows.select(POOL, {})), ""),
         )
 
     def _events(self) -> list[tuple[Any, ...]]:
@@ -319,6 +323,9 @@ class Catalog:
                 model = {"fingerprint": save.fingerprint, "architecture": save.architecture}
                 rows.change(META, {}, **model, base_checkpoint="")
                 rows.delete(AS_STARTED, {})
+            case SavePoolId(pool_id=pool_id):
+                rows.delete(POOL, {})
+                rows.put(POOL, (pool_id,))
             case SaveCheckpoint():
                 rows.change(META, {}, base_checkpoint=checkpoint_to_text(save.checkpoint))
             case SaveAsStarted():

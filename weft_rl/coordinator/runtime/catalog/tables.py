@@ -192,6 +192,7 @@ OWNERS: Final = Table(
     ("policy",),
     "who owns a policy, and by which lease",
 )
+POOL: Final = Table("pool", {"pool_id": str}, ("pool_id",), "the identity of the pool")
 SLEEPS: Final = Table(
     "sleeps",
     {
@@ -231,6 +232,7 @@ TABLES: Final = (
     EVENTS,
     OWNERS,
     SLEEPS,
+    POOL,
 )
 
 #: Schema 4: what this file adds to each table that was there.
@@ -240,7 +242,7 @@ CREATE TABLE counts (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL);
     f"ALTER TABLE {table.name} ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';\n"
     f"INSERT INTO counts VALUES ('{table.name}', 0);\n"
     for table in TABLES
-    if table not in (FORGOTTEN, AS_STARTED, EVENTS, OWNERS, SLEEPS)
+    if table not in (FORGOTTEN, AS_STARTED, EVENTS, OWNERS, SLEEPS, POOL)
 )
 #: Schema 5.
 FORGOTTEN_POLICIES: Final = """
@@ -272,7 +274,8 @@ CREATE TABLE sleeps (
   level INTEGER NOT NULL, aborts INTEGER NOT NULL, seconds REAL NOT NULL,
   checksum BLOB NOT NULL DEFAULT x''
 );
-INSERT INTO counts VALUES ('owners', 0), ('sleeps', 0);
+CREATE TABLE pool (pool_id TEXT PRIMARY KEY, checksum BLOB NOT NULL DEFAULT x'');
+INSERT INTO counts VALUES ('owners', 0), ('sleeps', 0), ('pool', 0);
 """
 
 
