@@ -16,7 +16,7 @@ from typing import Literal
 
 from trainer_side.params.snapshot import HostMemory
 from trainer_side.push_request import PushRequest
-from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult
+from trainer_side.push_result import NOT_COPIED, CopyUsage, PushResult
 from trainer_side.pushes.content import Content
 from trainer_side.pushing import PushExecutor, under_way
 from trainer_side.ranks.ranks import Ranks, is_told, told
@@ -54,7 +54,7 @@ class _WaitingPush:
     is_ready: bool = False
     """True if it can be carried out at its turn: the request's content is the copied one, or the
     error that there was instead."""
-    cost: CopyCost = NOT_COPIED
+    cost: CopyUsage = NOT_COPIED
     is_replaced: bool = False
     """True if a later push of the policy made it pointless before it began."""
 
@@ -341,7 +341,7 @@ class BackgroundPusher:
                 raise
         else:
             seconds = time.monotonic() - began
-            waiting.cost = CopyCost(lent.num_bytes, seconds, self._memory.total_bytes)
+            waiting.cost = CopyUsage(lent.num_bytes, seconds, self._memory.total_bytes)
             self._fill(waiting, lambda: kept)
 
     def _fill(self, waiting: _WaitingPush, content: Callable[[], Content]) -> None:

@@ -17,7 +17,7 @@ from trainer_side.pushes.content import (
     NamedBase,
     adapter_content,
     base_content,
-    stamp_of_named,
+    watcher_of_named,
 )
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory, packs_on_device
 from trainer_side.ranks.ranks import SENDER, Ranks
@@ -262,8 +262,8 @@ class PushSettings:
         def content() -> NamedBase:
             if tensors is None and ranks.rank == SENDER:
                 raise _no_tensors()
-            stamp = stamp_of_named(tensors) if ranks.rank == SENDER else None
-            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft, stamp)
+            watcher = watcher_of_named(tensors) if ranks.rank == SENDER else None
+            return NamedBase(NamedSteps(tensors, ranks), how.cast, metadata, draft, watcher)
 
         said = "" if tensors is None else f"draft={draft}"
         return self._request(

@@ -11,7 +11,7 @@ from weft_rl.v1 import publish_pb2 as pb
 
 
 @dataclass(frozen=True)
-class CopyCost:
+class CopyUsage:
     """Cost of the copy that an async push sends; see ``PushReport``."""
 
     num_bytes: int = 0
@@ -20,7 +20,7 @@ class CopyCost:
 
 
 #: Cost of a push that reads the model in place.
-NOT_COPIED = CopyCost()
+NOT_COPIED = CopyUsage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def report_of(
     source: str,
     backend: str,
     remarks: Sequence[str],
-    cost: CopyCost = NOT_COPIED,
+    cost: CopyUsage = NOT_COPIED,
 ) -> PushReport:
     """Return the report of a push from its ended transfer.
 

@@ -15,7 +15,7 @@ from trainer_side.pool.client import PoolClient
 from trainer_side.pool.coordinator_client import CoordinatorClient
 from trainer_side.pool.peer import SideGroupRank
 from trainer_side.push_request import PushPlan, PushRequest, check_replicas, plan_push
-from trainer_side.push_result import NOT_COPIED, CopyCost, PushResult, report_of
+from trainer_side.push_result import NOT_COPIED, CopyUsage, PushResult, report_of
 from trainer_side.pushes.rank_push import RankPush, RankPushFactory
 from trainer_side.ranks.ranks import FLAGS, SENDER, Ranks, agreeing, sharing, told
 from trainer_side.sources.base_content import PushedContent
@@ -189,7 +189,7 @@ class PushExecutor:
         deadline: float | None = None,
         is_replaced: Callable[[], bool] = lambda: False,
         parent: str = "",
-        cost: CopyCost = NOT_COPIED,
+        cost: CopyUsage = NOT_COPIED,
     ) -> PushResult:
         """Push one version; collective; block until every replica has switched or failed to.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer_side.params.names import unwrapped_name
 from trainer_side.params.params import (
     Params,
-    TensorLook,
+    TensorWatcher,
     WholeParams,
     is_pefts,
     is_quantised,
@@ -52,10 +52,10 @@ class OpenedModel:
     """Sources made of these parameters, kept for later pushes while the parameters stay the
     same."""
 
-    looks: dict[str, TensorLook] = field(
+    watchers: dict[str, TensorWatcher] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """Looks at some of these parameters, by what they are of."""
+    """Watchers of some of these parameters, by what they are of."""
 
     @property
     def is_adapted(self) -> bool:
@@ -67,19 +67,21 @@ class OpenedModel:
         """Module that the adapters are on; the module itself if it has none."""
         return base_model(self.module)
 
-    def look(self, of: str, names: Callable[[], Mapping[str, str]] | None = None) -> TensorLook:
-        """Return the look at parameters and buffers, or at some of them; kept for later pushes.
+    def watcher(
+        self, of: str, names: Callable[[], Mapping[str, str]] | None = None
+    ) -> TensorWatcher:
+        """Return the watcher of parameters and buffers, or of some of them; kept for later pushes.
 
         Args:
-            of: Name of the look.
-            names: Returns the parameters to look at, with what they are called there.
+            of: Name of the watcher.
+            names: Returns the parameters to watch, with what they are called there.
         """
-        found = self.looks.get(of)
+        found = self.watchers.get(of)
         if found is None:
             held = self.held()
             if names is not None:
                 held = {called: held[own] for own, called in names().items() if own in held}
-            found = self.looks[of] = TensorLook(held)
+            found = self.watchers[of] = TensorWatcher(held)
         return found
 
     def held(self) -> dict[str, torch.Tensor]:

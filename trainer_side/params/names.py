@@ -282,8 +282,8 @@ def cached_conversions(
 
 
 @dataclass(frozen=True)
-class CheckpointForm:
-    """Way from a model's parameters to the tensors of its checkpoint."""
+class CheckpointMapping:
+    """Mapping of a model\'s parameters to the tensors of its checkpoint."""
 
     kind: str
     """Name of the model's class."""
@@ -293,13 +293,13 @@ class CheckpointForm:
     """Model that plans are kept for."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> CheckpointForm:
-        """Return the form of a model, whose configuration is looked at when it is used."""
+    def of(cls, model: torch.nn.Module) -> CheckpointMapping:
+        """Return the mapping of a model, whose configuration is looked at when it is used."""
         return cls(type(model).__name__, reverter(model), model)
 
     @classmethod
-    def frozen(cls, model: Any) -> CheckpointForm:
-        """Return the form of a model as it is now, whatever becomes of its configuration."""
+    def frozen(cls, model: Any) -> CheckpointMapping:
+        """Return the mapping of a model as it is now, whatever becomes of its configuration."""
         own = model
         if reverter(model) is not None:
             own = copy.copy(model)  # of the module alone: its parameters and children are the same

@@ -431,49 +431,29 @@ class TensorStates:
         return self.elements[entry][begin:end] if self.elements else b""
 
 
-class TensorLook:
-    """Look at the states of tensors, again and again; kept with the model that they are of.
+@dataclass(frozen=True)
+class _TensorPlaces:
+    """Places of tensors, and of the elements of each that are kept."""
 
-    Args:
-        tensors: Tensors by the names of their parameters; referenced.
-    """
+    held: dict[str, tuple[torch.Tensor, bool]]
+    """Each tensor, and whether it has an address."""
+    places: list[tuple[object, ...]]
+    spans: dict[str, tuple[int, int, int]]
+    parts: list[list[torch.Tensor]]
+    """Elements that are kept, for each dtype and device."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        self._held: list[tuple[torch.Tensor, bool]] = []
-        self._places: list[tuple[object, ...]] = []
-
-    def states(self) -> TensorStates:
-        """Return the states now; waits for an accelerator."""
-        if not self._held or self._now() != self._places:
-            self._lay_out()
-        versions = [-1 if t.is_inference() else t._version for t, _ in self._held]
-        elements = [
-            torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in self._parts
-        ]
-        return TensorStates(self._names, self._places, versions, elements, self._spans)
-
-    def _now(self) -> list[tuple[object, ...]]:
-        """Return the places now."""
-        return [
-            (id(t), t.data_ptr() if has_elements else 0, t.shape, t.dtype, t.device)
-            for t, has_elements in self._held
-        ]
-
-    def _lay_out(self) -> None:
-        """Find where the elements lie that are kept."""
-        found = {
-            own: tensor
-            for name, param in self.tensors.items()
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> _TensorPlaces:
+        """Find the places of tensors."""
+        held = {
+            own: (tensor, is_readable(tensor))
+            for name, param in tensors.items()
             for own, tensor in ((name, param), *_packed_parts(name, param))
         }
-        self._names = tuple(found)
-        self._held = [(tensor, is_readable(tensor)) for tensor in found.values()]
-        self._places = self._now()
-        self._spans: dict[str, tuple[int, int, int]] = {}
-        ends: dict[object, int] = {}
+        spans: dict[str, tuple[int, int, int]] = {}
         parts: dict[object, list[torch.Tensor]] = {}
-        for name, (tensor, has_elements) in zip(found, self._held, strict=True):
+        ends: dict[object, int] = {}
+        for name, (tensor, has_elements) in held.items():
             if not (has_elements and tensor.numel() and tensor.is_contiguous()):
                 continue
             flat = tensor.detach().view(-1)
@@ -483,27 +463,57 @@ class TensorLook:
             at = ends.setdefault(key, 0)
             ends[key] = at + part.numel() * part.element_size()
             parts.setdefault(key, []).append(part)
-            self._spans[name] = [*parts].index(key), at, ends[key]
-        self._parts = [*parts.values()]
+            spans[name] = [*parts].index(key), at, ends[key]
+        return cls(held, _places(held), spans, [*parts.values()])
 
 
-class ModelStamp:
-    """Stamp of those tensors and settings of a model that a push reads in place.
+class TensorWatcher:
+    """Watcher of the states of tensors; kept with the model that they are of. Thread-safe.
 
     Args:
-        look: Look at the tensors that are read, then and later. Whatever takes their place in the
+        tensors: Tensors by the names of their parameters; referenced.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._found: _TensorPlaces | None = None
+
+    def states(self) -> TensorStates:
+        """Return the states now; waits for an accelerator."""
+        found = self._found
+        if found is None or _places(found.held) != found.places:
+            found = self._found = _TensorPlaces.of(self.tensors)
+        versions = [-1 if t.is_inference() else t._version for t, _ in found.held.values()]
+        elements = [
+            torch.cat(parts).view(torch.uint8).cpu().numpy().tobytes() for parts in found.parts
+        ]
+        return TensorStates(tuple(found.held), found.places, versions, elements, found.spans)
+
+
+def _places(held: Mapping[str, tuple[torch.Tensor, bool]]) -> list[tuple[object, ...]]:
+    return [
+        (id(t), t.data_ptr() if has_address else 0, t.shape, t.dtype, t.device)
+        for t, has_address in held.values()
+    ]
+
+
+class ModelWatcher:
+    """Watcher of those tensors and settings of a model that a push reads in place.
+
+    Args:
+        tensors: Watcher of the tensors that are read. Whatever takes their place in the
             model is not read.
         settings: Function that returns the settings, then and later.
     """
 
-    def __init__(self, look: TensorLook, settings: Callable[[], Settings] = dict) -> None:
-        self._look, self._read_settings = look, settings
+    def __init__(self, tensors: TensorWatcher, settings: Callable[[], Settings] = dict) -> None:
+        self._watched, self._read_settings = tensors, settings
         self._settings = dict(settings())
-        self.states = look.states()
+        self.states = tensors.states()
 
     def moved(self) -> list[str]:
         """Return a phrase for each tensor and setting that changed since; empty if none did."""
-        moved = self.states.moved(self._look.states())
+        moved = self.states.moved(self._watched.states())
         found = [f"{name!r} {how}" for name, how in moved.items()]
         now = self._read_settings()
         return found + [

@@ -14,14 +14,14 @@ import torch
 from trainer_side.params.choose import Kind, OpenedModel, open_model
 from trainer_side.params.merged import MergedParams, merge_settings
 from trainer_side.params.names import (
-    CheckpointForm,
+    CheckpointMapping,
     adapter_tensor_name,
     base_name_in_peft,
 )
 from trainer_side.params.params import (
-    ModelStamp,
+    ModelWatcher,
     Params,
-    TensorLook,
+    TensorWatcher,
     WholeParams,
     is_readable,
     model_changed,
@@ -121,13 +121,13 @@ class PushContent(ABC):
     """Content that every rank of the trainer has a source of."""
 
     can_begin_again = True
-    stamp: ModelStamp | None = None
-    """Stamp of what is read in place; None where nothing is."""
+    watcher: ModelWatcher | None = None
+    """Watcher of what is read in place; None where nothing is."""
 
     def check_unchanged(self) -> None:
         """See ``Content.check_unchanged``."""
-        if self.stamp is not None:
-            self.stamp.check()
+        if self.watcher is not None:
+            self.watcher.check()
 
     @abstractmethod
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter | None]:
@@ -152,12 +152,12 @@ class PushContent(ABC):
 
 
 @dataclass(frozen=True)
-class BaseWeights:
-    """Weights of a base by its own names, and the form of its checkpoint. Of the model itself
+class BaseTensors:
+    """Weights of a base by its own names, and their mapping to its checkpoint. Of the model itself
     nothing else is read to send them."""
 
     params: Params
-    form: CheckpointForm
+    mapping: CheckpointMapping
     buffers: frozenset[str] = frozenset()
     """Names of the buffers among them; the pool's checkpoint may hold them."""
     are_read: bool = True
@@ -192,9 +192,9 @@ class BaseWeights:
     ) -> ModuleSource:
         drafts, is_base = _draft_names(target), partial(_is_base, target)
         without = self.buffers | left_out
-        source = ModuleSource(self.form, self.params, rule, without, drafts, is_base)
+        source = ModuleSource(self.mapping, self.params, rule, without, drafts, is_base)
         if self.buffers and not is_base(source.metas):
-            whole = ModuleSource(self.form, self.params, rule, left_out, drafts, is_base)
+            whole = ModuleSource(self.mapping, self.params, rule, left_out, drafts, is_base)
             if is_base(whole.metas):
                 source = whole
         if left_out:
@@ -217,7 +217,8 @@ class BaseWeights:
         """
         rule, is_base = _draft_rule(target, cast), partial(_is_draft_model, target)
         return self._source(
-            ("draft", rule.key), lambda: ModuleSource(self.form, self.params, rule, is_base=is_base)
+            ("draft", rule.key),
+            lambda: ModuleSource(self.mapping, self.params, rule, is_base=is_base),
         )
 
     @property
@@ -240,8 +241,8 @@ class ModelBase(PushContent):
     """Remarks on the model as it was when the push was asked for."""
     base: AdapterBase = field(default_factory=AdapterBase)
     """See ``Content.base``: a merged push makes no module a version of the base."""
-    stamp: ModelStamp | None = None
-    """Stamp of the model as it was then."""
+    watcher: ModelWatcher | None = None
+    """Watcher of the model as it was then."""
 
     @classmethod
     def of(
@@ -268,16 +269,18 @@ class ModelBase(PushContent):
             raise InvalidRequestError("push_merged needs a PEFT model: push_base sends this one")
         found = cls(opened, cast, merged)
         if merged is None:
-            stamp = ModelStamp(opened.look("all"))
-            return replace(found, base=AdapterBase.of(opened.module, stamp.states), stamp=stamp)
+            watcher = ModelWatcher(opened.watcher("all"))
+            return replace(
+                found, base=AdapterBase.of(opened.module, watcher.states), watcher=watcher
+            )
         settings = partial(merge_settings, opened.module, merged)
-        look = opened.look(
+        tensors = opened.watcher(
             f"merged with {merged}", lambda: _as_they_are(_inputs(found.weights().params))
         )
-        stamp = ModelStamp(look, settings)
-        return replace(found, notes=active_remarks(opened.module, merged), stamp=stamp)
+        watcher = ModelWatcher(tensors, settings)
+        return replace(found, notes=active_remarks(opened.module, merged), watcher=watcher)
 
-    def weights(self) -> BaseWeights:
+    def weights(self) -> BaseTensors:
         """Return the weights to push, as the model has them now.
 
         Raises:
@@ -286,13 +289,13 @@ class ModelBase(PushContent):
         module, merged = self.opened.module, self.merged
         settings = None if merged is None else tuple(merge_settings(module, merged).items())
         key = merged, settings
-        found: BaseWeights | None = self.opened.sources.get(key)
+        found: BaseTensors | None = self.opened.sources.get(key)
         if found is None:
-            found = self._weights(self.opened.params, CheckpointForm.of(self.opened.base))
+            found = self._weights(self.opened.params, CheckpointMapping.of(self.opened.base))
             self.opened.sources.put(key, found)
         return found
 
-    def _weights(self, params: Params, form: CheckpointForm) -> BaseWeights:
+    def _weights(self, params: Params, mapping: CheckpointMapping) -> BaseTensors:
         module, buffers = self.opened.module, self.opened.buffers
         if params.is_collective and has_quantised_layers(module):
             raise UnsupportedError(
@@ -302,14 +305,14 @@ class ModelBase(PushContent):
         if self.merged is not None:
             params = MergedParams(module, params, self.merged)
             buffers = frozenset(base_name_in_peft(name, self.merged) or "" for name in buffers)
-        return BaseWeights(params, form, buffers)
+        return BaseTensors(params, mapping, buffers)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``PushContent.source``."""
         return self.weights().source(target, self.cast), None
 
     def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
-        """See ``BaseWeights.draft_source``."""
+        """See ``BaseTensors.draft_source``."""
         return self.weights().draft_source(target, self.cast)
 
     def kept(self, memory: SnapshotMemory) -> KeptBase:
@@ -320,19 +323,19 @@ class ModelBase(PushContent):
         why = memory.whole.why_no_room(params.metas[name] for name in rest)
         copied = snapshot(params, trained & names if why else names, memory)
         weights = replace(
-            self._weights(copied, CheckpointForm.frozen(self.opened.base)),
+            self._weights(copied, CheckpointMapping.frozen(self.opened.base)),
             are_read=params.is_collective or memory.whole.ranks.rank == SENDER,
         )
         remarks = self.remarks
         if why:
             what = "weights" if self.merged is None else "frozen weights"
             remarks += (f"its {what} were read in place, not copied: {why}",)
-        stamp = None
+        watcher = None
         if why:
             held = self.opened.held()
-            stamp = ModelStamp(TensorLook({name: held[name] for name in rest & held.keys()}))
+            watcher = ModelWatcher(TensorWatcher({name: held[name] for name in rest & held.keys()}))
         self.check_unchanged()
-        return KeptBase(weights, self.cast, remarks, self.base, stamp)
+        return KeptBase(weights, self.cast, remarks, self.base, watcher)
 
     def _trained(self) -> set[str]:
         """Return the names of what is copied in any case: what is trained, and what only its
@@ -365,19 +368,19 @@ def _inputs(params: Params) -> set[str]:
 class KeptBase(PushContent):
     """Content with every weight of a model as it was when the push was asked for."""
 
-    weights: BaseWeights
+    weights: BaseTensors
     cast: bool
     remarks: tuple[str, ...]
     base: AdapterBase
-    stamp: ModelStamp | None
-    """Stamp of what was not copied."""
+    watcher: ModelWatcher | None
+    """Watcher of what was not copied."""
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, None]:
         """See ``PushContent.source``."""
         return self.weights.source(target, self.cast), None
 
     def draft_source(self, target: pb.DescribeTargetResponse) -> Source:
-        """See ``BaseWeights.draft_source``."""
+        """See ``BaseTensors.draft_source``."""
         return self.weights.draft_source(target, self.cast)
 
     def kept(self, memory: SnapshotMemory) -> KeptBase:
@@ -416,8 +419,8 @@ class ModelAdapter(PushContent):
     """Remarks on the model as it was when the push was asked for."""
     base: AdapterBase = field(default_factory=AdapterBase)
     """See ``Content.base``."""
-    stamp: ModelStamp | None = None
-    """Stamp of the adapter as it was then."""
+    watcher: ModelWatcher | None = None
+    """Watcher of the adapter as it was then."""
 
     @classmethod
     def of(
@@ -431,14 +434,13 @@ class ModelAdapter(PushContent):
     ) -> ModelAdapter:
         """Open a model for a push of its adapter; see ``open_model``."""
         opened = open_model(model, ranks, kind)
-        look = opened.look(
+        tensors = opened.watcher(
             f"adapter {adapter_name}", lambda: adapter_parameters(opened.params, adapter_name)
         )
-        stamp = ModelStamp(look, partial(adapter_settings, opened.module, adapter_name))
+        watcher = ModelWatcher(tensors, partial(adapter_settings, opened.module, adapter_name))
         notes = active_remarks(opened.module, adapter_name)
-        is_compared = check_base and ranks.rank == SENDER
-        base = _trained_base(opened) if is_compared else AdapterBase()
-        return cls(opened, adapter_name, cast, check_base, notes, base, stamp)
+        base = _trained_base(opened) if ranks.rank == SENDER else AdapterBase()
+        return cls(opened, adapter_name, cast, check_base, notes, base, watcher)
 
     def source(self, target: pb.DescribeTargetResponse) -> tuple[Source, Adapter]:
         """See ``PushContent.source``."""
@@ -606,8 +608,8 @@ class NamedBase:
     cast: bool
     metadata: Metadata | None
     draft: bool = False
-    stamp: ModelStamp | None = None
-    """Stamp of tensors that are known beforehand, since they came in a collection."""
+    watcher: ModelWatcher | None = None
+    """Watcher of tensors that are known beforehand, since they came in a collection."""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -641,8 +643,8 @@ class NamedBase:
 
     def check_unchanged(self) -> None:
         """See ``Content.check_unchanged``; of an iterator nothing is known beforehand."""
-        if self.stamp is not None:
-            self.stamp.check()
+        if self.watcher is not None:
+            self.watcher.check()
 
     def kept(self, memory: SnapshotMemory) -> NamedBase:
         """See ``Content.kept``.
@@ -658,8 +660,8 @@ class NamedBase:
         return AdapterBase()
 
 
-def stamp_of_named(given: object) -> ModelStamp | None:
-    """Return the stamp of named tensors that came in a dict, a list or a tuple; else None: what
+def watcher_of_named(given: object) -> ModelWatcher | None:
+    """Return the watcher of named tensors that came in a dict, a list or a tuple; else None: what
     comes from an iterator is not known before it is read."""
     if isinstance(given, dict):
         found = given
@@ -669,14 +671,14 @@ def stamp_of_named(given: object) -> ModelStamp | None:
     else:
         return None
     tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor) and is_readable(t)}
-    return ModelStamp(TensorLook(tensors))
+    return ModelWatcher(TensorWatcher(tensors))
 
 
 def _trained_base(opened: OpenedModel) -> AdapterBase:
     """Return the base inside a PEFT model, as it is now."""
-    look = opened.look("base", lambda: _base_names(opened))
-    content = BaseContent(opened.base, look) if type(opened.params) is WholeParams else None
-    return AdapterBase.of(opened.base, look.states(), content)
+    watcher = opened.watcher("base", lambda: _base_names(opened))
+    content = BaseContent(opened.base, watcher) if type(opened.params) is WholeParams else None
+    return AdapterBase.of(opened.base, watcher.states(), content)
 
 
 def _base_names(opened: OpenedModel) -> dict[str, str]:

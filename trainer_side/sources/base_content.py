@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_side.params.params import TensorLook, WholeParams
+from trainer_side.params.params import TensorWatcher, WholeParams
 from trainer_side.sources.module_source import ModuleSource
 from trainer_side.sources.source import CastRule, reading, torch_dtypes
 from weft_rl.contract.checkpoint import StoredTensor
@@ -23,8 +23,8 @@ class BaseContent:
 
     module: torch.nn.Module
     """Base model, which knows the names of its checkpoint."""
-    look: TensorLook
-    """Look at its parameters and buffers, by its own names."""
+    watcher: TensorWatcher
+    """Watcher of its parameters and buffers, by its own names."""
 
     def digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
         """Digest all tensors by their checkpoint names; empty where they cannot be sent. Reads each
@@ -40,11 +40,11 @@ class BaseContent:
             return {}
 
     def _digests(self, dtypes: Mapping[str, DataType]) -> dict[str, StoredTensor]:
-        params = WholeParams(self.look.tensors, "base")
+        params = WholeParams(self.watcher.tensors, "base")
         own = ModuleSource(self.module, params, CastRule())
         rule = {meta.name: dtypes.get(meta.name, meta.dtype) for meta in own.metas}
         source = ModuleSource(self.module, params, CastRule(exceptions=rule))
-        devices = {tensor.device for tensor in self.look.tensors.values()}
+        devices = {tensor.device for tensor in self.watcher.tensors.values()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         found: dict[str, StoredTensor] = {}
         for index, (meta, dtype) in enumerate(

@@ -18,7 +18,7 @@ from trainer_side.params.elements import (
 )
 from trainer_side.params.merged import MergedParams
 from trainer_side.params.merged_elements import MergedElements
-from trainer_side.params.names import CheckpointForm, Conversion, Revert
+from trainer_side.params.names import CheckpointMapping, Conversion, Revert
 from trainer_side.params.params import Params, copy_into, resident_param, whole_tensors
 from trainer_side.sources.source import CastRule, make_metas, torch_dtypes
 from trainer_side.sources.tied_heads import IsBase, are_equal, copied_heads, no_copy
@@ -28,7 +28,8 @@ class ModuleSource:
     """Parameters of a model, tied ones once, and those of its buffers that belong to the base.
 
     Args:
-        form: The module itself, without wrappers, which knows its checkpoint names; or its form.
+        mapping: The module itself, without wrappers, which knows its checkpoint names; or its
+            mapping to them.
         params: Its parameters and buffers; they must not change while a push reads them.
         cast: Rule for the dtype that each of them travels in.
         without: Names among ``params`` to leave out.
@@ -46,7 +47,7 @@ class ModuleSource:
 
     def __init__(
         self,
-        form: torch.nn.Module | CheckpointForm,
+        mapping: torch.nn.Module | CheckpointMapping,
         params: Params,
         cast: CastRule,
         without: Collection[str] = (),
@@ -55,16 +56,16 @@ class ModuleSource:
     ) -> None:
         self._params = params
         self.shards: Any = None
-        if isinstance(form, torch.nn.Module):
-            form = CheckpointForm.of(form)
-        self._revert = form.revert
+        if isinstance(mapping, torch.nn.Module):
+            mapping = CheckpointMapping.of(mapping)
+        self._revert = mapping.revert
         own = {name: meta for name, meta in params.metas.items() if name not in without}
         params.check(own)
-        groups, outputs = form.conversions(own)
+        groups, outputs = mapping.conversions(own)
         self._groups = sorted(
             groups, key=lambda group: any(name in drafts for name in group.targets)
         )
-        self.description = f"{params.kind} {form.kind}, {len(own)} parameters"
+        self.description = f"{params.kind} {mapping.kind}, {len(own)} parameters"
         self.is_collective = params.is_collective
         metas = make_metas(
             [(name, outputs[name]) for group in self._groups for name in group.targets], cast

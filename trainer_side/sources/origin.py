@@ -137,7 +137,7 @@ class _KnownBase:
         key = frozenset(dtypes.items())
         if base.content is not None and key not in self.digests:
             found = base.content.digests(dtypes)
-            if self.states.moved(base.content.look.states()):
+            if self.states.moved(base.content.watcher.states()):
                 return {}
             self.digests[key] = found
         return self.digests.get(key, {})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer_side.params.params import TensorLook
+from trainer_side.params.params import TensorWatcher
 from trainer_side.sources.base_content import BaseContent, PushedContent
 from trainer_side.sources.file_source import base_of_dir
 from trainer_side.sources.origin import AdapterBase, KnownBases, TrainingBase
@@ -46,9 +46,9 @@ def soon() -> float:
 
 def based(module: torch.nn.Module, loaded_from: str = "", *, is_whole: bool = True) -> AdapterBase:
     """A base as an adapter's push hands it over: as it is now."""
-    look = TensorLook(dict(module.named_parameters()))
-    content = BaseContent(module, look) if is_whole else None
-    return AdapterBase(module, loaded_from, None, look.states(), content)
+    watcher = TensorWatcher(dict(module.named_parameters()))
+    content = BaseContent(module, watcher) if is_whole else None
+    return AdapterBase(module, loaded_from, None, watcher.states(), content)
 
 
 class One(torch.nn.Module):
