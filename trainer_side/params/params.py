@@ -504,11 +504,17 @@ class ModelWatcher:
         tensors: Watcher of the tensors that are read. Whatever takes their place in the
             model is not read.
         settings: Function that returns the settings, then and later.
+        now: Settings now, if they are known.
     """
 
-    def __init__(self, tensors: TensorWatcher, settings: Callable[[], Settings] = dict) -> None:
+    def __init__(
+        self,
+        tensors: TensorWatcher,
+        settings: Callable[[], Settings] = dict,
+        now: Settings | None = None,
+    ) -> None:
         self._watched, self._read_settings = tensors, settings
-        self._settings = dict(settings())
+        self._settings = dict(settings() if now is None else now)
         self.states = tensors.states()
 
     def moved(self) -> list[str]:

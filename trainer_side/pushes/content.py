@@ -21,6 +21,7 @@ from trainer_side.params.names import (
 from trainer_side.params.params import (
     ModelWatcher,
     Params,
+    Settings,
     TensorWatcher,
     WholeParams,
     is_readable,
@@ -243,6 +244,8 @@ class ModelBase(PushContent):
     """See ``Content.base``: a merged push makes no module a version of the base."""
     watcher: ModelWatcher | None = None
     """Watcher of the model as it was then."""
+    known: BaseTensors | None = None
+    """Result of ``weights`` as it was then; None if it is still to be found out."""
 
     @classmethod
     def of(
@@ -273,11 +276,13 @@ class ModelBase(PushContent):
             return replace(
                 found, base=AdapterBase.of(opened.module, watcher.states), watcher=watcher
             )
-        settings = partial(merge_settings, opened.module, merged)
+        settings = merge_settings(opened.module, merged)
+        found = replace(found, known=found.weights_by(settings))
         tensors = opened.watcher(
             f"merged with {merged}", lambda: _as_they_are(_inputs(found.weights().params))
         )
-        watcher = ModelWatcher(tensors, settings)
+        read = partial(merge_settings, opened.module, merged)
+        watcher = ModelWatcher(tensors, read, settings)
         return replace(found, notes=active_remarks(opened.module, merged), watcher=watcher)
 
     def weights(self) -> BaseTensors:
@@ -286,9 +291,18 @@ class ModelBase(PushContent):
         Raises:
             WeftError: They cannot be pushed; says why.
         """
-        module, merged = self.opened.module, self.merged
-        settings = None if merged is None else tuple(merge_settings(module, merged).items())
-        key = merged, settings
+        if self.known is not None:
+            return self.known
+        merged = self.merged
+        return self.weights_by({} if merged is None else merge_settings(self.opened.module, merged))
+
+    def weights_by(self, settings: Settings) -> BaseTensors:
+        """Return ``weights``, by the settings that ``merge_settings`` gave; kept for later pushes.
+
+        Raises:
+            WeftError: They cannot be pushed; says why.
+        """
+        key = self.merged, tuple(settings.items())
         found: BaseTensors | None = self.opened.sources.get(key)
         if found is None:
             found = self._weights(self.opened.params, CheckpointMapping.of(self.opened.base))
