@@ -43,11 +43,11 @@ def main() -> None:
     names = [str(i) for i in range(_LAYERS)]
     model = get_peft_model(base, LoraConfig(r=_RANK, target_modules=names))
     model = model.to(device, torch.bfloat16)
-    backend = NCCL if on_gpu else GLOO
+    backend, ranks = NCCL if on_gpu else GLOO, OneRank()  # models are kept open by their ranks
     print(describe())
     for what, content in (
-        ("merged", lambda: base_content(model, OneRank(), True, "default")),
-        ("adapter", lambda: adapter_content(model, OneRank(), True, "default", True)),
+        ("merged", lambda: base_content(model, ranks, True, "default")),
+        ("adapter", lambda: adapter_content(model, ranks, True, "default", True)),
     ):
         print(f"{what} on {device.type}: {_figures(content, backend, device)}")
 
